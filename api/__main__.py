@@ -11,4 +11,6 @@ if __name__ == "__main__":
         if cause.name != "hardpoint.cli":
             raise
         sys.exit(f"hardpoint: error: {advise('command line')}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     sys.exit(main())

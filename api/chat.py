@@ -428,6 +428,7 @@ class Chat:
             add_generation_prompt=self._begins,
             **{name: value for name, value in options.items() if value},
         )
+        typed.check_text(rendered, "messages: the text of the chat template", RequestError)
         return texts.encode(rendered)
 
 

@@ -45,6 +45,8 @@ class Client(Strict):
         kv_transfer: whether requests may bring `kv_transfer_params`.
         trace: whether requests may ask how their tokens were chosen, also if `server.trace` is off.
         admin: whether it may use the admin address.
+        requests_per_minute: requests to routes that count (`Route.is_counted`), of all clients of
+            this name together; further ones are answered with 429. None is no limit.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Client(Strict):
     kv_transfer: bool = False
     trace: bool = False
     admin: bool = False
+    requests_per_minute: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,8 @@ class Route:
         summary: one line for the OpenAPI document.
         request_type, response_type: types of JSON bodies, for the OpenAPI document.
         body_types: media types that its bodies may have; others are answered with 415.
+        is_counted: whether its requests count as `requests_per_minute` of keys: those of routes
+            that compute or store do.
     """
 
     path: str
@@ -109,6 +114,7 @@ class Route:
     request_type: type[msgspec.Struct] | None = None
     response_type: type[msgspec.Struct] | None = None
     body_types: Sequence[str] = ("application/json",)
+    is_counted: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +187,8 @@ class ResponseStore:
     What it is given is opaque, and kept by the owner, which is the client's name, and by the id of
     the response: no owner ever gets what another one has put. An error that a function raises
     answers that request with 500, which names the plugin; so does one that takes longer than
-    `server.extension_seconds`.
+    `server.extension_seconds`. A store that cannot be used for a while raises starlette's
+    HTTPException with 503 and Retry-After.
 
     Attributes:
         put: takes owner, id and content; replaces what is there. It is called before the client has

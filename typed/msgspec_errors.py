@@ -12,7 +12,7 @@ __all__ = ["ParsedError", "failing_keys", "parse_error", "plain_text", "split_pa
 ANY_KEY = "[...]"
 """msgspec's step for some key of a mapping, which it does not name."""
 
-_MESSAGE = re.compile(r"^(?P<text>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?$", re.DOTALL)
+_PLACE = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`")
 _STEP = re.compile(r"\[[^\]]*\]|[^.\[]+")
 _TYPES = {
     "float": "a number",
@@ -44,10 +44,15 @@ class ParsedError(NamedTuple):
 
 
 def parse_error(message: str) -> ParsedError:
-    """Split a message of msgspec into text and path."""
-    match = _MESSAGE.match(message)
-    assert match is not None  # the pattern matches every string
-    return ParsedError(match["text"], split_path(match["path"] or ""), match["key"] is not None)
+    """Split a message of msgspec into text and path.
+
+    The text may quote a value or a name of any length, the path is the end of the message.
+    """
+    start = message.rfind(" - at `")
+    place = _PLACE.fullmatch(message, start) if start >= 0 else None
+    if place is None:
+        return ParsedError(message, [], False)
+    return ParsedError(message[:start], split_path(place["path"]), place["key"] is not None)
 
 
 def split_path(path: str) -> list[str]:

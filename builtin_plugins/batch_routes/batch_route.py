@@ -16,7 +16,7 @@ from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Client, Route, ServerContext
 from hardpoint.typed import Strict, shown
 
-from .file_route import page_of, page_query
+from .file_route import check_bytes, page_of, page_query
 from .folder import BatchPlace, Folder
 from .options import BatchOptions
 from .records import BatchObject, BatchRecord, Page, new_name, now
@@ -144,6 +144,8 @@ class BatchRoute:
                 f"input_file_id: expected at most {limit} batches of a key that have not ended, "
                 "got one more; wait, or cancel one"
             )
+        check_bytes(owner, 0, self._options, "input_file_id")
+        owner.forget_ended(self._options.owner_batches)
         try:
             owner.add_batch(record)
         except FileNotFoundError:  # it was deleted in this moment

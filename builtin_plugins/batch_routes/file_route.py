@@ -189,12 +189,7 @@ class FileRoute:
                 f"file: expected at most {options.owner_files} files of a key, got one more; "
                 "delete some"
             )
-        used = sum(file.bytes for file in files)
-        if used + size > options.owner_bytes:
-            raise RequestError(
-                f"file: expected at most {options.owner_bytes} bytes in all files of a key, got "
-                f"{used + size}; delete some"
-            )
+        check_bytes(owner, size, options, "file")
 
     async def list_files(self, request: Request) -> Page:
         """List files.
@@ -243,6 +238,20 @@ class FileRoute:
         if file is None:
             raise HTTPException(404, f"file_id: this key has no file {shown(file_id, 100)}")
         return owner, file
+
+
+def check_bytes(owner: OwnerFolder, size: int, options: BatchOptions, field: str) -> None:
+    """Check that so many more bytes of a client may be kept.
+
+    Raises:
+        RequestError: naming the field, because it has too many.
+    """
+    used = owner.used_bytes()
+    if used + size > options.owner_bytes:
+        raise RequestError(
+            f"{field}: expected at most {options.owner_bytes} bytes in all files and batches of a "
+            f"key, got {used + size}; delete some"
+        )
 
 
 def page_query(request: Request) -> PageQuery:

@@ -113,6 +113,31 @@ class OwnerFolder:
         """Use a folder, which may not be there yet."""
         self._files, self._batches = path / "files", path / "batches"
 
+    def used_bytes(self) -> int:
+        """Return the bytes of all files, batches and records of the client, links counted once."""
+        sizes: dict[tuple[int, int], int] = {}
+        for path in self._paths():
+            with contextlib.suppress(FileNotFoundError):  # it was deleted in this moment
+                found = path.stat()
+                sizes[found.st_dev, found.st_ino] = found.st_size
+        return sum(sizes.values())
+
+    def _paths(self) -> Iterator[os.DirEntry[str]]:
+        for folder in (self._files, self._batches):
+            with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+                yield from entries
+
+    def forget_ended(self, number: int) -> None:
+        """Delete the records of the batches that ended first, until there are fewer than that."""
+        kept = {path.stem for path in self._batches.glob("*.in")}
+        paths = list(self._batches.glob("batch_*.json"))
+        if len(paths) < number:
+            return
+        ended = [path for path in paths if path.stem not in kept]
+        ended.sort(key=lambda path: path.stat().st_mtime_ns)
+        for path in ended[: len(paths) - number + 1]:
+            path.unlink(missing_ok=True)
+
     def files(self) -> list[FileObject]:
         """Return the files, the oldest first; those that have expired are deleted."""
         kept = []

@@ -20,10 +20,12 @@ class BatchOptions(plugins.Options):
         priority: priority of requests of batches, unless their key allows less; smaller is more
             important.
         file_bytes: size of a file.
-        owner_bytes: size of all files of a key.
+        owner_bytes: size of all that is kept of a key: its files, inputs and answers of batches,
+            and records. A batch whose answers have no room fails.
         owner_files: number of files of a key.
         requests: lines of a batch.
         open_batches: batches of a key that have not ended.
+        owner_batches: batches of a key, ended ones too; the first that ended give way to new ones.
         seconds: how long files, and batches that have ended, are kept.
         window_seconds: how long a batch may take; what has no answer by then gets none.
     """
@@ -36,5 +38,6 @@ class BatchOptions(plugins.Options):
     owner_files: Annotated[int, Meta(ge=1)] = 1000
     requests: Annotated[int, Meta(ge=1)] = 50_000
     open_batches: Annotated[int, Meta(ge=1)] = 100
+    owner_batches: Annotated[int, Meta(ge=1)] = 500
     seconds: Annotated[float, Meta(gt=0)] = 30 * _DAY
     window_seconds: Annotated[float, Meta(gt=0)] = _DAY

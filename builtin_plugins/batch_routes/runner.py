@@ -21,7 +21,7 @@ from hardpoint.builtin_plugins.server.batches.lines import (
     LineError,
     answer_to,
 )
-from hardpoint.builtin_plugins.server.batches.text_lines import next_line, texts
+from hardpoint.builtin_plugins.server.batches.text_lines import line_of, next_line, texts
 from hardpoint.plugins import HardpointError, RequestError
 from hardpoint.plugins.server import AsyncGenerator, Client, LoadReport, ServerContext
 
@@ -117,6 +117,8 @@ class BatchRun:
         self._server, self._place, self._options, self._slots = server, place, options, slots
         self._record = place.read()
         self._kept_at = 0.0
+        self._room = 0
+        self._is_full = False
         self._writing = asyncio.Lock()
 
     async def run(self) -> None:
@@ -227,13 +229,14 @@ class BatchRun:
 
         async def answer_some() -> None:
             """Answer one line after the other, until none is left."""
-            while (line := await taken()) is not None:
+            while not self._is_full and (line := await taken()) is not None:
                 async with self._slots.one():
                     answer = await self._answer(client, line)
-                self._keep(answer, answers, errors)
-                done.add(line.id or "")
-                await self._keep_counts()
+                if not self._is_full and self._keep(answer, answers, errors):
+                    done.add(line.id or "")
+                    await self._keep_counts()
 
+        await self._measure_room()
         workers = [asyncio.create_task(answer_some()) for _ in range(self._options.concurrency)]
         try:
             outcome = await self._until_end(workers)
@@ -244,6 +247,8 @@ class BatchRun:
         for error in ended:
             if isinstance(error, Exception):
                 raise error
+        if self._is_full:
+            return "failed"
         if outcome != "completed":
             await in_thread(self._give_up, outcome, done, answers, errors)
         return outcome
@@ -255,7 +260,8 @@ class BatchRun:
         for line in self._lines():
             if line.id not in done:
                 problem = LineError(f"batch_{outcome}", _REASONS[outcome], None, line.line)
-                self._keep(answer_to(line, problem=problem), answers, errors)
+                if not self._keep(answer_to(line, problem=problem), answers, errors):
+                    return
 
     async def _until_end(self, workers: list[asyncio.Task[None]]) -> Status:
         """Wait for the last line, the end of the time, or a wish to cancel; return which."""
@@ -285,12 +291,23 @@ class BatchRun:
             await asyncio.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT)
 
-    def _keep(self, answer: BatchAnswer, answers: BinaryIO, errors: BinaryIO) -> None:
+    def _keep(self, answer: BatchAnswer, answers: BinaryIO, errors: BinaryIO) -> bool:
+        """Keep an answer; return whether its key has room for it."""
         is_ok = answer.response is not None and answer.response.status_code == _OK
-        counts = self._record.batch.request_counts
-        _append(answers if is_ok else errors, msgspec.json.encode(answer) + b"\n")
+        counts, line = self._record.batch.request_counts, line_of(answer)
+        self._room -= len(line)
+        if self._room < 0:
+            self._is_full = True
+            return False
+        _append(answers if is_ok else errors, line)
         counts.completed += is_ok
         counts.failed += not is_ok
+        return True
+
+    async def _measure_room(self) -> None:
+        """Measure how many bytes of answers the key has room for."""
+        used = await asyncio.to_thread(self._place.owner.used_bytes)
+        self._room = self._options.owner_bytes - used
 
     async def _keep_counts(self) -> None:
         """Show how far it is, now and then; no worker waits for the write of another one."""
@@ -298,6 +315,7 @@ class BatchRun:
         if at >= self._kept_at + _KEPT_SECONDS and not self._writing.locked():
             self._kept_at = at
             await self._write()
+            await self._measure_room()
 
     async def _move(self, status: Status) -> None:
         self._record.batch.status = status
@@ -313,6 +331,13 @@ class BatchRun:
         batch, outcome = self._record.batch, self._record.outcome
         batch.output_file_id = self._made_file("out", "output")
         batch.error_file_id = self._made_file("err", "error")
+        if outcome == "failed":
+            message = (
+                f"input_file_id: expected at most {self._options.owner_bytes} bytes in all files "
+                "and batches of a key, and the answers need more; delete some"
+            )
+            done = batch.request_counts.completed + batch.request_counts.failed
+            batch.errors = BatchErrors([LineError("no_room", message, None, done + 1)])
         batch.status = outcome
         setattr(batch, f"{outcome}_at", now())
         self._place.write(self._record)

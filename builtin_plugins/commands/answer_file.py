@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import msgspec
-
+from hardpoint.builtin_plugins.server.batches.text_lines import line_of
 from hardpoint.plugins import HardpointError, RequestError
 from hardpoint.typed import shown
 
@@ -230,7 +229,7 @@ class AnswerFile:
         Raises:
             HardpointError: it cannot be written.
         """
-        data = memoryview(msgspec.json.encode(line) + b"\n")
+        data = memoryview(line_of(line))
         begin = os.lseek(self._fd, 0, os.SEEK_CUR) if self.is_regular else 0
         with self._reporting():
             try:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-import msgspec
-
+from hardpoint.builtin_plugins.server.batches.text_lines import line_of
 from hardpoint.plugins import CompletionOutput, Logprob, RequestOutput
 
 
@@ -84,7 +83,7 @@ def assemble(outputs: Iterable[RequestOutput]) -> list[Completion]:
 
 def print_json(line: Mapping[str, Any], stream: TextIO) -> None:
     """Print one line of JSON, escaped where the encoding of the stream lacks a character."""
-    text = msgspec.json.encode(line).decode()
+    text = line_of(line).decode().removesuffix("\n")
     try:
         text.encode(stream.encoding or "utf-8")
     except UnicodeEncodeError:

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import IO, Any
 
-import msgspec
-
+from hardpoint.builtin_plugins.server.batches.text_lines import line_of
 from hardpoint.plugins import Command, CommandContext, RequestError, SamplingParams
 from hardpoint.plugins.commands import Generator
 from hardpoint.plugins.params import PoolingParams
@@ -73,7 +72,7 @@ def _embed(
     for (name, _), one in zip(texts, found, strict=True):
         tokens = len(one.prompt_token_ids)
         line = {"id": name, "prompt_tokens": tokens, "embedding": one.outputs.tolist()}
-        output.write(msgspec.json.encode(line).decode() + "\n")
+        output.write(line_of(line).decode())
     output.flush()
 
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
 
 from hardpoint.plugins import ConfigError
 
 from .bounds import Bounds
+
+_log = logging.getLogger("hardpoint")
+
+T = TypeVar("T")
 
 _TABLES = """
 BEGIN IMMEDIATE;
@@ -37,7 +44,19 @@ DROP TRIGGER IF EXISTS response_deleted;
 DROP TABLE IF EXISTS total;
 COMMIT;
 """
-_WAIT_SECONDS = 5.0
+_WAIT_SECONDS = 2.0
+_SHORTEST_WAIT = 0.05
+_RETRY_SECONDS = 5
+_CALLS = 4
+_PASSING = (
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+)
+"""Errors of a file that is locked, and of a disk that is full or fails for a while."""
 
 
 class SQLiteStore:
@@ -57,11 +76,15 @@ class SQLiteStore:
             ConfigError: it cannot be used, or others can read it.
         """
         self._path, self._bounds, self._clock = os.path.abspath(path), bounds, clock
+        self._calls = asyncio.Semaphore(_CALLS)
         try:
             _make_private(self._path)
-            with self._opened() as database:
+            with self._opened(_WAIT_SECONDS) as database:
                 database.execute("PRAGMA journal_mode = WAL")
                 database.executescript(_TABLES)
+            # The last connection to close would delete what readers need on a full disk.
+            self._open = sqlite3.connect(self._path, check_same_thread=False)
+            self._open.execute("SELECT count(*) FROM owners").fetchone()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"plugin.response_stores.path: {path!r}: it cannot be used: {error}"
@@ -72,31 +95,56 @@ class SQLiteStore:
 
         Raises:
             RequestError: it is too large.
-            sqlite3.Error: the file cannot be written.
+            HTTPException: the file cannot be written now.
         """
         self._bounds.check(content)
-        await asyncio.to_thread(self._put, owner, response_id, content)
+        await self._called(self._put, owner, response_id, content)
 
     async def get(self, owner: str, response_id: str) -> bytes | None:
         """Return a response.
 
         Raises:
-            sqlite3.Error: the file cannot be read.
+            HTTPException: the file cannot be read now.
         """
-        return await asyncio.to_thread(self._get, owner, response_id)
+        return await self._called(self._get, owner, response_id)
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """Forget a response.
 
         Raises:
-            sqlite3.Error: the file cannot be written.
+            HTTPException: the file cannot be written now.
         """
-        return await asyncio.to_thread(self._delete, owner, response_id)
+        return await self._called(self._delete, owner, response_id)
 
-    def _put(self, owner: str, response_id: str, content: bytes) -> None:
+    async def _called(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Return the result of a function in a thread, which waits for locks until a deadline.
+
+        Raises:
+            HTTPException: the file is locked until then, or cannot be used for another cause that
+                may pass.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + _WAIT_SECONDS
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._calls.acquire()
+        except TimeoutError:
+            raise _unavailable("it is locked") from None
+        try:
+            wait = max(_SHORTEST_WAIT, deadline - clock())
+            return await asyncio.to_thread(function, wait, *arguments)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF not in _PASSING:
+                raise
+            _log.warning("%s: stored responses cannot be used now: %s", self._path, error)
+            raise _unavailable("it is locked, or its disk is full") from None
+        finally:
+            self._calls.release()
+
+    def _put(self, wait: float, owner: str, response_id: str, content: bytes) -> None:
         now = self._clock()
         row = (owner, response_id, now + self._bounds.seconds, len(content), content)
-        with self._opened() as database:
+        with self._opened(wait) as database:
             same = "owner = ? AND id = ?"  # REPLACE would not call the trigger of what it deletes
             database.execute(f"DELETE FROM responses WHERE {same} OR ends_at <= ?", (*row[:2], now))
             (total,) = database.execute("SELECT coalesce(sum(size), 0) FROM owners").fetchone()
@@ -109,25 +157,37 @@ class SQLiteStore:
                 total -= its_size
             database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
 
-    def _get(self, owner: str, response_id: str) -> bytes | None:
+    def _get(self, wait: float, owner: str, response_id: str) -> bytes | None:
         query = "SELECT content FROM responses WHERE owner = ? AND id = ? AND ends_at > ?"
-        with self._opened() as database:
+        with self._opened(wait) as database:
             found: Any = database.execute(query, (owner, response_id, self._clock())).fetchone()
         return None if found is None else found[0]
 
-    def _delete(self, owner: str, response_id: str) -> bool:
+    def _delete(self, wait: float, owner: str, response_id: str) -> bool:
         query = "DELETE FROM responses WHERE owner = ? AND id = ? RETURNING ends_at"
-        with self._opened() as database:
+        with self._opened(wait) as database:
             found = database.execute(query, (owner, response_id)).fetchone()
         return found is not None and found[0] > self._clock()
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[sqlite3.Connection]:
-        """Provide a connection of this thread; what is written counts if the body succeeds."""
-        database = sqlite3.connect(self._path, timeout=_WAIT_SECONDS, isolation_level="IMMEDIATE")
+    def _opened(self, wait: float) -> Iterator[sqlite3.Connection]:
+        """Provide a connection of this thread; what is written counts if the body succeeds.
+
+        Args:
+            wait: seconds to wait for a lock.
+        """
+        database = sqlite3.connect(self._path, timeout=wait, isolation_level="IMMEDIATE")
         with contextlib.closing(database), database:
             database.execute("PRAGMA secure_delete = ON")
             yield database
+
+
+def _unavailable(reason: str) -> HTTPException:
+    return HTTPException(
+        503,
+        f"the store of responses cannot be used now: {reason}; try again later",
+        {"retry-after": str(_RETRY_SECONDS)},
+    )
 
 
 def _make_private(path: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Router, WebSocketRoute, compile_path
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hardpoint.plugins.server import Authenticator, Client, Route
 
+from .access.counts import Counts, count_request
 from .access.cross_origin import CrossOrigin
 from .access.guard import JSON, Guard
 from .boundaries import (
@@ -91,17 +93,42 @@ class Authentication:
     """Finds the client of each request."""
 
     def __init__(
-        self, authenticators: Sequence[Owned], faults: ServerFaults, open_routes: Collection[str]
+        self,
+        authenticators: Sequence[Owned],
+        faults: ServerFaults,
+        open_routes: Collection[str],
+        *,
+        counts: Counts | None = None,
+        uncounted: Collection[str] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Ask authenticators in order; none leaves every route open.
 
         Args:
             open_routes: paths that need no client.
+            counts: counts of the requests of clients; None are those of this process.
+            uncounted: paths of the routes whose requests are not counted.
+            clock: seconds.
         """
         self._authenticators, self._faults = authenticators, faults
         self._open = frozenset(open_routes)
+        self._counts, self._clock = counts or Counts(), clock
+        self._uncounted = [compile_path(path)[0] for path in uncounted]
 
     async def client(self, scope: Scope) -> Client:
+        """Return who makes a request, and count it.
+
+        Raises:
+            AnswerError: no client is known, an authenticator failed, or the client makes more
+                requests than it may.
+        """
+        client, path = await self._client(scope), scope["path"]
+        rate = client.requests_per_minute
+        if rate is not None and not any(route.match(path) for route in self._uncounted):
+            count_request(self._counts, client.name, rate, self._clock())
+        return client
+
+    async def _client(self, scope: Scope) -> Client:
         """Return who makes a request.
 
         Open routes are anybody's if authenticators fail or are late, for probes need answers.

@@ -149,7 +149,13 @@ def assemble(
         routes,
         faults,
         guard=Guard(bound, settings.allowed_hosts, settings.allowed_origins),
-        authentication=Authentication(asked, faults, with_page_files(settings.open_routes, page)),
+        authentication=Authentication(
+            asked,
+            faults,
+            with_page_files(settings.open_routes, page),
+            counts=counts,
+            uncounted=[route.path for route, _ in routes if not route.is_counted],
+        ),
         middleware=in_order(installed, Middleware),
         cross_origin=CrossOrigin(settings.allowed_origins),
     )

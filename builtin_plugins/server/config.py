@@ -22,8 +22,9 @@ class ServerLimits(Strict):
     Attributes:
         body_bytes: size of a request's body; None is 8 MiB and, of a model that takes images,
             `images.max_total_bytes` as base64 besides.
-        buffered_bytes: size of all bodies above 64 KiB that are not yet used, together; further
-            ones are answered with 503. One alone may have `body_bytes` in any case.
+        buffered_bytes: size of all bodies above 64 KiB that are not yet used, and of such messages
+            of WebSockets that are not whole, together; further ones are answered with 503. One
+            alone may have `body_bytes` in any case.
         items: commas of a body, and 8 for each opening bracket, those in its texts too.
         header_bytes: size of its request line and headers; also of the chunk extensions and
             trailers of its body, which may have 8 bytes more for each byte of the body.
@@ -107,7 +108,7 @@ class ServerConfig(Strict):
             proxy ends it; 0 is never.
         header_seconds: maximum time from a connection to the end of a request's headers.
         body_seconds: maximum time between two parts of a request's body, and for all of it, with
-            a second more for each 10000 bytes that came.
+            a second more for each 10000 bytes that came; also of a message of a WebSocket.
         send_seconds: maximum time that a client may leave an answer unread.
         keep_alive_seconds: time for which an idle connection is kept.
         drain_delay: time to serve on after SIGTERM while `/ready` answers 503.

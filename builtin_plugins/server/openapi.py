@@ -58,7 +58,9 @@ class OpenAPIRoute:
     def routes(self) -> list[Route]:
         """Return the route."""
         summary = "Describe the routes, as OpenAPI 3.1."
-        return [Route(path="/openapi.json", endpoint=self.describe, summary=summary)]
+        return [
+            Route(path="/openapi.json", endpoint=self.describe, summary=summary, is_counted=False)
+        ]
 
     async def describe(self, request: Request) -> Response:  # noqa: ARG002
         """Return the document, which is made once."""

@@ -66,14 +66,15 @@ class BodyReceiver:
                 size += len(part)
                 parts.append(part)
                 if size > SMALL_BYTES:
-                    self.held += size - held
+                    has_room = self.hold(size - held)
                     held = size
-                    self._check_room()
+                    if not has_room:
+                        raise _no_room()
             body = b"".join(parts)
             parts.clear()
             yield body
         finally:
-            self.held -= held
+            self.hold(-held)
 
     async def parts(
         self, request: Request, max_bytes: int, setting: str = ""
@@ -94,17 +95,31 @@ class BodyReceiver:
         size, more = 0, True
         begun = asyncio.get_running_loop().time()
         while more:
-            part, more = await self._part(request, begun + size / _SLOWEST_BYTES)
+            part, more = await self._part(request, self.deadline(begun, size))
             size += len(part)
             if size > max_bytes:
                 raise _too_long(max_bytes, setting)
             yield part
 
-    async def _part(self, request: Request, begun: float) -> tuple[bytes, bool]:
-        """Return the next part of a body, and whether there are more."""
+    def deadline(self, begun: float, size: int) -> float:
+        """Return when the next part of a body has to be there, by the clock of the event loop.
+
+        Args:
+            begun: when it began to come in.
+            size: bytes of it that have come.
+        """
         now = asyncio.get_running_loop().time()
+        return min(begun + size / _SLOWEST_BYTES, now) + self._seconds
+
+    def hold(self, change: int) -> bool:
+        """Count bytes that are held, or if negative no more; return whether they have room."""
+        self.held += change
+        return self.held <= self._room
+
+    async def _part(self, request: Request, deadline: float) -> tuple[bytes, bool]:
+        """Return the next part of a body, and whether there are more."""
         try:
-            async with asyncio.timeout_at(min(begun, now) + self._seconds):
+            async with asyncio.timeout_at(deadline):
                 message = await request.receive()
         except TimeoutError:
             raise AnswerError(
@@ -117,16 +132,16 @@ class BodyReceiver:
             raise ClientGoneError
         return message.get("body", b""), message.get("more_body", False)
 
-    def _check_room(self) -> None:
-        if self.held > self._room:
-            error = unavailable(
-                "the server holds as many bytes of bodies as it may "
-                "(server.limits.buffered_bytes); try again later",
-                _RETRY_SECONDS,
-                code="overloaded",
-            )
-            error.headers["connection"] = "close"
-            raise error
+
+def _no_room() -> AnswerError:
+    error = unavailable(
+        "the server holds as many bytes of bodies as it may "
+        "(server.limits.buffered_bytes); try again later",
+        _RETRY_SECONDS,
+        code="overloaded",
+    )
+    error.headers["connection"] = "close"
+    return error
 
 
 def _too_long(max_bytes: int, setting: str) -> AnswerError:

@@ -197,13 +197,13 @@ class Service:
             fields = await self.transforms.request(call, fields)
         return fields
 
-    def checked(self, fields: dict[str, Any], type_: type[T]) -> T:
+    async def checked(self, message: bytes, fields: dict[str, Any], type_: type[T]) -> T:
         """Return the fields of a message as its type.
 
         Raises:
             RequestError: one is wrong.
         """
-        return self._converted(fields, type_)
+        return await self._large(message, self._converted, fields, type_)
 
     async def read_plain(self, request: Request, type_: type[T]) -> T:
         """Return the checked body of a request to a route of a plugin.

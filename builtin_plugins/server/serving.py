@@ -107,7 +107,11 @@ class Serving:
     def _listener(self, application: Application, address: BoundAddress) -> _Listener:
         settings = self._service.settings
         protocol: Any = functools.partial(
-            Connection, settings, self._service.traffic, application.takes_websocket
+            Connection,
+            settings,
+            self._service.traffic,
+            self._service.receiver,
+            application.takes_websocket,
         )
         keep_alive: Any = settings.keep_alive_seconds  # uvicorn takes fractions as well
         return _Listener(

@@ -42,6 +42,7 @@ class RunningServer:
     Attributes:
         engine: the engine that it serves.
         service: service of the server, for what no client sees.
+        users: application of the users' address.
         client: an httpx client with the server's URL as its base.
         admin: an httpx client of the admin address; None without one.
         thread: thread that the server runs in.
@@ -52,7 +53,7 @@ class RunningServer:
         self._loop = loop
         self.client = client_of(url)
         self.admin = admin_url and client_of(admin_url)
-        self.thread, self.box = None, {}
+        self.thread, self.box, self.users = None, {}, None
         self.port = 0 if url.startswith("unix:") else int(url.rpartition(":")[2])
 
     def post(self, path, body, **kwargs):
@@ -118,6 +119,7 @@ async def _serve(engine, started, box, kwargs):
             url=bound.url,
             admin_url=admin and admin.url,
             service=applications.service,
+            users=applications.users,
             serving=Serving(applications, bound, admin),
         )
         task = asyncio.current_task()
@@ -156,7 +158,7 @@ def running(engine, **kwargs):
         raise box["error"]
     keys = ("url", "admin_url", "service", "serving", "loop")
     server = RunningServer(engine, *(box[key] for key in keys))
-    server.thread, server.box = thread, box
+    server.thread, server.box, server.users = thread, box, box["users"]
     try:
         yield server
     finally:

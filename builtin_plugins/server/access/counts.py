@@ -21,6 +21,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from hardpoint.builtin_plugins.server.errors import AnswerError
+
 _NUM_ROWS = 1 << 14
 _NAME_BYTES = 128
 _NOTE_BYTES = 1 << 16
@@ -317,3 +319,21 @@ def _taken(left: float, since: float, per_minute: int, now: float) -> tuple[floa
 def _with_note(notes: Notes, name: str, text: str | None) -> Notes:
     rest = {key: value for key, value in notes.items() if key != name}
     return rest if text is None else {**rest, name: text}
+
+
+def count_request(counts: Counts, name: str, per_minute: int, now: float) -> None:
+    """Count a request of a client, which has as many at once as in a minute.
+
+    Raises:
+        AnswerError: it has none left.
+    """
+    if not (seconds := counts.take_from_rate(name, per_minute, now)):
+        return
+    raise AnswerError(
+        429,
+        f"rate: expected at most {per_minute} requests in a minute with this key; try again "
+        f"in {seconds:.0f} s",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"retry-after": f"{seconds:.0f}"},
+    )

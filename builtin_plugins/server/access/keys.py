@@ -23,12 +23,9 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint.builtin_plugins.server.config import ServerConfig
-from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import Authenticator, Client, InstalledExtension
 from hardpoint.typed import Strict, convert
-
-from .counts import Counts
 
 _log = logging.getLogger("hardpoint")
 
@@ -44,11 +41,7 @@ _CHECK_SECONDS = 1.0
 
 
 class _Settings(Strict):
-    """The fields of a table `[[key]]` besides the key itself; for the meaning, see `Client`.
-
-    Attributes:
-        requests_per_minute: maximum number of requests to a model; None is no limit.
-    """
+    """The fields of a table `[[key]]` besides the key itself; for the meaning, see `Client`."""
 
     name: Annotated[str, Meta(min_length=1, max_length=100)]
     cache_salt: str | None = None
@@ -67,35 +60,15 @@ class KeyEntry:
 
     Attributes:
         digest: SHA-256 of the key; in no representation of the object.
-        requests_per_minute: None is no limit.
     """
 
     digest: bytes = field(repr=False)
     client: Client = field(repr=False)
-    requests_per_minute: int | None = None
 
     @property
     def name(self) -> str:
         """Name of the client."""
         return self.client.name
-
-
-def count_request(counts: Counts, name: str, per_minute: int, now: float) -> None:
-    """Count a request of a client, which has as many at once as in a minute.
-
-    Raises:
-        AnswerError: it has none left.
-    """
-    if not (seconds := counts.take_from_rate(name, per_minute, now)):
-        return
-    raise AnswerError(
-        429,
-        f"rate: expected at most {per_minute} requests in a minute with this key; try again "
-        f"in {seconds:.0f} s",
-        kind="rate_limit_error",
-        code="rate_limit_exceeded",
-        headers={"retry-after": f"{seconds:.0f}"},
-    )
 
 
 class KeyStore:
@@ -109,7 +82,6 @@ class KeyStore:
         what: str = "server.keys_file",
         admin: bool = False,
         apart_from: KeyStore | None = None,
-        counts: Counts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Read the keys.
@@ -120,7 +92,6 @@ class KeyStore:
             what: the field of the configuration that names the file, for messages.
             admin: whether they are keys of administrators.
             apart_from: keys that these must not be.
-            counts: counts of the requests of clients; None are those of this process.
             clock: seconds.
 
         Raises:
@@ -129,7 +100,6 @@ class KeyStore:
         self._path = None if path is None else Path(path)
         self._what, self._admin, self._clock = what, admin, clock
         self._apart_from = apart_from
-        self._counts = counts or Counts()
         self._single = (
             [] if single is None else [entry_of(single, Client(name="default", admin=admin))]
         )
@@ -160,12 +130,12 @@ class KeyStore:
                 found = entry
         return found
 
-    async def authenticate(self, headers: Mapping[str, str], path: str) -> Client | None:
-        """Return the client of the key in `Authorization: Bearer` or `x-api-key`, if it is one.
-
-        Raises:
-            AnswerError: it makes more requests than it may.
-        """
+    async def authenticate(
+        self,
+        headers: Mapping[str, str],
+        path: str,  # noqa: ARG002
+    ) -> Client | None:
+        """Return the client of the key in `Authorization: Bearer` or `x-api-key`, if it is one."""
         self.reload_changed()
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = [token.strip()] if scheme.lower() == "bearer" else []
@@ -174,11 +144,7 @@ class KeyStore:
         found: KeyEntry | None = None
         for key in given:
             found = self._entry(key) or found
-        if found is None:
-            return None
-        if found.requests_per_minute is not None and _is_counted(path):
-            count_request(self._counts, found.name, found.requests_per_minute, self._clock())
-        return found.client
+        return None if found is None else found.client
 
     def reload_changed(self) -> None:
         """Read the file again if it is another one than before; look at most once a second."""
@@ -239,16 +205,8 @@ class KeyStore:
         return entries
 
 
-def _is_counted(path: str) -> bool:
-    """Return whether requests for a path count: those that a model answers."""
-    return path.startswith("/v1/") and not path.startswith("/v1/models")
-
-
-def entry_of(key: str, client: Client, requests_per_minute: int | None = None) -> KeyEntry:
+def entry_of(key: str, client: Client) -> KeyEntry:
     """Return the entry of a key in plain text.
-
-    Args:
-        requests_per_minute: None is no limit.
 
     Raises:
         ConfigError: it is not a key; the message does not quote it.
@@ -265,15 +223,15 @@ def entry_of(key: str, client: Client, requests_per_minute: int | None = None) -
             len(key),
             _SHORT,
         )
-    return _entry(hashlib.sha256(key.encode()).digest(), client, requests_per_minute)
+    return _entry(hashlib.sha256(key.encode()).digest(), client)
 
 
-def _entry(digest: bytes, client: Client, requests_per_minute: int | None) -> KeyEntry:
+def _entry(digest: bytes, client: Client) -> KeyEntry:
     # A salt of its own that shows neither the key nor its hash.
     if not client.cache_salt:
         salt = hashlib.sha256(b"hardpoint cache salt of a key\0" + digest).hexdigest()
         client = msgspec.structs.replace(client, cache_salt=salt)
-    return KeyEntry(digest, client, requests_per_minute)
+    return KeyEntry(digest, client)
 
 
 def single_key(option: str | None) -> str | None:
@@ -314,18 +272,17 @@ class Stores:
                 store.reload()
 
 
-def stores_of(settings: ServerConfig, option: str | None, counts: Counts | None = None) -> Stores:
+def stores_of(settings: ServerConfig, option: str | None) -> Stores:
     """Return the keys that a configuration names.
 
     Args:
         option: the key of `single_key`.
-        counts: as for KeyStore.
 
     Raises:
         ConfigError: a file or a key is wrong.
     """
     single, path = option, settings.keys_file
-    users = KeyStore(path, single, counts=counts) if single or path else None
+    users = KeyStore(path, single) if single or path else None
     admin = None
     if settings.admin_keys_file is not None:
         what = "server.admin_keys_file"
@@ -405,19 +362,18 @@ def _entry_of(table: Any, path: str, *, admin: bool) -> KeyEntry:
             f"got {settings.min_priority}"
         )
     fields = {name: getattr(settings, name) for name in settings.__struct_fields__}
-    rate = fields.pop("requests_per_minute")
     fields["cache_salt"] = settings.cache_salt or ""
     client = Client(**fields, admin=admin)
     match secrets:
         case [str(key), None]:
-            return entry_of(key, client, rate)
+            return entry_of(key, client)
         case [None, str(hashed)]:
             found = _HASH.fullmatch(hashed)
             if found is None:
                 raise ConfigError(
                     f'{path}.hash: expected "sha256:" and 64 hexadecimal digits in lower case'
                 )
-            entry = _entry(bytes.fromhex(found[1]), client, rate)
+            entry = _entry(bytes.fromhex(found[1]), client)
         case _:
             raise ConfigError(f"{path}: expected either `hash` or `key`, as a text")
     return entry

@@ -21,6 +21,7 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 """Paths that the lines of a file may name, one per file."""
 
 _FIELDS = ("custom_id", "method", "url", "body")
+_LONGEST_NAME = 60
 
 
 class LineError(msgspec.Struct, frozen=True):
@@ -146,10 +147,9 @@ def _checked(fields: Mapping[str, msgspec.Raw]) -> tuple[str, str, bytes]:
     """
     for name in fields:
         if name not in _FIELDS:
+            near, name = suggest(name, [*_FIELDS]), _short(name)
             raise _WrongFieldError(
-                "invalid_value",
-                name,
-                f"{name}: unknown field{suggest(name, [*_FIELDS])}; known: {', '.join(_FIELDS)}",
+                "invalid_value", name, f"{name}: unknown field{near}; known: {', '.join(_FIELDS)}"
             )
     for name in _FIELDS:
         if name not in fields:
@@ -172,6 +172,11 @@ def _checked(fields: Mapping[str, msgspec.Raw]) -> tuple[str, str, bytes]:
             "invalid_value", "body.stream", f"body.stream: expected false, got {shown(body.stream)}"
         )
     return custom_id, url, bytes(fields["body"])
+
+
+def _short(name: str) -> str:
+    """Return a name as errors quote it, which are kept."""
+    return name if len(name) <= _LONGEST_NAME and name.isprintable() else shown(name, _LONGEST_NAME)
 
 
 def _wrong(name: str, wanted: str, fields: Mapping[str, msgspec.Raw]) -> _WrongFieldError:

@@ -13,6 +13,15 @@ from hardpoint.typed import shown
 
 MAX_LINE_BYTES = 1 << 24
 
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+"""Line ends of Unicode, which are escaped, so that programs see one line."""
+
+
+def line_of(value: Any) -> bytes:
+    """Return a line of JSON, with its end."""
+    encoded = msgspec.json.encode(value) + b"\n"
+    return encoded if encoded.isascii() else encoded.decode().translate(_LINE_ENDS).encode()
+
 
 def next_line(file: BinaryIO, name: str, number: int) -> bytes:
     """Return the next line of a file, with its end; empty after the last one.

@@ -325,12 +325,13 @@ class _Talk:
         """Do what a message of the client asks for."""
         if (text := message.get("text")) is None:
             raise RequestError("message: expected a text, got bytes")
-        fields = await self._service.read_message(self._call, text.encode())
+        content = text.encode()
+        fields = await self._service.read_message(self._call, content)
         kind = fields.pop("type", None)
         if not isinstance(kind, str) or kind not in _MESSAGES:
             known = ", ".join(map(repr, _MESSAGES))
             raise RequestError(f"type: expected one of {known}, got {shown(kind, 100)}")
-        asked = self._service.checked(fields, _MESSAGES[kind])
+        asked = await self._service.checked(content, fields, _MESSAGES[kind])
         match asked:
             case InputAppend():
                 self._service.check_prompt(asked.text, name="text")

@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.errors import AnswerError, error_response, unavailable
+from hardpoint.builtin_plugins.server.receiving import BodyReceiver
 
 from .traffic import Traffic, request_id_of
 from .websockets import WebSocketConnection
@@ -48,17 +49,19 @@ class Connection(HttpToolsProtocol):
         self,
         settings: ServerConfig,
         traffic: Traffic,
+        receiver: BodyReceiver,
         takes_websocket: Callable[[str], bool] = lambda _: False,
         **kwargs: Any,
     ) -> None:
         """Serve a connection.
 
         Args:
+            receiver: counts the messages of WebSockets that are held.
             takes_websocket: returns whether a path is that of a WebSocket.
             kwargs: arguments of uvicorn's protocol.
         """
         super().__init__(**kwargs)
-        self._settings, self._traffic = settings, traffic
+        self._settings, self._traffic, self._receiver = settings, traffic, receiver
         self._takes_websocket, self._kwargs = takes_websocket, kwargs
         self._websocket: WebSocketConnection | None = None
         self._in_head = True
@@ -248,7 +251,9 @@ class Connection(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
         self.connections.discard(self)
-        self._websocket = WebSocketConnection(self._settings, self._traffic, **self._kwargs)
+        self._websocket = WebSocketConnection(
+            self._settings, self._traffic, self._receiver, **self._kwargs
+        )
         self._websocket.take_over(self.transport, self.url, self.headers)
         self.transport.set_protocol(self._websocket)
         if rest:

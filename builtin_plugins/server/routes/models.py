@@ -159,24 +159,28 @@ class StatusRoutes:
                 endpoint=self.models,
                 summary="List the model under its names, and its adapters.",
                 response_type=ModelList,
+                is_counted=False,
             ),
             Route(
                 path="/v1/models/{model:path}",
                 endpoint=self.model,
                 summary="Describe the model of a name.",
                 response_type=Model,
+                is_counted=False,
             ),
             Route(
                 path="/health",
                 endpoint=self.health,
                 summary="Return whether the engine runs.",
                 response_type=EngineHealth,
+                is_counted=False,
             ),
             Route(
                 path="/ready",
                 endpoint=self.ready,
                 summary="Return whether to send requests.",
                 response_type=Readiness,
+                is_counted=False,
             ),
             Route(
                 path="/ping",
@@ -184,20 +188,28 @@ class StatusRoutes:
                 methods=("GET", "POST"),
                 summary="Return the same as /health.",
                 response_type=EngineHealth,
+                is_counted=False,
             ),
             Route(
                 path="/load",
                 endpoint=self.load,
                 summary="Return what there is to do, by engine, for balancers and autoscalers.",
                 response_type=ServerLoad,
+                is_counted=False,
             ),
             Route(
                 path="/version",
                 endpoint=self.version,
                 summary="Return the version.",
                 response_type=Version,
+                is_counted=False,
             ),
-            Route(path="/metrics", endpoint=self.metrics, summary="Return figures for Prometheus."),
+            Route(
+                path="/metrics",
+                endpoint=self.metrics,
+                summary="Return figures for Prometheus.",
+                is_counted=False,
+            ),
         ]
 
     async def _models(self) -> list[Model]:

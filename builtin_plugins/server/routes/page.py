@@ -88,13 +88,14 @@ def _routes(folder: str, summary: str, *, admin: bool) -> list[Route]:
     document = f"{folder}/{folder}.html"
     root = PageFile(document, contents.pop(document))
     return [
-        Route(path="/", endpoint=root.answer, admin=admin, summary=summary),
+        Route(path="/", endpoint=root.answer, admin=admin, summary=summary, is_counted=False),
         *(
             Route(
                 path=f"/page/{name}",
                 endpoint=PageFile(name, content).answer,
                 admin=admin,
                 summary="A file of that page.",
+                is_counted=False,
             )
             for name, content in sorted(contents.items())
         ),

@@ -51,7 +51,7 @@ def serve(worker: Worker) -> int:
     memory, listening = worker.files
     counts = SharedCounts(memory, worker.index, data.num_processes)
     settings = worker.engine.config.table(ServerConfig)
-    keys = stores_of(settings, data.single_key, counts)
+    keys = stores_of(settings, data.single_key)
     users = BoundAddress(
         socket.socket(fileno=listening), data.host, data.url, is_encrypted=data.is_encrypted
     )

@@ -416,6 +416,67 @@ Content-Disposition: form-data; name="file"; filename="a"\r
 """
 
 
+def kept_bytes(folder):
+    """Return the bytes of a server's folder, links counted once."""
+    found = [path.stat() for path in (folder / "batches").rglob("*") if path.is_file()]
+    return sum({stat.st_ino: stat.st_size for stat in found}.values())
+
+
+def test_inputs_of_deleted_files_count_while_their_batches_run(tmp_path):
+    lines = [line(number, prompt="x" * 1000) for number in range(40)]
+    with batch_server(tmp_path, owner_bytes=100_000) as server:
+        client = client_of(server)
+        server.call(server.engine.pause)
+        for _ in range(2):
+            client.files.delete(begin(client, lines).input_file_id)
+        with pytest.raises(openai.BadRequestError, match="expected at most 100000 bytes in all f"):
+            begin(client, lines)
+        assert kept_bytes(tmp_path) < 110_000
+        assert client_of(server, "bob").files.list().data == []
+        upload(client_of(server, "bob"), lines)
+
+
+def test_a_batch_whose_answers_have_no_room_fails(tmp_path):
+    lines = [line(number, max_tokens=20, logprobs=5) for number in range(40)]
+    with batch_server(tmp_path, owner_bytes=20_000) as server:
+        client = client_of(server)
+        done = ended(client, begin(client, lines))
+        assert kept_bytes(tmp_path) < 22_000
+        assert (done.status, done.errors.data[0].code) == ("failed", "no_room")
+        message = "expected at most 20000 bytes in all files and batches of a key, and the answers"
+        assert message in done.errors.data[0].message
+        answers = lines_of(client, done.output_file_id)
+        assert 0 < len(answers) == done.request_counts.completed < 40
+
+
+def test_the_first_batches_that_ended_give_way(tmp_path):
+    with batch_server(tmp_path, owner_batches=3) as server:
+        client = client_of(server)
+        file = upload(client, [b"{\n"]).id
+        fields = {"endpoint": COMPLETIONS, "completion_window": "24h", "input_file_id": file}
+        ids = [ended(client, client.batches.create(**fields)).id for _ in range(5)]
+        assert [batch.id for batch in client.batches.list()] == ids[:1:-1]
+
+
+def test_errors_of_lines_are_short(client):
+    long = "n" * 1_000_000
+    bad = [{long: 1}, line(1) | {"url": long}, line(2) | {"method": long}, {"a\nb": 1}]
+    errors = ended(client, begin(client, bad)).errors.data
+    assert [error.code for error in errors] == ["invalid_value"] * 4
+    assert all(len(error.message) < 300 and len(error.param) < 150 for error in errors)
+    assert "more characters" in errors[0].message
+    assert errors[3].param == "'a\\nb'"
+
+
+def test_answers_have_no_line_ends_of_unicode(client):
+    ids = ["a\x85b", "c\u2028d", "e\u2029f", "é"]
+    done = ended(client, begin(client, [line(1) | {"custom_id": name} for name in ids]))
+    content = client.files.content(done.output_file_id).text
+    assert sorted(json.loads(text)["custom_id"] for text in content.splitlines()) == sorted(ids)
+    assert "\\u2028" in content
+    assert "é" in content
+
+
 @contextlib.contextmanager
 def sending(server, key, body, length):
     """Open a connection on which an upload of a key has begun."""

@@ -8,17 +8,23 @@ import logging
 import os
 
 import pytest
+from support.fake_engine import FakeEngine, configured
+from support.http_server import running
 
 from hardpoint.builtin_plugins.server.access import keys as module
 from hardpoint.builtin_plugins.server.access.keys import (
     ENVIRONMENT,
     KeyStore,
+    installed,
     single_key,
     stores_of,
 )
+from hardpoint.builtin_plugins.server.application import Authentication
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.faults import Owned, ServerFaults
 from hardpoint.plugins import ConfigError
+from hardpoint.plugins.server import Route
 from hardpoint.testing import ScriptedClock
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
@@ -82,13 +88,17 @@ def test_everything_else_is_no_client(file, headers):
 
 def test_a_key_has_a_rate(file):
     write(file, table("alice", ALICE, "requests_per_minute = 3") + table("bob", BOB))
-    clock = ScriptedClock()
-    store = KeyStore(str(file), clock=clock)
+    clock, faults = ScriptedClock(), ServerFaults(10.0)
+    owned = Owned("keys", "keys", installed(KeyStore(str(file))).extension)
+    free = ["/v1/models", "/v1/models/{model:path}", "/health"]
+    authentication = Authentication([owned], faults, (), uncounted=free, clock=clock)
 
     def ask(key, path="/v1/chat/completions"):
-        return asyncio.run(store.authenticate({"x-api-key": key}, path)).name
+        scope = {"headers": [(b"x-api-key", key.encode())], "path": path}
+        return asyncio.run(authentication.client(scope)).name
 
-    assert [ask(ALICE) for _ in range(3)] == ["alice"] * 3
+    paths = ["/tokenize", "/acme/usage", "/v1/chat/completions"]
+    assert [ask(ALICE, path) for path in paths] == ["alice"] * 3
     with pytest.raises(AnswerError) as refused:
         ask(ALICE)
     assert str(refused.value) == (
@@ -97,7 +107,7 @@ def test_a_key_has_a_rate(file):
     detail = refused.value.detail
     assert (refused.value.status, detail.type) == (429, "rate_limit_error")
     assert (detail.code, refused.value.headers) == ("rate_limit_exceeded", {"retry-after": "20"})
-    assert ask(ALICE, "/v1/models") == ask(ALICE, "/health") == "alice"
+    assert ask(ALICE, "/v1/models/a/b") == ask(ALICE, "/health") == "alice"
     assert [ask(BOB) for _ in range(100)] == ["bob"] * 100
     clock.advance(20)
     assert ask(ALICE) == "alice"
@@ -107,6 +117,17 @@ def test_a_key_has_a_rate(file):
     assert [ask(ALICE) for _ in range(3)] == ["alice"] * 3
     with pytest.raises(AnswerError):
         ask(ALICE)
+
+
+def test_every_route_that_computes_or_stores_is_counted():
+    free = Route(path="/acme/about", endpoint=print, is_counted=False)
+    extensions = [("acme", Route(path="/acme/usage", endpoint=print)), ("acme", free)]
+    with running(FakeEngine(config=configured(), extensions=extensions)) as server:
+        uncounted = {route.path for route in server.service.routes if not route.is_counted}
+    pages = {path for path in uncounted if path.startswith("/page/")}
+    probes = {"/health", "/ready", "/ping", "/load", "/version", "/metrics"}
+    models = {"/v1/models", "/v1/models/{model:path}"}
+    assert uncounted - pages == {*probes, *models, "/", "/openapi.json", "/acme/about"}
 
 
 @pytest.mark.parametrize("rate", ["0", "-1", "1.5", '"a"'])

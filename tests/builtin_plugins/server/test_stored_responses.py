@@ -11,6 +11,7 @@ import sqlite3
 import msgspec
 import openai
 import pytest
+from starlette.exceptions import HTTPException
 from support.delta_engine import DeltaEngine
 from support.fake_engine import configured
 from support.http_server import running
@@ -18,6 +19,7 @@ from support.scripted_server import WEATHER, server_config, write_model
 from support.serve_program import serving
 
 from hardpoint import AsyncLLM
+from hardpoint.builtin_plugins.response_stores import sqlite
 from hardpoint.builtin_plugins.response_stores.bounds import Bounds
 from hardpoint.builtin_plugins.response_stores.memory import MemoryStore
 from hardpoint.builtin_plugins.response_stores.sqlite import SQLiteStore
@@ -431,6 +433,65 @@ def test_the_sizes_in_a_file_are_those_of_its_responses(tmp_path):
     total, size, number = totals()
     assert total == size
     assert number
+
+
+@contextlib.contextmanager
+def locked(path):
+    """Keep the file locked for those who write."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        yield
+
+
+def test_a_locked_file_is_waited_for_until_a_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(sqlite, "_WAIT_SECONDS", 0.1)
+
+    async def scenario():
+        store = SQLiteStore(str(tmp_path / "kept.db"), bounded())
+        await store.put("a", "1", b"x")
+        with locked(tmp_path / "kept.db"):
+            calls = [store.put("a", str(n), b"y") for n in range(30)]
+            found = await asyncio.gather(*calls, store.delete("a", "1"), return_exceptions=True)
+            assert await store.get("a", "1") == b"x"
+        await store.put("a", "2", b"z")
+        return found
+
+    for error in asyncio.run(scenario()):
+        assert (type(error), error.status_code) == (HTTPException, 503)
+        assert error.headers == {"retry-after": "5"}
+        assert "the store of responses cannot be used now: it is locked" in error.detail
+
+
+def test_a_full_disk_refuses_what_is_new_and_serves_the_rest(tmp_path, monkeypatch):
+    connect = sqlite3.connect
+
+    def full(*arguments, **options):
+        database = connect(*arguments, **options)
+        database.execute("PRAGMA max_page_count = 1")
+        return database
+
+    async def scenario():
+        store = SQLiteStore(str(tmp_path / "kept.db"), Bounds(1000, 1 << 20, 1 << 20))
+        await store.put("a", "1", b"x")
+        monkeypatch.setattr(sqlite.sqlite3, "connect", full)
+        with pytest.raises(HTTPException, match="503: the store .* or its disk is full"):
+            await store.put("a", "2", b"y" * 100_000)
+        return await store.get("a", "1"), await store.delete("a", "1")
+
+    assert asyncio.run(scenario()) == (b"x", True)
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_a_store_may_refuse_for_a_while(method):
+    async def busy(*_):
+        raise HTTPException(503, "it is locked", {"retry-after": "5"})
+
+    store = ResponseStore(put=busy, get=busy, delete=busy)
+    with running(DeltaEngine(config=configured(), extensions=(("acme", store),))) as server:
+        path = "/v1/responses/resp_" + "0" * 32
+        answer = server.client.request(method, path)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert answer.json()["error"]["message"] == "it is locked"
 
 
 def test_a_file_that_others_can_read_is_refused(tmp_path):

@@ -214,7 +214,7 @@ class StoredResponses:
             retain_seconds=retain_seconds,
         )
         content = msgspec.json.encode(stored)
-        await self._run(self._store.put, client.name, response.id, content, may_refuse=True)
+        await self._run(self._store.put, client.name, response.id, content)
 
     @property
     def retain_seconds(self) -> float | None:
@@ -253,9 +253,9 @@ class StoredResponses:
             raise BrokenContractError(f"delete returned a {kind}, expected a bool")
         return deleted
 
-    async def _run(self, function: Any, *arguments: Any, may_refuse: bool = False) -> Any:
+    async def _run(self, function: Any, *arguments: Any) -> Any:
         run = self._service.faults.run
-        return await run(self._owned, "response store", function, *arguments, may_refuse=may_refuse)
+        return await run(self._owned, "response store", function, *arguments, may_refuse=True)
 
 
 def _with_id(item: InputItem) -> dict[str, Any]:

@@ -150,7 +150,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
             none are.
         reasoning_parser_kwargs: arguments of the reasoning parser for this request.
         resumed: what another engine has sent of it, which this one continues; None of a new one.
-        is_admitted: whether another engine has admitted it; limits of waiting requests do not apply.
+        is_admitted: whether another engine has admitted it, so that no limit of waiting applies.
         generation: generation of the plugins that it finishes with; set by the frontend.
     """
 

@@ -16,6 +16,9 @@ class Deadlines:
 
     An engine ends a request in time by itself. One that is restarted, hangs, or takes no messages
     does not, so the frontend ends the request shortly after.
+
+    Attributes:
+        is_used: whether any request had a deadline so far.
     """
 
     def __init__(self, clock: Callable[[], float], is_live: Callable[[str], bool]) -> None:
@@ -26,11 +29,13 @@ class Deadlines:
             is_live: returns whether a request of an id has not ended.
         """
         self._clock, self._is_live = clock, is_live
+        self.is_used = False
         self._heap: list[tuple[float, str]] = []
         self._num_checked = _MOST_STALE
 
     def add(self, request_id: str, timeout_s: float) -> None:
         """Watch a request, which has so many seconds left."""
+        self.is_used = True
         heapq.heappush(self._heap, (self._clock() + timeout_s + GRACE_S, request_id))
         if len(self._heap) > 2 * self._num_checked:  # many have ended before their time
             self._heap = [entry for entry in self._heap if self._is_live(entry[1])]

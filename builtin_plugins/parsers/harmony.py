@@ -141,22 +141,22 @@ class _Header(Body):
             self.next = "content"
             return
         notes = self.output.notes
-        words = _HEADER.match(self._text)
-        assert words is not None
-        if rest := self._text[words.end() :]:
+        header = _HEADER.match(self._text)
+        assert header is not None
+        if rest := self._text[header.end() :]:
             notes["rest"] = [*notes.get("rest", ()), rest]
         if cut or self.output.target not in (None, "header"):
-            self._read(words.group().split())
+            self._read(header.group().split())
             self._lose(events)
             return
         self._read(self._text.split())
         if self.output.target is None:
             self._begin_message(events)
 
-    def _read(self, words: Iterable[str]) -> None:
+    def _read(self, parts: Iterable[str]) -> None:
         """Note the channel and the recipient."""
         notes = self.output.notes
-        for word in words:
+        for word in parts:
             if word.startswith(_TOOL):
                 self.output.tool = word.removeprefix(_TOOL)
             elif word.startswith("to="):

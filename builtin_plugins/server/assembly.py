@@ -144,17 +144,15 @@ def assemble(
     service.routes = [route for route, _ in routes]
     asked: list[Owned] = in_order(installed, Authenticator)
     service.has_keys = bool(asked)
+    uncounted = [route.path for route, _ in routes if not route.is_counted]
+    open_routes = with_page_files(settings.open_routes, page)
     users = Application(
         service,
         routes,
         faults,
         guard=Guard(bound, settings.allowed_hosts, settings.allowed_origins),
         authentication=Authentication(
-            asked,
-            faults,
-            with_page_files(settings.open_routes, page),
-            counts=counts,
-            uncounted=[route.path for route, _ in routes if not route.is_counted],
+            asked, faults, open_routes, counts=counts, uncounted=uncounted
         ),
         middleware=in_order(installed, Middleware),
         cross_origin=CrossOrigin(settings.allowed_origins),

@@ -198,7 +198,8 @@ class LLMEngine(EngineOwner):
         if (statistics := self._frontend.statistics) is not None:
             self._call_sinks(statistics.report_if_due)
         waits = self.has_unfinished_requests() and not self.is_paused
-        left = self._frontend.deadlines.seconds_left()
+        deadlines = self._frontend.deadlines
+        left = deadlines.seconds_left() if deadlines.is_used else None
         is_limited = left is not None and (timeout is None or left < timeout)
         try:
             outputs = self._client.get_output(wait=waits, timeout=left if is_limited else timeout)

@@ -1,4 +1,4 @@
-"""What a chat template makes of messages is checked before the tokenizer gets it."""
+"""The text of a chat template is checked before the tokenizer gets it."""
 
 import pytest
 

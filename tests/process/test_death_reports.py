@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 
@@ -59,7 +60,8 @@ def test_the_plugin_and_the_requests_of_the_step_are_named_and_it_is_quarantined
         errors = asyncio.gather(bad, error_of(llm, "other"), error_of(llm, "waiting"))
         while len(await llm.live_requests()) < 3:
             await asyncio.sleep(0.01)
-        await llm.resume()
+        with contextlib.suppress(EngineDeadError):  # it may die before it has answered
+            await llm.resume()
         return await errors
 
     async def main():

@@ -146,14 +146,13 @@ def assemble(
     service.has_keys = bool(asked)
     uncounted = [route.path for route, _ in routes if not route.is_counted]
     open_routes = with_page_files(settings.open_routes, page)
+    authentication = Authentication(asked, faults, open_routes, counts=counts, uncounted=uncounted)
     users = Application(
         service,
         routes,
         faults,
         guard=Guard(bound, settings.allowed_hosts, settings.allowed_origins),
-        authentication=Authentication(
-            asked, faults, open_routes, counts=counts, uncounted=uncounted
-        ),
+        authentication=authentication,
         middleware=in_order(installed, Middleware),
         cross_origin=CrossOrigin(settings.allowed_origins),
     )

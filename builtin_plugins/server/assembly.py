@@ -160,10 +160,8 @@ def assemble(
     if admin is None:
         return Applications(service, users)
     for_admin = [item for item in installed if _is_for_admin(item)]
-    administrators = in_order(admin_authenticators, Authenticator)
-    return Applications(
-        service, users, _for_administrators(service, faults, admin, for_admin, administrators)
-    )
+    own = in_order(admin_authenticators, Authenticator)
+    return Applications(service, users, _for_administrators(service, faults, admin, for_admin, own))
 
 
 @dataclass(kw_only=True)

@@ -135,7 +135,9 @@ CONTENT = "c" * 64
 def test_a_rank_alone_that_cannot_read_ends_the_requests_of_the_adapter(base):
     ranks = Ranks()
     config = SimpleNamespace(adapters=AdaptersConfig(max_loras=2, max_cpu_loras=2))
-    half = AdapterSlots(config, SimpleNamespace(clock=time.monotonic, call_workers=ranks))
+    half = AdapterSlots(
+        "adapters", config, SimpleNamespace(clock=time.monotonic, call_workers=ranks)
+    )
     assert half.workers_started() == {}
     ticket = half.call("load", {"lora": {"name": "a", "id": 1, "path": str(base / "first")}})
     assert half.call("poll", {"ticket": ticket})["content_hash"] == CONTENT

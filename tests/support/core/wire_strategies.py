@@ -168,11 +168,13 @@ REQUESTS = whole(
         content_prefix=TOKENS.map(tuple),
         calls=TOKENS.map(tuple),
         boundaries=TOKENS.map(tuple),
+        blanks=st.none() | TOKENS.map(tuple),
     ),
     pooling_params=st.none() | POOLING,
     prompt_embeds=PLAIN,
     prompt_is_token_ids=st.none() | st.lists(st.booleans(), max_size=9),
     reasoning_parser_kwargs=TABLE,
+    is_admitted=st.booleans(),
     generation=st.integers(0, 1 << 20),
     resumed=st.none()
     | whole(
@@ -281,6 +283,7 @@ LOADS = whole(
     num_steps=COUNT,
     adapters=st.lists(TEXT, max_size=2),
     last_request=st.none() | TEXT,
+    is_leaving=st.booleans(),
 )
 CACHE_CHANGES = whole(
     KVCacheChanges,

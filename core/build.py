@@ -321,7 +321,6 @@ def _prepare(
 
 @contextlib.contextmanager
 def _spawned() -> Iterator[tuple[EngineProcess, Interpreter]]:
-    """Spawn an engine process, which imports while the body finds out what it is to do."""
     check_descriptors()
     interpreter = Interpreter.current()
     process = EngineProcess.spawn(interpreter)
@@ -338,7 +337,6 @@ def _in_own_process(
     sink: Sink | None,
     open_client: OpenClient,
 ) -> EngineParts:
-    """Launch the engines in their processes; return the parts, with a client of them."""
     spec, (process, interpreter) = prepared.spec, spawned or (None, Interpreter.current())
     start = EngineStart(
         config=spec.config,
@@ -373,7 +371,6 @@ def _start_hooks(
 
 
 def _announce(plugins: PluginSet) -> None:
-    """Log unexpected states: plugins that are not enabled, and those that every request uses."""
     for warning in plugins.warnings:
         _log.warning("%s", warning)
     if idle := plugins.not_enabled():
@@ -455,7 +452,6 @@ def _output_parsers(
 
 
 def _log_text_markers(parsers: OutputParsers, tokenizer: Tokenizer) -> None:
-    """Log the markers of reasoning that the tokenizer has as ordinary tokens only."""
     if parsers.reasoning is None:
         return
     special = set(tokenizer.special_tokens.values())
@@ -480,7 +476,6 @@ def _log_text_markers(parsers: OutputParsers, tokenizer: Tokenizer) -> None:
 def _named_parser(
     kind: str, name: str, plugins: PluginSet, tokenizer: Tokenizer
 ) -> PluginEntry | None:
-    """Return the parser that the configuration names, or that the chat template shows."""
     if name == "none":
         return None
     if name != "auto":

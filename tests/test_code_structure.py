@@ -46,7 +46,6 @@ SMALL_MODULES = {
     "hardpoint.builtin_plugins.communicators.nccl": "one library of two; gloo has a module",
     "hardpoint.builtin_plugins.response_stores.memory": "one store of two; SQLite has a module",
     "hardpoint.builtin_plugins.server.access.tls": "ssl and its errors, before a model loads",
-    "hardpoint.builtin_plugins.server.operations.websockets": "another protocol and its library",
     "hardpoint.completion": "argcomplete, which nothing but a shell's request imports",
     "hardpoint.progress_bars": "rich, which only terminals need, and hardpoint-core lacks",
     "hardpoint.boundary.hang_watch": "an algorithm with tests of its own",

@@ -32,7 +32,7 @@ NINE = {
     "torch",
 }
 LEFT_OUT = {
-    "hooks": {"batch_routes", "commands", "server", "typed_answers"},
+    "hooks": {"batch_routes", "commands", "response_stores", "server", "typed_answers"},
     "grammars": {"llguidance", "xgrammar"},
     "loaders": {"gguf", "safetensors"},
     "models": {"transformers", "transformers_classifier", "transformers_encoder"},

@@ -30,7 +30,7 @@ from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 from hardpoint.plugins.parallel import Placement
 from hardpoint.registry.kinds import KINDS, Process
-from hardpoint.system.output_check import OutputCheck
+from hardpoint.system.encoding.output_check import OutputCheck
 from hardpoint.system.process.launch import Interpreter, main_objects
 from hardpoint.system.resources import check_descriptors
 
@@ -185,7 +185,6 @@ class EngineMonitor:
         self._die(error)
 
     def _end_hung(self, error: EngineDeadError) -> None:
-        """Kill a process that hangs; it would hold its memory, and cannot end in order."""
         _log.error("%s; it is killed", error)
         self._die(error)  # first, so that no caller takes the signal for the reason
         self._process.kill()
@@ -194,7 +193,6 @@ class EngineMonitor:
         self._die(error or self._reason(_FAILURE_REPORT_TIMEOUT_S))
 
     def _reason(self, timeout_s: float) -> Exception:
-        """Return why the engine serves no more; wait for its own report until the timeout."""
         deadline = time.monotonic() + timeout_s
         while (failure := self._process.failure()) is None:
             if self._state is _State.CLOSED or time.monotonic() > deadline:

@@ -324,7 +324,6 @@ class EngineSockets:
         return to_frames([kind, *frames])
 
     def _backlog_sent(self) -> bool:
-        """Send the backlog as far as the engine accepts it; return whether it is empty now."""
         while self._backlog:
             if self._backlog[0].is_wanted and not self._sent(self._backlog[0].frames):
                 return False

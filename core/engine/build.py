@@ -387,13 +387,11 @@ def _start(
 
 
 def _resolved(config: EngineConfig, size: CacheSize) -> EngineConfig:
-    """Return the configuration with the length and the number of blocks that were found."""
     kv_cache = msgspec.structs.replace(config.kv_cache, num_blocks=size.num_blocks)
     return msgspec.structs.replace(config, max_model_len=size.max_model_len, kv_cache=kv_cache)
 
 
 def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
-    """Return the memory and the features that all workers have, as the info of one."""
     label = spec.plugins.one("executors").source
     world_size = spec.config.parallel.world_size
     if (

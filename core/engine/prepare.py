@@ -282,7 +282,6 @@ def _check_quantization(config: EngineConfig, model: ModelConfig, plugins: Plugi
 
 
 def _reads(plugins: PluginSet, entry: PluginEntry) -> bool:
-    """Return whether a scheme reads checkpoints; others make matrices of few bits from numbers."""
     read: object = plugins.target(entry).read
     return read is not Quantization.read
 
@@ -323,7 +322,6 @@ def _dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
 
 
 def _device(config: EngineConfig, rank: int) -> torch.device:
-    """Return the device of an engine; of several, each has a GPU or several of its own."""
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise ConfigError(

@@ -223,7 +223,6 @@ class StepRunner:
 
     @property
     def _can_plan(self) -> bool:
-        """Whether the next step can be planned: nothing needs results of one under way first."""
         if not len(self._batches):
             return True
         if not self._batches.is_open:
@@ -268,7 +267,6 @@ class StepRunner:
         return self._complete_step(batch.plan, outputs)
 
     def _sample_deferred(self) -> None:
-        """Start sampling of the deferred batch, once no batch that it depends on is under way."""
         batch = self._batches.deferred
         if batch is None or self._awaits_results(batch.plan):
             return
@@ -307,7 +305,6 @@ class StepRunner:
         return needed_by[delayed[0]] if delayed else None
 
     def _update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
-        """Pass a result to the scheduler; end the requests for which it is not as planned."""
         self._check.check_type(plan, result)
         if self._sampled is not None and result.sampled_token_ids:
             self._sampled.append(SampledTokens(plan.step, dict(result.sampled_token_ids)))
@@ -351,7 +348,6 @@ class StepRunner:
             self._unsent.append(self._with_stats(ended))
 
     def _complete_step(self, plan: SchedulerOutput, outputs: Outputs) -> tuple[Outputs, bool]:
-        """Log a step and hand on drafts; return its outputs and whether it computed any token."""
         executed = plan.total_num_scheduled_tokens > 0
         if not executed:
             self._step_parts.wait()
@@ -441,7 +437,6 @@ class StepRunner:
 
 
 def _add_observed(outputs: Outputs, result: ModelRunnerOutput) -> None:
-    """Add what logits processors observed to the outputs of the tokens of a result."""
     for output in (output for message in outputs.values() for output in message.outputs):
         observed = result.observed_logprobs.get(output.request_id)
         if observed and output.new_token_ids:
@@ -449,7 +444,6 @@ def _add_observed(outputs: Outputs, result: ModelRunnerOutput) -> None:
 
 
 def _has_no_work(plan: SchedulerOutput) -> bool:
-    """Return whether a plan has no work for the workers: all requests are in earlier batches."""
     return not (
         plan.total_num_scheduled_tokens
         or plan.finished_request_ids

@@ -402,7 +402,6 @@ def result_type(method: str) -> Any:
 
 
 def _merged(of_workers: Sequence[Mapping[str, T]]) -> dict[str, T]:
-    """Return the entries of all workers by plugin; only one of them samples, and has any."""
     return {name: one for found in of_workers for name, one in found.items()}
 
 

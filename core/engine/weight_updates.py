@@ -169,7 +169,6 @@ class WeightUpdates:
                 del self._live[output.request_id]
 
     def _follow(self, live: _Live, request_id: str, num_new: int) -> None:
-        """Note the end of old keys and values: those of a preempted request are computed again."""
         request = live_request(self._scheduler, request_id)
         if request is None or request.num_preemptions == live.num_preemptions:
             return

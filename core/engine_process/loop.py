@@ -251,7 +251,6 @@ class EngineLoop:
             self._handle(self._queues.input.get(timeout=timeout_s))
 
     def _late_aborts(self) -> list[str]:
-        """Return the ids of aborts that came since the input was handled; called within a step."""
         # An abort stays in the input queue as well, because there it comes after the request that
         # it ends, which may not be in the core yet. One that the input queue has delivered is left
         # out here: by now, another request may have the id of the one that it ended.

@@ -166,7 +166,6 @@ class MessageReader:
 
 
 def _reported(kind: RequestType | None, error: BaseException) -> HardpointError:
-    """Return the error that the sender gets; log one that is not of Hardpoint's tree."""
     if isinstance(error, RefusedInCallError):
         return error.error
     if isinstance(error, HardpointError):

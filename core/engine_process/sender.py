@@ -157,7 +157,6 @@ class OutputEncoder:
             return self._plain_encoder.encode_into(self._replacement(message, client), buffer)
 
     def _replacement(self, message: Message, client: int) -> Message:
-        """Return the message with errors in place of the parts that cannot be encoded."""
         if isinstance(message, UtilityOutput):
             error = self._encoding_error(message)
             return message if error is None else _failed_call(message, error)
@@ -175,7 +174,6 @@ class OutputEncoder:
         return msgspec.structs.replace(message, outputs=outputs)
 
     def _without_failed(self, message: Message) -> Message:
-        """Return the message without later outputs of failed requests, up to their last."""
         if isinstance(message, UtilityOutput):
             return message
         outputs = []
@@ -187,7 +185,6 @@ class OutputEncoder:
         return msgspec.structs.replace(message, outputs=outputs)
 
     def _invalid_field(self, output: EngineCoreOutput) -> str | None:
-        """Return the reason why an output cannot be encoded, with the name of its field."""
         for name in output.__struct_fields__:
             if (error := self._encoding_error(getattr(output, name))) is not None:
                 return f"the output's {name} cannot be sent: {error}"

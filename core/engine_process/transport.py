@@ -258,7 +258,6 @@ class EngineIO:
 
 
 def _send_marker(socket: zmq.Socket[bytes]) -> None:
-    """Send the dead marker, unless the client reads nothing; it watches the process as well."""
     try:
         socket.send(ENGINE_CORE_DEAD, zmq.NOBLOCK)
     except zmq.Again:

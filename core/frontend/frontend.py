@@ -27,9 +27,9 @@ from hardpoint.plugins.stats import Health, PluginReport, StepFault
 from hardpoint.registry.blame import describe, logged_after
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
-from hardpoint.system.deadlines import Deadlines
 from hardpoint.typed.read_only import read_only
 
+from .deadlines import Deadlines
 from .engine_parts import EngineParts
 from .outputs.output_processor import OutputProcessor, ProcessedOutputs
 from .outputs.request_state import AnyOutput

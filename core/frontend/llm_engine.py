@@ -428,7 +428,6 @@ def _placed(error: BaseException, name: str, index: int) -> BaseException:
 
 
 def _ends_engine(error: BaseException) -> bool:
-    """Return whether an error ends the engine: not one of a request, or of a dead engine."""
     if isinstance(error, PluginFaultError):
         return not isinstance(error, EngineDeadError)
     return not isinstance(error, HardpointError) and is_fault(error)

@@ -274,8 +274,6 @@ def _report_every(
     seconds: float,
     report: weakref.WeakMethod[Callable[[], bool]],
 ) -> None:
-    """Call a bound method regularly while it returns true. Does not keep its object alive."""
-
     def tick() -> None:
         method = report()
         if method is not None and method():

@@ -120,7 +120,6 @@ class BlockHashes:
                 yield parent
 
     def _extras(self, source: EngineCoreRequest, first: int, end: int) -> dict[int, bytes]:
-        """Return the extra keys of blocks that depend on more than their tokens, by index."""
         extras = extra_keys(source, first, end, self.block_size)
         if self._part_keys is not None:
             size = self.block_size

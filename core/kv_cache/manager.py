@@ -360,7 +360,6 @@ class BlockManager:
         return new
 
     def _passed(self, request: Request, blocks: _RequestBlocks) -> list[tuple[int, int]]:
-        """Return (group, position) of each block that its window has passed since the last call."""
         # Drafts in flight may be rejected, so the next token is at most the last known one.
         position = min(request.num_computed_tokens, request.num_tokens - 1)
         return [
@@ -453,7 +452,6 @@ def _longest_prefix(
 
 
 def _leading(index: Mapping[bytes, int], hashes: Sequence[bytes], limit: int) -> list[int]:
-    """Return the blocks of the longest leading run of hashes that are in the index."""
     blocks: list[int] = []
     for start in range(0, limit - 1, _AT_ONCE):  # many at once take half as long
         try:

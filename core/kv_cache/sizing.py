@@ -44,7 +44,6 @@ def size_cache(config: EngineConfig, max_model_len: int, info: WorkerInfo) -> Ca
 
 
 def _room(config: EngineConfig, memory: CacheMemory, info: WorkerInfo) -> tuple[int, str, str]:
-    """Return the limit on the number of blocks, the path that sets it, and its description."""
     cache = config.kv_cache
     if cache.num_blocks is not None:
         path = "kv_cache.num_blocks"

@@ -78,7 +78,6 @@ def hold_weights(
 def _is_multiplied(
     model: Model, quantized: QuantizedWeights, scheme: str, name: str, is_vocabulary: bool
 ) -> bool:
-    """Return whether a matrix of a scheme is kept as it is, and not dequantised for its use."""
     if not quantized.has_own_linear(scheme):
         return bool(model.context.ops.code_bits)
     is_table = is_vocabulary and not name.startswith(_HEAD)
@@ -86,7 +85,6 @@ def _is_multiplied(
 
 
 def _copy_of_table(model: Model, held: Mapping[str, HeldWeight]) -> dict[str, HeldWeight]:
-    """Return the table that embedding and head share with its packed copy; empty without one."""
     context, parallel = model.context, model.context.parallel
     tables = [(name, weight) for name, weight in held.items() if weight.is_vocabulary]
     if len(tables) != 1 or not (parallel.is_first and parallel.is_last):

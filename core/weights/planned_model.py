@@ -255,7 +255,6 @@ def _checked(
     shapes: dict[str, tuple[int, ...]],
     spec: WorkerSpec,
 ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-    """Yield the weights that the model needs, each once, after a check of a tensor's shape."""
     missing = dict(shapes)
     for name, tensor in weights:
         if (expected := missing.pop(name, None)) is None:

@@ -327,7 +327,6 @@ class QuantizedWeights:
         }
 
     def _matches(self, name: str, pattern: str) -> bool:
-        """Return whether a pattern names a weight; a head's names the table that is the head."""
         names = (name, _HEAD) if name == self._tied_table else (name,)
         return any(fnmatch.fnmatchcase(one, pattern) for one in names)
 
@@ -423,7 +422,6 @@ def _tied_table(shapes: Mapping[str, Sequence[int]], vocab_size: int) -> str | N
 
 
 def _divides(unit: int, cut: Cut, shape: Sequence[int]) -> bool:
-    """Return whether a matrix can be cut, whose columns are stored in units of so many."""
     if cut.dim == 0:
         return True
     return not any(p.start % unit or (p.stop % unit and p.stop != shape[1]) for p in cut.parts)

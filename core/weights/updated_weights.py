@@ -135,7 +135,6 @@ class UpdatedWeights(WeightLoader):
     def _left_out(
         self, unknown: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]
     ) -> Mapping[str, object]:
-        """Return the tensors that its own files have, too, of modules that the model lacks."""
         parts = [name.split(".") for name in shapes]
         modules = {"", *(".".join(p[:end]) for p in parts for end in range(1, len(p)))}
         others = {n: shape for n, shape in unknown.items() if n.rpartition(".")[0] not in modules}

@@ -301,7 +301,6 @@ class InputBatch:
                 self._num_computed[self._row_of[request_id]] = computed
 
     def _with_drafts(self, drafts: Drafts) -> IntArray:
-        """Write drafts after their requests' tokens; return the number of both by row."""
         if not drafts:
             return self._num_tokens
         ends = self._num_tokens.copy()

@@ -436,7 +436,6 @@ class LocalWorker:
             self._threads = None
 
     def _use_device(self) -> None:
-        """Make this rank's GPU the current one of the thread, as code that names none expects."""
         device = self._device
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)

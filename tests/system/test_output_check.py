@@ -24,7 +24,7 @@ from hardpoint.plugins.stats import (
     PrefixCacheStats,
 )
 from hardpoint.system.encoding import WireError
-from hardpoint.system.output_check import OutputCheck
+from hardpoint.system.encoding.output_check import OutputCheck
 
 VOCABULARY, LENGTH = 300, 64
 

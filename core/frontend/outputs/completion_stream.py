@@ -269,7 +269,6 @@ class CompletionStream:
         return shown
 
     def _parse(self, text: str, *, finished: bool) -> None:
-        """Parse the text so far, or of deltas what is new, with the special tokens in it."""
         if self._is_parsed:
             return
         assert self._parser is not None

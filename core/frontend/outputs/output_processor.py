@@ -238,7 +238,6 @@ class OutputProcessor:
     def _process_until_fault(
         self, outputs: Iterator[EngineCoreOutput], processed: ProcessedOutputs
     ) -> bool:
-        """Process outputs in one loop; return True after one for which a plugin failed."""
         state_of, statistics = self._states.get, self._statistics
         add = processed.request_outputs.append
         try:
@@ -311,7 +310,6 @@ class OutputProcessor:
             processed.request_outputs.append((state.parent, request_output))
 
     def _reject(self, state: _State, output: EngineCoreOutput, processed: ProcessedOutputs) -> None:
-        """End a prompt of which the engine rejected a completion: all of them run, or none."""
         siblings = self.live_of([output.request_id])
         self.drop(siblings, FinishReason.ERROR)
         processed.aborts += [sibling for sibling in siblings if sibling != output.request_id]

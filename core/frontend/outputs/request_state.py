@@ -397,7 +397,6 @@ class RequestState:
         return shown
 
     def _all_arrays(self) -> dict[str, dict[str, PartArray]] | None:
-        """Return the arrays of step parts, each position once, of all tokens but the last one."""
         found: dict[str, dict[str, PartArray]] = {}
         end = len(self._prompt_token_ids) + self.num_tokens - 1
         for (part, key), arrays in self._part_arrays.items():
@@ -450,7 +449,6 @@ class RequestState:
         )
 
     def _decoded(self, entry: TokenLogprobs, num_given: int = 0) -> Mapping[int, Logprob]:
-        """Return an entry by token id, each with its own text; the chosen token first."""
         result: dict[int, Logprob] = {}
         ranked = len(entry.token_ids) - num_given
         for place, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):

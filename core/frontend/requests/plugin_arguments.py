@@ -306,7 +306,6 @@ class PluginArguments:
     def _used(
         self, takers: Sequence[ArgumentTaker], params: SamplingParams, given: Mapping[str, Given]
     ) -> Iterator[ArgumentTaker]:
-        """Yield the components for which a request has arguments: given, by a field, or unasked."""
         changed = {f for f in self._honoured if getattr(params, f) != getattr(DEFAULTS, f)}
         for taker in takers:
             if (
@@ -377,6 +376,5 @@ class PluginArguments:
 
 
 def _is_answered_alike(params: SamplingParams, before: SamplingParams) -> bool:
-    """Return whether the answer begins in the same place, after a hook changed parameters."""
     fields = ("structured", "reasoning_parser", "tool_parser")
     return all(getattr(params, name) == getattr(before, name) for name in fields)

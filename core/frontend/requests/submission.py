@@ -11,6 +11,7 @@ from typing import Any
 
 from hardpoint import typed
 from hardpoint.boundary.parts.bound_half import request_fields
+from hardpoint.core.frontend.deadlines import Deadlines
 from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.outputs.output_parsers import SoughtCalls
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
@@ -22,7 +23,6 @@ from hardpoint.plugins.resumed import ResumedOutputs
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
-from hardpoint.system.deadlines import Deadlines
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .plugin_arguments import PluginArguments
@@ -152,7 +152,6 @@ class Submitter:
     def _completions(
         self, parent: ParentRequest, request: EngineCoreRequest, prompt: Prompt | EngineCoreRequest
     ) -> list[EngineCoreRequest]:
-        """Return the requests of a prompt's completions; those that come with outputs have them."""
         request.generation, request.is_admitted = self._generation, False
         children = parent.children(request)
         if not isinstance(prompt, EngineCoreRequest):

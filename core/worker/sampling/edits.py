@@ -56,7 +56,6 @@ def compile_edits(
 
 
 def _values(places: Sequence[int], edits: Edits) -> dict[int, float]:
-    """Return the value of each place: the last of several to set, the sum of those to add."""
     values = dict(zip(places, edits.value, strict=True))
     if edits.op is Op.ADD and len(values) < len(places):
         values = dict.fromkeys(places, 0.0)

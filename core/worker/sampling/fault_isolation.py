@@ -120,7 +120,6 @@ class FaultIsolation:
         return logits
 
     def _run_per_row(self, active: ActiveRows, logits: torch.Tensor) -> None:
-        """Run an isolated processor in place, row by row, leaving out requests with a fault."""
         runner = active.runner
         for row, request in zip(active.batch_rows, active.rows.requests, strict=True):
             if request.request_id in self.faults:

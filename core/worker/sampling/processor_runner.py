@@ -192,7 +192,6 @@ class ProcessorRunner:
             self.broken = cause
 
     def _of_its_generations(self, update: BatchUpdate | None) -> BatchUpdate | None:
-        """Return an update in which requests of other generations have no arguments for it."""
         if update is None or all(self.serves(added.generation) for added in update.added):
             return update
         return replace(update, added=tuple(map(self._without_others, update.added)))

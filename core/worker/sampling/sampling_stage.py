@@ -233,7 +233,6 @@ class SamplingStage:
         return result
 
     def _forced(self, request: LogitsRequest, token: int) -> RequestFault:
-        """Return the fault of a request for which a processor chose what its grammar forbids."""
         used = [runner for runner in self.pipeline.runners if runner.is_used_by(request)]
         forcing = [r for r in used if r.processor.phase is Phase.FORCE] or used
         names = " or ".join(runner.name for runner in forcing) or self.sampler.name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hardpoint.system.deadlines import GRACE_S, Deadlines
+from hardpoint.core.frontend.deadlines import GRACE_S, Deadlines
 
 
 class Requests:

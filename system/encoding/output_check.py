@@ -16,7 +16,8 @@ import numpy as np
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.engine_state import BLOCK_KEY_BYTES, KVCacheChanges
 from hardpoint.plugins.requests import PartArray, TokenLogprobs
-from hardpoint.system.encoding import WireError
+
+from .errors import WireError
 
 _MOST_ADAPTERS = 10_000
 _MOST_TEXT, _MOST_PATH = 1 << 20, 200  # characters

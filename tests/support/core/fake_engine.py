@@ -57,6 +57,7 @@ class PlayedProcess:
 
     returncode = None
     has_ended = False
+    is_remote = False
     pid = 7
 
     def __init__(self, sockets: list[EngineSockets]) -> None:

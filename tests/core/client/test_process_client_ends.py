@@ -12,7 +12,13 @@ from hardpoint.core.client import process_client
 from hardpoint.core.client.process_client import EngineStart, ProcessClient
 from hardpoint.core.protocol import ENGINE_CORE_DEAD
 from hardpoint.errors import EngineDeadError, PluginFaultError
-from hardpoint.plugins import EngineConfig, EngineCoreOutput, EngineCoreOutputs
+from hardpoint.plugins import (
+    EngineConfig,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    SamplingParams,
+)
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.manifest import Manifest
 
@@ -35,6 +41,10 @@ def connected(played):
     start = EngineStart(EngineConfig(), ConfigSources(), Manifest(hardpoint="1", entries=()))
     sink = Sink()
     client = ProcessClient(start, sink, played)
+    for name in "ab":  # outputs of other requests are left out
+        client.add_request(
+            EngineCoreRequest(request_id=name, prompt_token_ids=[1], params=SamplingParams())
+        )
     yield client, sink, played
     sink.go_on.set()
     client.close()

@@ -9,6 +9,8 @@ from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.errors import shown
 from hardpoint.toolkit.folders import permitted_path
 
+_LONGEST_PATH, _LONGEST_NAME = 4000, 255  # of Linux; with room for the name of a file
+
 
 def allowed_path(given: str, folders: Sequence[str], field: str, setting: str) -> Path:
     """Return a path without links, if it is in one of the folders.
@@ -20,12 +22,20 @@ def allowed_path(given: str, folders: Sequence[str], field: str, setting: str) -
         setting: names the folders.
 
     Raises:
-        AnswerError: it is not absolute, or in none of them.
+        AnswerError: it is not absolute, too long, or in none of them.
     """
     path = Path(given)
     if "\0" in given or not path.is_absolute():
         raise AnswerError(
             400, f"{field}: expected an absolute path, got {shown(given, 200)}", param=field
+        )
+    longest = max(len(part.encode("utf-8", "surrogatepass")) for part in path.parts)
+    if len(given) > _LONGEST_PATH or longest > _LONGEST_NAME:
+        raise AnswerError(
+            400,
+            f"{field}: expected a path of at most {_LONGEST_PATH} characters with names of at most "
+            f"{_LONGEST_NAME} bytes, got {shown(given, 200)}",
+            param=field,
         )
     real = permitted_path(given, folders)
     if real is None:

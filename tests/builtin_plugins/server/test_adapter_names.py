@@ -348,3 +348,10 @@ def test_defective_files_are_the_error_of_a_request(server, folder, resolved):
         answer, field = load(server, folder / "sql"), "lora_path"
     error = answer.json()["error"]
     assert (answer.status_code, error["message"], error["param"]) == (400, message, field)
+
+
+@pytest.mark.parametrize("name", ["a" * 256, "a/" * 2500])
+def test_a_path_that_is_too_long_is_an_error_of_its_field(server, folder, name):
+    answer = load(server, folder / name)
+    assert answer.status_code == 400
+    assert error_of(answer).startswith("lora_path: expected a path of at most 4000 characters")

@@ -14,7 +14,7 @@ _CONNECT_SECONDS = 10.0
 _UNIX = "unix:"
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """An answer.
 
     Attributes:
@@ -35,7 +35,7 @@ class Answer(NamedTuple):
 
 def post_json(
     address: str, path: str, body: dict[str, Any], *, option: str, key: str | None = None
-) -> Answer:
+) -> HttpAnswer:
     """Post JSON; wait for the answer as long as it takes.
 
     Args:
@@ -63,9 +63,9 @@ def post_json(
     finally:
         connection.close()
     try:
-        return Answer(status, json.loads(answer))
+        return HttpAnswer(status, json.loads(answer))
     except ValueError:
-        return Answer(status, None)
+        return HttpAnswer(status, None)
 
 
 class _UnixConnection(http.client.HTTPConnection):

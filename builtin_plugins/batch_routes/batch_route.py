@@ -17,8 +17,8 @@ from hardpoint.plugins.server import Client, Route, ServerContext
 from hardpoint.typed import Strict, shown
 
 from .file_route import check_bytes, page_of, page_query
-from .folder import BatchPlace, Folder
-from .options import BatchOptions
+from .folder import BatchFolder, BatchPlace
+from .options import BatchRoutesOptions
 from .records import BatchObject, BatchRecord, Page, new_name, now
 
 _Key = Annotated[str, Meta(max_length=64)]
@@ -56,8 +56,8 @@ class BatchRoute:
     def __init__(
         self,
         server: ServerContext,
-        folder: Folder,
-        options: BatchOptions,
+        folder: BatchFolder,
+        options: BatchRoutesOptions,
         wake: Callable[[], None],
     ) -> None:
         """Keep batches in a folder; `wake` is called when there is a new one."""

@@ -20,8 +20,8 @@ from hardpoint.plugins import OverloadedError, RequestError
 from hardpoint.plugins.server import Route, ServerContext
 from hardpoint.typed import convert, shown
 
-from .folder import Folder, OwnerFolder
-from .options import BatchOptions
+from .folder import BatchFolder, OwnerFolder
+from .options import BatchRoutesOptions
 from .records import Deleted, FileObject, Page, new_name, now
 from .threads import in_thread
 
@@ -46,7 +46,9 @@ class PageQuery(msgspec.Struct, forbid_unknown_fields=True):
 class FileRoute:
     """The routes of files, each of which belongs to the key that brought it."""
 
-    def __init__(self, server: ServerContext, folder: Folder, options: BatchOptions) -> None:
+    def __init__(
+        self, server: ServerContext, folder: BatchFolder, options: BatchRoutesOptions
+    ) -> None:
         """Keep files in a folder."""
         self._server, self._folder, self._options = server, folder, options
         self._uploads: Counter[str] = Counter()
@@ -240,7 +242,7 @@ class FileRoute:
         return owner, file
 
 
-def check_bytes(owner: OwnerFolder, size: int, options: BatchOptions, field: str) -> None:
+def check_bytes(owner: OwnerFolder, size: int, options: BatchRoutesOptions, field: str) -> None:
     """Check that so many more bytes of a client may be kept.
 
     Raises:

@@ -39,7 +39,7 @@ _FILE = re.compile(r"file-[0-9a-f]{32}")
 _BATCH = re.compile(r"batch_[0-9a-f]{32}")
 
 
-class Folder:
+class BatchFolder:
     """The folder of a server; several processes may use it."""
 
     def __init__(self, path: str) -> None:

@@ -10,7 +10,7 @@ from hardpoint.plugins import Meta
 _DAY = 24 * 60 * 60.0
 
 
-class BatchOptions(plugins.Options):
+class BatchRoutesOptions(plugins.Options):
     """Options of the plugin.
 
     Attributes:

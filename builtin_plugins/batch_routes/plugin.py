@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hardpoint.plugins import HookContext, hookimpl
 from hardpoint.plugins.server import Background, ServerContext, ServerExtension
 
-from .options import BatchOptions
+from .options import BatchRoutesOptions
 
 
 class BatchRoutes:
@@ -15,11 +15,11 @@ class BatchRoutes:
 
     contract = 1
 
-    Options = BatchOptions
+    Options = BatchRoutesOptions
 
     def __init__(self, context: HookContext) -> None:
         """Take the options."""
-        self._options: BatchOptions = context.options
+        self._options: BatchRoutesOptions = context.options
 
     @hookimpl
     def server_extensions(self, server: ServerContext) -> Sequence[ServerExtension]:
@@ -32,11 +32,11 @@ class BatchRoutes:
             return []
         from .batch_route import BatchRoute  # noqa: PLC0415 - for servers alone
         from .file_route import FileRoute  # noqa: PLC0415 - as above
-        from .folder import Folder  # noqa: PLC0415 - as above
-        from .runner import Runner  # noqa: PLC0415 - as above
+        from .folder import BatchFolder  # noqa: PLC0415 - as above
+        from .runner import BatchRunner  # noqa: PLC0415 - as above
 
-        folder = Folder(self._options.folder)
-        runner = Runner(server, folder, self._options)
+        folder = BatchFolder(self._options.folder)
+        runner = BatchRunner(server, folder, self._options)
         return [
             *FileRoute(server, folder, self._options).routes(),
             *BatchRoute(server, folder, self._options, runner.wake).routes(),

@@ -25,8 +25,8 @@ from hardpoint.builtin_plugins.server.batches.text_lines import line_of, next_li
 from hardpoint.plugins import HardpointError, RequestError
 from hardpoint.plugins.server import AsyncGenerator, Client, LoadReport, ServerContext
 
-from .folder import BatchPlace, Folder
-from .options import BatchOptions
+from .folder import BatchFolder, BatchPlace
+from .options import BatchRoutesOptions
 from .records import BatchErrors, FileObject, RequestCounts, Status, now
 from .threads import in_thread
 
@@ -110,7 +110,7 @@ class BatchRun:
         self,
         server: ServerContext,
         place: BatchPlace,
-        options: BatchOptions,
+        options: BatchRoutesOptions,
         slots: Slots,
     ) -> None:
         """Answer the batch at a place by the routes of a server."""
@@ -361,14 +361,16 @@ class BatchRun:
         return name if owner.file(name) is not None else None
 
 
-class Runner:
+class BatchRunner:
     """Answers the batches of a folder, all at once, in turn.
 
     What is answered is in the folder before it counts, so that a batch goes on after a restart of
     the server, in this process or in another one of its workers.
     """
 
-    def __init__(self, server: ServerContext, folder: Folder, options: BatchOptions) -> None:
+    def __init__(
+        self, server: ServerContext, folder: BatchFolder, options: BatchRoutesOptions
+    ) -> None:
         """Answer nothing yet."""
         self._server, self._folder, self._options = server, folder, options
         self._woken = asyncio.Event()

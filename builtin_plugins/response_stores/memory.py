@@ -9,7 +9,7 @@ from collections.abc import Callable
 from .bounds import Bounds
 
 
-class MemoryStore:
+class MemoryResponseStore:
     """Keeps the newest responses, as many as its bounds allow; a restart forgets them.
 
     Beyond them, the oldest go of the owner who has most, so that no owner empties it for others.

@@ -63,9 +63,9 @@ class ResponseStores:
 
         bounds = Bounds(options.seconds, options.max_bytes, options.max_response_bytes)
         if options.path is None:
-            from .memory import MemoryStore  # noqa: PLC0415 - as above
+            from .memory import MemoryResponseStore  # noqa: PLC0415 - as above
 
-            store: MemoryStore | SQLiteStore = MemoryStore(bounds)
+            store: MemoryResponseStore | SQLiteStore = MemoryResponseStore(bounds)
         else:
             from .sqlite import SQLiteStore  # noqa: PLC0415 - as above
 

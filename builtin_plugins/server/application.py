@@ -19,8 +19,8 @@ from .access.counts import Counts, count_request
 from .access.cross_origin import CrossOrigin
 from .access.guard import JSON, Guard
 from .boundaries import (
-    Boundary,
     Endpoint,
+    ErrorMiddleware,
     HandshakeExpected,
     MiddlewareBoundary,
     PluginEndpoint,
@@ -218,9 +218,9 @@ class Application:
         self._router = app
         self._probes = {r.path for r, owned in routes if owned is None and r.path in PROBES}
         for owned in reversed(middleware):
-            app = MiddlewareBoundary(owned, Boundary(app, service), faults)
+            app = MiddlewareBoundary(owned, ErrorMiddleware(app, service), faults)
         self._inner = app
-        self._app = Boundary(self._checked, service)
+        self._app = ErrorMiddleware(self._checked, service)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""

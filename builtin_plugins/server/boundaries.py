@@ -92,7 +92,7 @@ _FAILED = 1011
 _LONGEST_REASON = 120
 
 
-class Boundary:
+class ErrorMiddleware:
     """Answers errors of the application inside, so that nothing outside sees them."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:

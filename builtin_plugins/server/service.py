@@ -36,9 +36,9 @@ from .errors import (
 )
 from .extensions import Transforms
 from .faults import Owned, ServerFaults
-from .operations.adapters import Adapters
-from .operations.load import Load
-from .operations.traffic import Traffic, current_request_id
+from .operations.adapters import ServedAdapters
+from .operations.load import InFlightRequests
+from .operations.traffic import TrafficRecorder, current_request_id
 from .receiving import SMALL_BYTES, BodyReceiver
 from .streaming import COMMENT, EventStream, while_connected
 
@@ -57,7 +57,7 @@ _TRACE = ("traceparent", "tracestate")
 """Headers of W3C's Trace Context, which name the trace that a request belongs to."""
 
 
-class Phase(Enum):
+class ServerPhase(Enum):
     """The phases of a server, by how it treats requests.
 
     Attributes:
@@ -117,20 +117,22 @@ class Service:
         self.settings = engine.config.table(ServerConfig)
         self.names = self.settings.served_names or [engine.config.model]
         folders = self.settings.adapter_folders
-        self.adapters = Adapters(engine, self.names, folders, self.counts)
+        self.adapters = ServedAdapters(engine, self.names, folders, self.counts)
         self.version = version
         self.transforms = Transforms()
         self.response_store: Owned | None = None
         self.background: Sequence[Owned] = ()
         self.routes: Sequence[Route] = ()
         self.started = int(time.time())
-        self.phase = Phase.SERVING
+        self.phase = ServerPhase.SERVING
         image_bytes = engine.config.images.max_total_bytes if engine.takes_images else 0
         self.receiver = BodyReceiver(self.settings, image_bytes)
         self._converting = asyncio.Lock()
-        self.traffic = Traffic(self.settings.access_log, counts=self.counts, of_admin=of_admin)
+        self.traffic = TrafficRecorder(
+            self.settings.access_log, counts=self.counts, of_admin=of_admin
+        )
         running = engine.config.scheduler.max_num_seqs
-        self.load = Load(self.settings.limits.requests, running, counts=self.counts)
+        self.load = InFlightRequests(self.settings.limits.requests, running, counts=self.counts)
 
     @property
     def paused(self) -> str | None:
@@ -302,7 +304,7 @@ class Service:
         self.check_engine()
 
     def _check_phase(self) -> None:
-        if self.phase is Phase.REFUSING:
+        if self.phase is ServerPhase.REFUSING:
             raise unavailable(
                 "the server is shutting down; send the request to another one", code="draining"
             )

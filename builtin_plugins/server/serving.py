@@ -19,11 +19,11 @@ from hardpoint.plugins.server import AsyncGenerator
 from .application import Application
 from .assembly import Applications
 from .operations.addresses import BoundAddress, allow_descriptors
-from .operations.connections import Connection
+from .operations.connections import ServerConnection
 from .operations.loop_watch import Outliving, blame_stop, watched
 from .operations.notify import ServiceManager
 from .receiving import body_limit
-from .service import Phase
+from .service import ServerPhase
 
 _log = logging.getLogger("hardpoint")
 
@@ -107,7 +107,7 @@ class Serving:
     def _listener(self, application: Application, address: BoundAddress) -> _Listener:
         settings = self._service.settings
         protocol: Any = functools.partial(
-            Connection,
+            ServerConnection,
             settings,
             self._service.traffic,
             self._service.receiver,
@@ -123,7 +123,7 @@ class Serving:
                 server_header=False,
                 date_header=True,
                 proxy_headers=False,
-                ws="none",  # a Connection becomes one itself
+                ws="none",  # a ServerConnection becomes one itself
                 ws_max_size=body_limit(settings.limits),
                 ws_ping_interval=settings.heartbeat_seconds or None,
                 ws_ping_timeout=settings.send_seconds,
@@ -208,7 +208,7 @@ class Serving:
     async def _end_requests(self) -> None:
         """End the requests that run, and give them a moment to notify their clients."""
         load = self._service.load
-        self._service.phase = Phase.REFUSING
+        self._service.phase = ServerPhase.REFUSING
         if not load.num_own:
             return
         _log.warning("%d requests are ended unfinished", load.num_own)
@@ -241,10 +241,10 @@ class Serving:
         """Announce that no more requests should come, serve on for a while, then finish."""
         settings, service = self._service.settings, self._service
         _log.info("%s: /ready says 503 for %g s", reason, settings.drain_delay)
-        service.phase = Phase.LEAVING
+        service.phase = ServerPhase.LEAVING
         service.traffic.closes = True
         await asyncio.sleep(settings.drain_delay)
-        service.phase = Phase.REFUSING
+        service.phase = ServerPhase.REFUSING
         for task in self._background:
             task.cancel()
         _log.info("requests are refused; %d are being answered", service.load.num_own)
@@ -257,7 +257,8 @@ class Serving:
     def _has_unsent(self) -> bool:
         """Return whether a client still has to read of an answer that is whole."""
         return any(
-            isinstance(connection, Connection) and connection.transport.get_write_buffer_size()
+            isinstance(connection, ServerConnection)
+            and connection.transport.get_write_buffer_size()
             for listener in self._listeners
             for connection in listener.server_state.connections
         )
@@ -285,7 +286,7 @@ class Serving:
             self._manager.ping()
             await asyncio.sleep(_POLL_SECONDS)
         _log.error("the engine has ended, and so does the server: %s", dead)
-        service.phase = Phase.REFUSING
+        service.phase = ServerPhase.REFUSING
         service.traffic.closes = True
         self._code = ENGINE_DIED
         await asyncio.sleep(_LAST_ANSWERS_SECONDS)  # so that its requests are answered, with 503

@@ -60,7 +60,7 @@ class LabelScores:
 
 
 @dataclass
-class Counts:
+class PromptTokens:
     """The tokens of prompts.
 
     Attributes:
@@ -77,7 +77,7 @@ async def score_labels(
     prompts: Sequence[LabelledPrompt],
     request_id: str,
     options: Mapping[str, Any],
-) -> tuple[list[LabelScores], Counts]:
+) -> tuple[list[LabelScores], PromptTokens]:
     """Return the scores of each prompt's labels.
 
     All rows are given to the engine at once, but no more than it lets wait. What their prompts have
@@ -110,7 +110,7 @@ async def score_labels(
             ]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    counts, found = Counts(), iter(tasks)
+    counts, found = PromptTokens(), iter(tasks)
     scores: list[LabelScores] = []
     for prompt in prompts:
         after: dict[Tokens, Mapping[int, float]] = {}

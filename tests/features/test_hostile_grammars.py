@@ -18,7 +18,7 @@ from support.waiting import wait_until
 
 from hardpoint import LLM, RequestError, SamplingParams
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.builtin_plugins.server.dialects.dialect import Answer
+from hardpoint.builtin_plugins.server.dialects.dialect import AnswerWriter
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import scripted_config, scripted_engine
@@ -581,7 +581,7 @@ class TestWithProcessors:
 
 def num_answers():
     gc.collect()
-    return sum(isinstance(found, Answer) for found in gc.get_objects())
+    return sum(isinstance(found, AnswerWriter) for found in gc.get_objects())
 
 
 def test_nothing_of_a_request_stays_in_the_engine(scripted):

@@ -9,7 +9,7 @@ import os
 import msgspec
 
 from hardpoint.builtin_plugins.commands.sampling import sampling_fields
-from hardpoint.builtin_plugins.http_calls import Answer, post_json
+from hardpoint.builtin_plugins.http_calls import HttpAnswer, post_json
 from hardpoint.plugins import HardpointError, RequestError
 from hardpoint.toolkit.trace import CompletionTrace, Trace
 
@@ -66,7 +66,7 @@ def _asked(candidates: int | None) -> bool | dict[str, int]:
     return True if candidates is None else {"candidates": candidates}
 
 
-def _read(url: str, answer: Answer) -> _Answer:
+def _read(url: str, answer: HttpAnswer) -> _Answer:
     """Return the answer of a server.
 
     Raises:

@@ -37,7 +37,7 @@ from hardpoint.toolkit.trace import TRACE, CompletionTrace, completion_trace
 from hardpoint.typed import Strict
 
 from .chunks import ChunkAnswer, identity_of
-from .dialect import Asked, Dialect
+from .dialect import Dialect, ParsedRequest
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -229,7 +229,7 @@ def _tool_name(tool: dict[str, Any]) -> Any:
     return function.get("name") if isinstance(function, dict) else None
 
 
-class Function(msgspec.Struct, omit_defaults=True):
+class CalledFunction(msgspec.Struct, omit_defaults=True):
     """The name of a called tool and its arguments as JSON text."""
 
     name: str | None = None
@@ -239,7 +239,7 @@ class Function(msgspec.Struct, omit_defaults=True):
 class ToolCallPart(msgspec.Struct, omit_defaults=True):
     """A call of a tool; of a streamed one, what is new."""
 
-    function: Function
+    function: CalledFunction
     index: int | None = None
     id: str | None = None
     type: str | None = None
@@ -280,7 +280,7 @@ class AnswerMessage(msgspec.Struct, omit_defaults=True):
     refusal: msgspec.UnsetType | None = msgspec.UNSET
 
 
-class Choice(msgspec.Struct, kw_only=True):
+class ChatChoice(msgspec.Struct, kw_only=True):
     """One completion of an answer."""
 
     index: int
@@ -323,7 +323,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True, omit_defaults=True):
     object: str
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: list[Any] | None = None
     prompt_token_ids: list[int] | None = None
@@ -340,7 +340,7 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
     id_prefix = "chatcmpl-"
 
     async def begin(
-        self, asked: Asked[ChatCompletionRequest]
+        self, asked: ParsedRequest[ChatCompletionRequest]
     ) -> tuple[AsyncGenerator[RequestOutput, None], ChatAnswer]:
         """Return the outputs and the answer; see the base."""
         engine, body = self._service.engine, asked.body
@@ -374,7 +374,7 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
 
 def _choice(
     completion: CompletionOutput, asked: ChatCompletionRequest, tokenizer: Tokenizer
-) -> Choice:
+) -> ChatChoice:
     message = AnswerMessage("assistant", completion.content or None, refusal=None)
     if asked.include_reasoning and completion.reasoning:
         message.reasoning = message.reasoning_content = completion.reasoning
@@ -384,7 +384,7 @@ def _choice(
         message.content = ""
     if before := asked.continued():
         message.content = before + (message.content or "")
-    return Choice(
+    return ChatChoice(
         index=completion.index,
         message=message,
         logprobs=_asked_logprobs(completion, asked, tokenizer),
@@ -424,7 +424,7 @@ def ended(completion: CompletionOutput, tokenizer: Tokenizer | None = None) -> d
 
 
 def _whole_call(call: ToolCall) -> ToolCallPart:
-    return ToolCallPart(Function(call.name, call.arguments), id=call.id, type="function")
+    return ToolCallPart(CalledFunction(call.name, call.arguments), id=call.id, type="function")
 
 
 def _asked_logprobs(
@@ -476,7 +476,7 @@ def _position(
 class ChatAnswer(ChunkAnswer[RequestOutput]):
     """Writes the answer to a conversation."""
 
-    def __init__(self, service: Service, asked: Asked[ChatCompletionRequest]) -> None:
+    def __init__(self, service: Service, asked: ParsedRequest[ChatCompletionRequest]) -> None:
         """Prepare the answer of a request."""
         self._asked = asked.body
         self._identity = identity_of(asked, "chat.completion")
@@ -567,7 +567,7 @@ class ChatAnswer(ChunkAnswer[RequestOutput]):
 
 def _call_part(call: ToolCall) -> ToolCallPart:
     return ToolCallPart(
-        Function(call.name, call.arguments),
+        CalledFunction(call.name, call.arguments),
         index=call.index,
         id=call.id,
         type=None if call.id is None else "function",

@@ -15,12 +15,12 @@ from hardpoint.builtin_plugins.server.routes.fields import StreamOptions
 from hardpoint.builtin_plugins.server.routes.progress import with_progress
 from hardpoint.builtin_plugins.server.service import Service
 
-from .dialect import Answer, Asked
+from .dialect import AnswerWriter, ParsedRequest
 
 OutputT = TypeVar("OutputT")
 
 
-def identity_of(asked: Asked[Any], kind: str) -> dict[str, Any]:
+def identity_of(asked: ParsedRequest[Any], kind: str) -> dict[str, Any]:
     """Return the first fields of an answer in OpenAI's shape, or of its chunks.
 
     Args:
@@ -34,7 +34,7 @@ def identity_of(asked: Asked[Any], kind: str) -> dict[str, Any]:
     }
 
 
-class ChunkAnswer(Answer[OutputT]):
+class ChunkAnswer(AnswerWriter[OutputT]):
     """Writes choices; what all chunks of a stream share is encoded once."""
 
     def __init__(

@@ -29,7 +29,7 @@ from hardpoint.toolkit.trace import CompletionTrace
 
 from .chat import ended
 from .chunks import ChunkAnswer, identity_of
-from .dialect import Asked, Dialect
+from .dialect import Dialect, ParsedRequest
 from .embedded_prompts import RawTensor, decoded
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -217,7 +217,7 @@ class Logprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class Choice(msgspec.Struct, kw_only=True):
+class CompletionChoice(msgspec.Struct, kw_only=True):
     """One completion, or what is new of it."""
 
     index: int
@@ -244,7 +244,7 @@ class Completion(msgspec.Struct, kw_only=True, omit_defaults=True):
     object: str
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[CompletionChoice]
     usage: Usage | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
@@ -262,7 +262,7 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
     id_prefix = "cmpl-"
 
     async def begin(
-        self, asked: Asked[CompletionRequest]
+        self, asked: ParsedRequest[CompletionRequest]
     ) -> tuple[AsyncGenerator[Numbered, None], CompletionAnswer]:
         """Return the outputs and the answer; see the base."""
         body, name = asked.body, asked.request_id
@@ -308,7 +308,7 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
 
     def _outputs(
         self,
-        of: Asked[CompletionRequest],
+        of: ParsedRequest[CompletionRequest],
         prompts: Sequence[Given],
         ids: Sequence[str],
     ) -> list[AsyncGenerator[RequestOutput, None]]:
@@ -409,7 +409,7 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
     """Writes the answer to prompts."""
 
     def __init__(
-        self, service: Service, asked: Asked[CompletionRequest], ids: Sequence[str]
+        self, service: Service, asked: ParsedRequest[CompletionRequest], ids: Sequence[str]
     ) -> None:
         """Prepare the answer of a request.
 
@@ -425,7 +425,7 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
 
     async def whole(self, outputs: AsyncGenerator[Numbered, None]) -> Completion:
         """Return the whole answer; see the base."""
-        choices: list[Choice] = []
+        choices: list[CompletionChoice] = []
         async with contextlib.aclosing(outputs):
             async for number, output in outputs:
                 choices += self._choices(number, output)
@@ -445,7 +445,7 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
             parts += (self._head, self._encode(choice), tail)
         return b"".join(parts)
 
-    def _choices(self, number: int, output: RequestOutput) -> Iterator[Choice]:
+    def _choices(self, number: int, output: RequestOutput) -> Iterator[CompletionChoice]:
         """Count an output; yield its choices."""
         self._usage.add(output, number)
         if self._asked.max_tokens == 0:
@@ -455,7 +455,9 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
             check_ended(completion)
             yield self._choice(number, output, completion)
 
-    def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> Choice:
+    def _choice(
+        self, number: int, output: RequestOutput, completion: CompletionOutput
+    ) -> CompletionChoice:
         asked = self._asked
         index = number * self._n + completion.index
         is_first = index not in self._offsets
@@ -470,7 +472,7 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
         if completion.logprobs is not None:
             offset = self._add(columns, completion.logprobs, token_ids, offset)
         self._offsets[index] = offset
-        choice = Choice(
+        choice = CompletionChoice(
             index=index,
             text=text,
             logprobs=columns if asked.wants_logprobs else None,

@@ -37,7 +37,7 @@ _POLICY, _ENDING = 1008, 1012
 """Codes that WebSockets are closed with: for what the client did, and as the server ends."""
 
 
-class Opening(Strict):
+class ConversationQuery(Strict):
     """The query of a conversation.
 
     Attributes:
@@ -70,7 +70,7 @@ class InputAppend(Strict):
     text: str
 
 
-_OF_OPENING = (*Opening.__struct_fields__, "tags")
+_OF_OPENING = (*ConversationQuery.__struct_fields__, "tags")
 
 
 class InputCommit(SamplingFields):
@@ -237,14 +237,14 @@ class ConversationRoutes:
             counts.add(name, -1)
 
 
-def _opening(connection: HTTPConnection) -> Opening:
+def _opening(connection: HTTPConnection) -> ConversationQuery:
     """Return the checked query of a conversation."""
     given: dict[str, Any] = {}
     for name, value in connection.query_params.multi_items():
         if name in given:
             raise RequestError(f"{name}: expected it once in the query, got it several times")
         given[name] = value if name in _TEXTS else _decoded(value)
-    return convert(given, Opening, path="", error=RequestError)
+    return convert(given, ConversationQuery, path="", error=RequestError)
 
 
 def _decoded(value: str) -> Any:

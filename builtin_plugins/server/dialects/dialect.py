@@ -24,7 +24,7 @@ OutputT = TypeVar("OutputT")
 
 
 @dataclass(frozen=True)
-class Asked(Generic[BodyT]):
+class ParsedRequest(Generic[BodyT]):
     """A request that was read.
 
     Attributes:
@@ -44,7 +44,7 @@ class Asked(Generic[BodyT]):
     adapter: LoRARequest | None = None
 
 
-class Answer(ABC, Generic[OutputT]):
+class AnswerWriter(ABC, Generic[OutputT]):
     """Writes the answer to a request, whole or as a stream."""
 
     heartbeat: ClassVar[bytes] = COMMENT
@@ -103,7 +103,9 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
         call, body = await self._service.read(request, self.body_type)
         model, adapter = await self._service.model(body.model)
         answer_id = new_id(self.id_prefix, body.request_id)
-        asked = Asked(call, body, model, answer_id, engine_id(answer_id, body.request_id), adapter)
+        asked = ParsedRequest(
+            call, body, model, answer_id, engine_id(answer_id, body.request_id), adapter
+        )
         outputs, answer = await self.begin(asked)
         if not body.stream:
             return await self._service.answer(request, call, lambda: answer.whole(outputs))
@@ -121,8 +123,8 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
 
     @abstractmethod
     async def begin(
-        self, asked: Asked[BodyT]
-    ) -> tuple[AsyncGenerator[OutputT, None], Answer[OutputT]]:
+        self, asked: ParsedRequest[BodyT]
+    ) -> tuple[AsyncGenerator[OutputT, None], AnswerWriter[OutputT]]:
         """Return the outputs of a request, which begin when they are asked for, and its answer.
 
         Raises:

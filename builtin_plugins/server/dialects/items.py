@@ -18,7 +18,7 @@ from hardpoint.builtin_plugins.server.routes.answers import (
 from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
 from hardpoint.plugins.server import ToolCall
 
-from .dialect import Answer
+from .dialect import AnswerWriter
 
 _LARGE = 1 << 18
 """Bytes of events after which other requests get a turn."""
@@ -26,7 +26,7 @@ _LARGE = 1 << 18
 Kind = Literal["reasoning", "text", "call"]
 
 
-class ItemAnswer(Answer[RequestOutput]):
+class ItemAnswer(AnswerWriter[RequestOutput]):
     """Writes reasoning, text and calls as items, of which at most one is open."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -26,15 +26,15 @@ from hardpoint.plugins import RequestError, RequestOutput
 from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
-from .dialect import Asked, Dialect
+from .dialect import Dialect, ParsedRequest
 from .messages_events import MessageAnswer, MessageObject
 from .messages_input import (
     AnyChoice,
     Choice,
-    Conversation,
     DisabledThinking,
     EnabledThinking,
     InputMessage,
+    MessageConverter,
     NoneChoice,
     TextBlock,
     Thinking,
@@ -192,13 +192,15 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
         return await self._service.answer(request, call, counted)
 
     async def begin(
-        self, asked: Asked[MessagesRequest]
+        self, asked: ParsedRequest[MessagesRequest]
     ) -> tuple[AsyncGenerator[RequestOutput, None], MessageAnswer]:
         """Return the outputs and the answer; see the base."""
         answer = MessageAnswer(self._service.engine.tokenizer, asked, asked.body.max_tokens)
         return renamed(self._outputs(asked), _NAMES, asked.body), answer
 
-    def _outputs(self, asked: Asked[MessagesRequest]) -> AsyncGenerator[RequestOutput, None]:
+    def _outputs(
+        self, asked: ParsedRequest[MessagesRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         engine, body = self._service.engine, asked.body
         fields: dict[str, Any] = {"max_tokens": body.max_tokens}
         if body.stop_sequences:
@@ -228,7 +230,7 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
         Raises:
             RequestError: it is malformed or too long.
         """
-        conversation = Conversation(asked.system)
+        conversation = MessageConverter(asked.system)
         for index, message in enumerate(asked.messages):
             conversation.add(message, f"messages[{index}]")
         messages = conversation.messages

@@ -13,7 +13,7 @@ from hardpoint.builtin_plugins.server.routes.answers import UsageCount
 from hardpoint.plugins import CompletionOutput, Tokenizer
 from hardpoint.plugins.server import ToolCall
 
-from .dialect import Asked
+from .dialect import ParsedRequest
 from .items import ItemAnswer, Kind, in_order, whole_arguments
 
 
@@ -138,7 +138,7 @@ class MessageAnswer(ItemAnswer):
 
     heartbeat = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(self, tokenizer: Tokenizer, asked: Asked[Any], max_tokens: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, asked: ParsedRequest[Any], max_tokens: int) -> None:
         """Prepare the answer of a request."""
         super().__init__(tokenizer)
         self._id, self._model, self._max_tokens = asked.answer_id, asked.model, max_tokens

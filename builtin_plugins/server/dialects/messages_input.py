@@ -271,7 +271,7 @@ def content_of(content: str | Sequence[TextBlock | ImageBlock] | None, path: str
     )
 
 
-class Conversation:
+class MessageConverter:
     """Makes a conversation of messages with blocks."""
 
     def __init__(self, system: str | Sequence[TextBlock] | None) -> None:

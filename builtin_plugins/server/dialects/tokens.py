@@ -52,7 +52,7 @@ from .chat import (
     plain_tools,
 )
 from .chunks import ChunkAnswer
-from .dialect import Asked, Dialect
+from .dialect import Dialect, ParsedRequest
 
 T = TypeVar("T")
 
@@ -237,7 +237,7 @@ class GenerateDialect(Dialect[GenerateRequest, RequestOutput]):
     id_prefix = ""
 
     async def begin(
-        self, asked: Asked[GenerateRequest]
+        self, asked: ParsedRequest[GenerateRequest]
     ) -> tuple[AsyncGenerator[RequestOutput, None], GeneratedAnswer]:
         """Return the outputs and the answer; see the base."""
         body = asked.body
@@ -272,7 +272,7 @@ class GenerateDialect(Dialect[GenerateRequest, RequestOutput]):
 class GeneratedAnswer(ChunkAnswer[RequestOutput]):
     """Writes the answer to tokens."""
 
-    def __init__(self, service: Service, asked: Asked[GenerateRequest]) -> None:
+    def __init__(self, service: Service, asked: ParsedRequest[GenerateRequest]) -> None:
         """Prepare the answer of a request."""
         options = asked.body.stream_options
         ids = [asked.request_id] if options is not None and options.include_progress else []

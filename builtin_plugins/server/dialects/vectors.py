@@ -174,7 +174,7 @@ class PooledUsage(msgspec.Struct):
     total_tokens: int
 
 
-class Embedding(msgspec.Struct):
+class EmbeddingItem(msgspec.Struct):
     """The vector of a text: numbers, or base64."""
 
     object: Literal["embedding"]
@@ -189,7 +189,7 @@ class Embeddings(msgspec.Struct):
     object: Literal["list"]
     created: int
     model: str
-    data: list[Embedding]
+    data: list[EmbeddingItem]
     usage: PooledUsage
 
 
@@ -315,7 +315,7 @@ class VectorRoutes:
             await self._prefix(texts, "prompt_name", asked.prompt_name)
             outputs = await self._pooled(call, asked, texts, params)
             data = [
-                Embedding("embedding", index, vector)
+                EmbeddingItem("embedding", index, vector)
                 for index, vector in enumerate(encoded(outputs, asked.encoding_format))
             ]
             return Embeddings(_id(asked, "embd"), "list", _now(), model, data, usage_of(outputs))

@@ -95,7 +95,7 @@ class Loaded:
     since: int
 
 
-class Adapters:
+class ServedAdapters:
     """The loaded adapters by name. One that is not loaded is looked up once, however many ask."""
 
     def __init__(

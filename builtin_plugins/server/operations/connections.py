@@ -25,7 +25,7 @@ from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.errors import AnswerError, error_response, unavailable
 from hardpoint.builtin_plugins.server.receiving import BodyReceiver
 
-from .traffic import Traffic, request_id_of
+from .traffic import TrafficRecorder, request_id_of
 from .websockets import WebSocketConnection
 
 _LINGER_SECONDS = 2.0
@@ -38,7 +38,7 @@ _FRAME_BYTES = 8  # of chunk sizes and extensions may come with each byte of a b
 _WITHOUT_CHUNKS = ("0.9", "1.0")
 
 
-class Connection(HttpToolsProtocol):
+class ServerConnection(HttpToolsProtocol):
     """One connection; it ends with the reason for a client that is too slow, or sends no HTTP.
 
     Requests for another protocol, such as HTTP/2, are answered as if they did not ask for it. So
@@ -48,7 +48,7 @@ class Connection(HttpToolsProtocol):
     def __init__(
         self,
         settings: ServerConfig,
-        traffic: Traffic,
+        traffic: TrafficRecorder,
         receiver: BodyReceiver,
         takes_websocket: Callable[[str], bool] = lambda _: False,
         **kwargs: Any,

@@ -19,7 +19,7 @@ _LONGEST_RETRY = 60.0
 _ANSWERING = held("requests")
 
 
-class Load:
+class InFlightRequests:
     """The requests that are being answered, and how fast they end.
 
     Those that other workers of the server answer count, too.

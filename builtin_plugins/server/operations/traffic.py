@@ -36,7 +36,7 @@ _CURRENT: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar(
 )
 
 
-class TokenCounts(Protocol):
+class TokenCounter(Protocol):
     """Counts of what a request generates, while it does."""
 
     @property
@@ -68,7 +68,7 @@ def request_id_of(scope: Scope) -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
-def count_tokens_of(counts: TokenCounts) -> None:
+def count_tokens_of(counts: TokenCounter) -> None:
     """Make counts those of the request that is being answered, for the access log."""
     if (exchange := _CURRENT.get()) is not None:
         exchange.counts = counts
@@ -123,7 +123,7 @@ class Exchange:
         self.first_byte = 0.0
         self.bytes = 0
         self.status = 0
-        self.counts: TokenCounts | None = None
+        self.counts: TokenCounter | None = None
 
     async def send(self, message: Message) -> None:
         """Send a part of the answer."""
@@ -139,7 +139,7 @@ class Exchange:
         await self._send(message)
 
 
-class Traffic:
+class TrafficRecorder:
     """Counts and logs what goes through a server.
 
     Attributes:
@@ -293,7 +293,7 @@ class Traffic:
 class _Figures(Collector):
     """The figures as metrics."""
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: TrafficRecorder) -> None:
         self._traffic = traffic
 
     def collect(self) -> Iterable[Metric]:

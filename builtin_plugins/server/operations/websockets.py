@@ -19,7 +19,7 @@ from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.receiving import SMALL_BYTES, BodyReceiver
 from hardpoint.builtin_plugins.server.streaming import ClientGoneError
 
-from .traffic import Traffic
+from .traffic import TrafficRecorder
 
 _log = logging.Logger("hardpoint.websockets", logging.WARNING)
 """Without uvicorn's lines for each handshake, which have the query."""
@@ -46,7 +46,11 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     """
 
     def __init__(
-        self, settings: ServerConfig, traffic: Traffic, receiver: BodyReceiver, **kwargs: Any
+        self,
+        settings: ServerConfig,
+        traffic: TrafficRecorder,
+        receiver: BodyReceiver,
+        **kwargs: Any,
     ) -> None:
         """Serve a connection that the traffic counts already; arguments as of `Connection`."""
         super().__init__(**kwargs)

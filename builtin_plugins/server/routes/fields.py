@@ -98,7 +98,7 @@ class NamedSchema(Strict):
     description: str | None = None
 
 
-class JsonSchemaFormat(Strict, tag_field="type", tag="json_schema"):
+class JsonSchemaResponseFormat(Strict, tag_field="type", tag="json_schema"):
     """JSON of a schema."""
 
     json_schema: NamedSchema
@@ -112,7 +112,7 @@ class StructuralTagFormat(Strict, tag_field="type", tag="structural_tag"):
     triggers: Any = None
 
 
-ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaResponseFormat | StructuralTagFormat
 Number = Annotated[float, Meta(ge=-100, le=100)]
 
 
@@ -398,7 +398,7 @@ def check_limits(asked: Any, limits: ServerLimits) -> None:
         if amount > limit:
             raise _too_many(name, limit, amount)
     grammars = {name: getattr(asked, name, None) for name in _GRAMMARS}
-    if isinstance(found := grammars["response_format"], JsonSchemaFormat):
+    if isinstance(found := grammars["response_format"], JsonSchemaResponseFormat):
         grammars["response_format"] = found.json_schema.schema
     for name, value in grammars.items():
         if value is None:
@@ -533,7 +533,7 @@ def _asked_format(asked: ResponseFormat | None) -> dict[str, Any] | None:
     match asked:
         case JsonObjectFormat():
             return {"json_object": True}
-        case JsonSchemaFormat():
+        case JsonSchemaResponseFormat():
             schema = asked.json_schema.schema
             if schema is None:
                 raise RequestError("response_format.json_schema.schema: missing")

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import AnswerError, for_clients, no_route
-from hardpoint.builtin_plugins.server.service import ANYBODY, Phase, Service
+from hardpoint.builtin_plugins.server.service import ANYBODY, ServerPhase, Service
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.server import LoadReport, Route
 
@@ -48,7 +48,7 @@ class ImageLimits(msgspec.Struct):
     max_body_bytes: int
 
 
-class Model(msgspec.Struct):
+class ModelCard(msgspec.Struct):
     """A model that requests may name.
 
     Attributes:
@@ -77,7 +77,7 @@ class ModelList(msgspec.Struct):
     """The models of a server."""
 
     object: str
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class EngineHealth(msgspec.Struct, omit_defaults=True):
@@ -165,7 +165,7 @@ class StatusRoutes:
                 path="/v1/models/{model:path}",
                 endpoint=self.model,
                 summary="Describe the model of a name.",
-                response_type=Model,
+                response_type=ModelCard,
                 is_counted=False,
             ),
             Route(
@@ -212,7 +212,7 @@ class StatusRoutes:
             ),
         ]
 
-    async def _models(self) -> list[Model]:
+    async def _models(self) -> list[ModelCard]:
         config = self._service.engine.config
         length = config.max_model_len if isinstance(config.max_model_len, int) else None
         defaults = self._service.engine.default_sampling_params()
@@ -224,14 +224,14 @@ class StatusRoutes:
         adapters = await self._service.adapters.listed() if self._service.engine.is_running else []
         return [
             *(
-                Model(
+                ModelCard(
                     name, "model", started, "hardpoint", config.model, None, length, sampling,
                     config.load.version, takes, images,
                 )
                 for name in names
             ),
             *(
-                Model(
+                ModelCard(
                     loaded.request.name, "model", loaded.since, "hardpoint", loaded.request.path,
                     names[0], length, sampling, config.load.version, takes, images,
                 )
@@ -315,7 +315,7 @@ class StatusRoutes:
 
     async def ready(self, request: Request) -> Response:  # noqa: ARG002
         """Return whether requests should be sent here."""
-        if self._service.phase is not Phase.SERVING:
+        if self._service.phase is not ServerPhase.SERVING:
             return json_response(Readiness("leaving"), 503)
         try:
             self._service.check_admission()

@@ -18,7 +18,7 @@ from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.operations.addresses import BoundAddress
 from hardpoint.builtin_plugins.server.operations.loop_watch import Outliving
 from hardpoint.builtin_plugins.server.operations.notify import ServiceManager
-from hardpoint.builtin_plugins.server.service import Phase
+from hardpoint.builtin_plugins.server.service import ServerPhase
 from hardpoint.builtin_plugins.server.serving import Serving, begin_outliving, loop_factory
 from hardpoint.plugins import CommandContext
 from hardpoint.plugins.workers import Worker, WorkerGroup, WorkerPlan
@@ -193,7 +193,7 @@ class Supervisor:
 
     def _signalled(self, number: signal.Signals) -> None:
         self._manager.stopping()
-        self._service.phase = Phase.LEAVING
+        self._service.phase = ServerPhase.LEAVING
         self._workers.send_signal(number)
 
     def _reload(self) -> None:

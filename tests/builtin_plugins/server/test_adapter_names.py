@@ -12,7 +12,7 @@ from support.http_server import running
 from support.waiting import wait_until
 
 from hardpoint.builtin_plugins.server.access.counts import SharedCounts
-from hardpoint.builtin_plugins.server.operations.adapters import Adapters, UnloadAdapter
+from hardpoint.builtin_plugins.server.operations.adapters import ServedAdapters, UnloadAdapter
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import LoRARequest, ModelError, RequestError
 
@@ -314,7 +314,8 @@ def test_workers_know_what_others_load_and_unload():
     engine = AdapterEngine(config=configured())
     engine.found = {"poet": "/poet", "cook": "/cook"}
     first, second = (
-        Adapters(engine, ["base"], [], SharedCounts(os.dup(memory), column, 2)) for column in (0, 1)
+        ServedAdapters(engine, ["base"], [], SharedCounts(os.dup(memory), column, 2))
+        for column in (0, 1)
     )
 
     async def check():

@@ -16,7 +16,7 @@ from support.http_server import client_of, running
 from support.processes import ROOT
 from support.waiting import PATIENCE_S, wait_until
 
-from hardpoint.builtin_plugins.server.service import Phase
+from hardpoint.builtin_plugins.server.service import ServerPhase
 from hardpoint.errors import EngineTimeoutError, PluginNotFoundError
 from hardpoint.plugins import ConfigError, HardpointError, RequestError
 from hardpoint.plugins.manifest import Manifest, PluginEntry
@@ -296,7 +296,7 @@ def test_a_drain_waits_for_answers_that_are_not_generated(tmp_path, path):
         client.sendall(b"GET %b HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" % path.encode())
         wait_until(lambda: server.service.traffic.open or server.service.traffic.requests)
         assert post(server, "/drain").status_code == 200
-        wait_until(lambda: server.service.phase is Phase.REFUSING)
+        wait_until(lambda: server.service.phase is ServerPhase.REFUSING)
         time.sleep(0.2)  # in which nothing may end
         assert server.socket().close() is None
         may_end.set()

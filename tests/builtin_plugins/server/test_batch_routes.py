@@ -22,7 +22,7 @@ from support.waiting import HeldSteps, alive, wait_until
 
 from hardpoint import AsyncLLM
 from hardpoint.builtin_plugins.batch_routes import file_route, runner
-from hardpoint.builtin_plugins.batch_routes.folder import BatchPlace, Folder, OwnerFolder
+from hardpoint.builtin_plugins.batch_routes.folder import BatchFolder, BatchPlace, OwnerFolder
 from hardpoint.builtin_plugins.batch_routes.runner import Slots
 from hardpoint.builtin_plugins.server.batches.lines import BatchReader
 from hardpoint.errors import ConfigError, EngineDeadError
@@ -673,13 +673,13 @@ def failing_once(monkeypatch, owner, name):
 def test_an_error_that_passes_ends_no_batch(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(runner, "_POLL_SECONDS", 0.05)
     monkeypatch.setattr(runner, "_RETRY_SECONDS", 0.05)
-    failing_once(monkeypatch, Folder, "locked")
-    failing_once(monkeypatch, Folder, "forget_old")  # which is not logged once more
+    failing_once(monkeypatch, BatchFolder, "locked")
+    failing_once(monkeypatch, BatchFolder, "forget_old")  # which is not logged once more
     with batch_server(tmp_path) as server:
         client = client_of(server)
         began = begin(client, [line(0, prompt="loop", max_tokens=900, ignore_eos=True), line(1)])
         wait_until(lambda: [*(tmp_path / "batches").glob("*/batches/*.out")])
-        left = failing_once(monkeypatch, Folder, "open_batches")
+        left = failing_once(monkeypatch, BatchFolder, "open_batches")
         wait_until(lambda: not left)
         failing_once(monkeypatch, runner, "_ids_of")  # of a second batch
         other = begin(client, [line(n) for n in range(3)])
@@ -756,10 +756,10 @@ def test_there_are_no_routes_without_a_folder():
 def test_a_folder_that_others_can_read_is_refused(tmp_path):
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="expected a folder of this user with mode 0700, got"):
-        Folder(str(tmp_path / "open"))
+        BatchFolder(str(tmp_path / "open"))
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"plugin\.batch_routes\.folder: .*: File exists"):
-        Folder(str(tmp_path / "file"))
+        BatchFolder(str(tmp_path / "file"))
 
 
 def test_what_is_kept_is_private(folder, client):

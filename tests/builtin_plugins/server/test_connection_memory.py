@@ -12,7 +12,7 @@ from support.http_bytes import HEAD, post, read_all, read_answer, read_answer_of
 from support.http_server import running
 from support.waiting import wait_until
 
-from hardpoint.builtin_plugins.server.operations.connections import Connection
+from hardpoint.builtin_plugins.server.operations.connections import ServerConnection
 
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\n" + CHUNKED
@@ -106,13 +106,13 @@ class TestWithinTheLimit:
     def test_bodies_of_requests_that_wait_are_held_within_a_limit(self, server, monkeypatch):
         """While a client leaves an answer unread; each body alone is below all limits."""
         held = []
-        read = Connection.on_body
+        read = ServerConnection.on_body
 
         def noting(self, body):
             read(self, body)
             held.append(sum(len(cycle.body) for cycle, _ in self.pipeline))
 
-        monkeypatch.setattr(Connection, "on_body", noting)
+        monkeypatch.setattr(ServerConnection, "on_body", noting)
         monkeypatch.setattr(server.engine, "delay", 0.1)
         with server.socket() as connection:
             connection.sendall(post() + post(b"x" * 60_000, path=b"/health") * 12)
@@ -140,4 +140,4 @@ class TestWithinTheLimit:
 
 
 def connections():
-    return [found for found in gc.get_objects() if type(found) is Connection]
+    return [found for found in gc.get_objects() if type(found) is ServerConnection]

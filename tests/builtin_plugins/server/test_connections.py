@@ -13,7 +13,7 @@ from support.http_bytes import ASK, HEAD, post, read_all, read_answer, read_answ
 from support.http_server import client_of, running
 from support.waiting import PATIENCE_S, wait_until
 
-from hardpoint.builtin_plugins.server.operations.connections import Connection
+from hardpoint.builtin_plugins.server.operations.connections import ServerConnection
 
 
 def answer_of(server, data):
@@ -116,13 +116,13 @@ def test_an_old_client_gets_a_whole_answer(server):
 def test_many_requests_on_one_connection_give_others_their_turn(server, monkeypatch):
     """Few of them begin at a time: parsing all that have come would take long."""
     waiting = []
-    begin = Connection.on_headers_complete
+    begin = ServerConnection.on_headers_complete
 
     def noting(self):
         begin(self)
         waiting.append(len(self.pipeline))
 
-    monkeypatch.setattr(Connection, "on_headers_complete", noting)
+    monkeypatch.setattr(ServerConnection, "on_headers_complete", noting)
     request, many = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n", 5000
     with server.socket() as connection, server.socket() as other:
         received = threading.Thread(target=read_answers, args=(connection, many))
@@ -332,13 +332,13 @@ def test_an_answer_before_the_end_of_a_body_arrives(server):
 
 
 def test_a_body_that_goes_on_after_its_answer_ends_with_the_connection(server, monkeypatch):
-    respond = Connection.on_response_complete
+    respond = ServerConnection.on_response_complete
 
     def respond_hastily(self):
         self._settings = msgspec.structs.replace(self._settings, header_seconds=0.2)
         respond(self)
 
-    monkeypatch.setattr(Connection, "on_response_complete", respond_hastily)
+    monkeypatch.setattr(ServerConnection, "on_response_complete", respond_hastily)
     with server.socket() as connection:
         data = post(b"x" * 100_000, path=b"/nowhere")
         connection.sendall(data[:5000])
@@ -428,7 +428,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_its_request_ended():
 def test_a_client_that_reads_slowly_gets_all(monkeypatch):
     text = " ".join(["word" * 20_000] * 150)
     engine = FakeEngine(text=text, delay=1e-4, config=configured(send_seconds=0.05))
-    check, checks, size, tail = vars(Connection)["_check_writing"], [], 0, b""
+    check, checks, size, tail = vars(ServerConnection)["_check_writing"], [], 0, b""
 
     def check_after_reading(self):
         """Let the client read a little before each of three checks; make no others."""
@@ -440,7 +440,7 @@ def test_a_client_that_reads_slowly_gets_all(monkeypatch):
         check(self)
         checks.append(self.transport.is_closing())
 
-    monkeypatch.setattr(Connection, "_check_writing", check_after_reading)
+    monkeypatch.setattr(ServerConnection, "_check_writing", check_after_reading)
     with running(engine) as server:
         with slow_reader(server) as connection:
             wait_until(lambda: len(checks) == 3)

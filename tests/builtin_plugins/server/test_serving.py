@@ -21,7 +21,7 @@ from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.operations.addresses import allow_descriptors, bind
 from hardpoint.builtin_plugins.server.operations.traffic import AccessEntry, as_json, as_text
 from hardpoint.builtin_plugins.server.routes import models
-from hardpoint.builtin_plugins.server.service import Load, Phase
+from hardpoint.builtin_plugins.server.service import InFlightRequests, ServerPhase
 from hardpoint.builtin_plugins.server.serving import Serving
 from hardpoint.errors import EngineDeadError, QueueFullError
 from hardpoint.plugins import ConfigError, OverloadedError, SamplingParams
@@ -436,7 +436,7 @@ def test_retry_after_follows_the_rate_at_which_requests_end():
     clock = ScriptedClock(100.0)
 
     def run():
-        load = Load(100, 4, clock)
+        load = InFlightRequests(100, 4, clock)
         open_ones = [load.one_more() for _ in range(14)]
         for one in open_ones:
             one.__enter__()
@@ -453,7 +453,7 @@ def test_retry_after_forgets_idle_times():
     clock = ScriptedClock(100.0)
 
     def run():
-        load = Load(100, 2, clock)
+        load = InFlightRequests(100, 2, clock)
         for _ in range(3):
             with load.one_more():
                 clock.now += 4.0
@@ -476,7 +476,7 @@ def test_refused_requests_do_not_count_as_quick_ones():
     clock = ScriptedClock(100.0)
 
     def run():
-        load = Load(100, 1, clock)
+        load = InFlightRequests(100, 1, clock)
         for _ in range(50):
             with pytest.raises(AnswerError), load.one_more():
                 raise AnswerError(429, "full")
@@ -491,7 +491,7 @@ def test_retry_after_is_bounded():
     clock = ScriptedClock(100.0)
 
     def run():
-        load = Load(100, 1, clock)
+        load = InFlightRequests(100, 1, clock)
         with load.one_more():
             clock.now += 1000.0
         return load.retry_after()
@@ -539,7 +539,7 @@ def test_a_dead_engine_ends_the_server_with_3(monkeypatch):
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_ended"
         assert server.client.get("/health").status_code == 503
-        wait_until(lambda: server.service.phase is Phase.REFUSING)
+        wait_until(lambda: server.service.phase is ServerPhase.REFUSING)
         server.call(server.serving.stop)
         server.thread.join(PATIENCE_S)
         assert server.code == 3

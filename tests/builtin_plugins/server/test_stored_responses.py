@@ -21,7 +21,7 @@ from support.serve_program import serving
 from hardpoint import AsyncLLM
 from hardpoint.builtin_plugins.response_stores import sqlite
 from hardpoint.builtin_plugins.response_stores.bounds import Bounds
-from hardpoint.builtin_plugins.response_stores.memory import MemoryStore
+from hardpoint.builtin_plugins.response_stores.memory import MemoryResponseStore
 from hardpoint.builtin_plugins.response_stores.sqlite import SQLiteStore
 from hardpoint.builtin_plugins.server.extensions import store_of
 from hardpoint.errors import ConfigError, PluginConflictError
@@ -346,7 +346,7 @@ def bounded(**bounds):
 
 def store_of_kind(kind, tmp_path, clock):
     if kind == "memory":
-        return MemoryStore(bounded(), clock)
+        return MemoryResponseStore(bounded(), clock)
     return SQLiteStore(str(tmp_path / "kept.db"), bounded(), clock)
 
 

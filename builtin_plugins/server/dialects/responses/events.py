@@ -28,7 +28,7 @@ from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
 from hardpoint.plugins.requests import WeightRun
 from hardpoint.plugins.server import ToolCall
 
-from .input import ReasoningText, Status
+from .input import ReasoningTextPart, Status
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
@@ -55,7 +55,7 @@ class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning", kw_only
 
     id: str
     summary: list[Any] = []
-    content: list[ReasoningText]
+    content: list[ReasoningTextPart]
     status: Status
 
 
@@ -156,7 +156,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 
 def _reasoning(item_id: str, text: str, status: Status = "completed") -> OutputReasoning:
-    return OutputReasoning(id=item_id, content=[ReasoningText(text=text)], status=status)
+    return OutputReasoning(id=item_id, content=[ReasoningTextPart(text=text)], status=status)
 
 
 def _message(

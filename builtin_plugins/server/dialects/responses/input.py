@@ -120,7 +120,7 @@ class MessageItem(Strict, tag_field="type", tag="message"):
         return _content(self.content, f"{path}.content")
 
 
-class ReasoningText(Strict, tag_field="type", tag="reasoning_text"):
+class ReasoningTextPart(Strict, tag_field="type", tag="reasoning_text"):
     """A text of the assistant's reasoning."""
 
     text: str
@@ -140,14 +140,14 @@ class ReasoningItem(Strict, tag_field="type", tag="reasoning"):
     """
 
     summary: list[SummaryText] = []
-    content: list[ReasoningText] | None = None
+    content: list[ReasoningTextPart] | None = None
     id: str | None = None
     encrypted_content: str | None = None
     status: Status | None = None
 
     def text(self) -> str:
         """Return the reasoning."""
-        parts: Sequence[ReasoningText | SummaryText] = self.content or self.summary
+        parts: Sequence[ReasoningTextPart | SummaryText] = self.content or self.summary
         return "\n".join(part.text for part in parts)
 
 
@@ -236,7 +236,7 @@ def _refuse(item: Mapping[str, Any], path: str) -> None:
         raise RequestError(f"{path}.type: {type_!r} is not supported: {REFUSED_ITEMS[type_]}")
 
 
-class Conversation:
+class ItemConverter:
     """Makes a conversation of items; those of one turn of the assistant become one message."""
 
     def __init__(self, instructions: str | None, before: Sequence[InputItem] = ()) -> None:

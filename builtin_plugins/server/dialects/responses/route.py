@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.builtin_plugins.server.dialects.dialect import Asked, Dialect
+from hardpoint.builtin_plugins.server.dialects.dialect import Dialect, ParsedRequest
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.routes.fields import (
     IGNORED,
@@ -32,7 +32,7 @@ from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
 from .events import ResponseAnswer, ResponseObject, echoed
-from .input import Conversation, InputItem, MessageItem, prepared_input
+from .input import InputItem, ItemConverter, MessageItem, prepared_input
 from .stored import StoredResponses
 
 _NOTHING_STORED = "nothing is stored on this server; send the whole conversation as input"
@@ -291,7 +291,7 @@ class ResponsesRequest(GenerationFields):
         Raises:
             RequestError: an item does not fit those before it.
         """
-        conversation = Conversation(self.instructions, before)
+        conversation = ItemConverter(self.instructions, before)
         for index, item in enumerate(self.items()):
             conversation.add(item, f"input[{index}]")
         return conversation.messages
@@ -349,7 +349,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         )
 
     async def begin(
-        self, asked: Asked[ResponsesRequest]
+        self, asked: ParsedRequest[ResponsesRequest]
     ) -> tuple[AsyncGenerator[RequestOutput, None], ResponseAnswer]:
         """Return the outputs and the answer; see the base."""
         engine, body = self._service.engine, asked.body
@@ -385,7 +385,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         return renamed(outputs, _NAMES, body), answer
 
     async def _gone_on(
-        self, asked: Asked[ResponsesRequest]
+        self, asked: ParsedRequest[ResponsesRequest]
     ) -> tuple[Sequence[InputItem], ResponsesRequest]:
         """Return the items of the responses before, and the body with the conversation's session.
 
@@ -420,7 +420,10 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         return before, msgspec.structs.replace(body, session=session, retain_seconds=seconds)
 
     def _keep(
-        self, asked: Asked[ResponsesRequest], body: ResponsesRequest, before: Sequence[InputItem]
+        self,
+        asked: ParsedRequest[ResponsesRequest],
+        body: ResponsesRequest,
+        before: Sequence[InputItem],
     ) -> Callable[[ResponseObject], Awaitable[None]] | None:
         """Return the function that stores the response; None if it is not to be stored."""
         stored, client = self._stored, asked.call.client
@@ -434,7 +437,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         return keep
 
 
-def _response(asked: Asked[ResponsesRequest], params: SamplingParams) -> ResponseObject:
+def _response(asked: ParsedRequest[ResponsesRequest], params: SamplingParams) -> ResponseObject:
     """Return the response that has no answer yet."""
     body = asked.body
     (text,) = echoed([body.text])

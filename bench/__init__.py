@@ -1,7 +1,7 @@
 """Measurements of servers and of starts: loads over HTTP, sweeps of settings, stages of a start."""
 
 from .load import Traffic
-from .measures import ClientReport, LoadReport
+from .measures import BenchReport, ClientReport
 from .measuring import Plan, measure_server
 from .prompts import RequestFields
 from .server_facts import ServerAddress
@@ -10,8 +10,8 @@ from .startup import StartupPlan, measure_startup
 from .sweeping import SweepPlan, sweep
 
 __all__ = [
+    "BenchReport",
     "ClientReport",
-    "LoadReport",
     "Plan",
     "RequestFields",
     "ServerAddress",

@@ -34,25 +34,25 @@ class Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class PromptDetails(msgspec.Struct):
+class ReceivedPromptDetails(msgspec.Struct):
     """Details of a prompt's tokens."""
 
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class ReceivedUsage(msgspec.Struct):
     """Tokens, as the server counts them."""
 
     prompt_tokens: int = 0
     completion_tokens: int | None = None
-    prompt_tokens_details: PromptDetails | None = None
+    prompt_tokens_details: ReceivedPromptDetails | None = None
 
 
 class Chunk(msgspec.Struct):
     """An event of a stream."""
 
     choices: list[Choice] = []
-    usage: Usage | None = None
+    usage: ReceivedUsage | None = None
     error: Any = None
 
 
@@ -89,7 +89,7 @@ class EventReader:
 
 
 @dataclass
-class Timeline:
+class RequestTimeline:
     """The course of a request; times are those of `time.perf_counter`.
 
     Attributes:
@@ -131,7 +131,7 @@ class StreamAnswer:
         on_text: called at each chunk with text.
     """
 
-    def __init__(self, timeline: Timeline, *, keep_text: bool = False) -> None:
+    def __init__(self, timeline: RequestTimeline, *, keep_text: bool = False) -> None:
         """Start.
 
         Args:

@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.simulation import Load, Segment, SimulatedRequest
+from hardpoint.simulation import Segment, SimulatedLoad, SimulatedRequest
 from hardpoint.simulation.workload import TENANT
 
-from .answers import StreamAnswer, Timeline
+from .answers import RequestTimeline, StreamAnswer
 from .connection import CutError, Pool
-from .load import Part, Traffic
-from .prompts import Prompts
+from .load import LoadPart, Traffic
+from .prompts import PromptGenerator
 
 NOT_SENT = "not sent: an earlier turn of its conversation failed"
 _LAG_PERIOD_S = 0.01
@@ -30,7 +30,7 @@ _WARM_UP_IDS = 2**33  # texts of the warm-up are in no load
 
 
 @dataclass
-class Outcome:
+class LoadMeasurements:
     """The measurements of a part of a load.
 
     Attributes:
@@ -43,7 +43,7 @@ class Outcome:
         unfinished: requests that had not ended when the load was interrupted.
     """
 
-    timelines: list[Timeline] = field(default_factory=list)
+    timelines: list[RequestTimeline] = field(default_factory=list)
     start: float = 0.0
     cpu_share: float = 0.0
     lags: list[float] = field(default_factory=list)
@@ -80,7 +80,7 @@ class RequestQueue:
         """Return whether an earlier turn of a request's conversation failed."""
         return request.session in self._failed
 
-    def end(self, request: SimulatedRequest, timeline: Timeline) -> SimulatedRequest | None:
+    def end(self, request: SimulatedRequest, timeline: RequestTimeline) -> SimulatedRequest | None:
         """Note the end of a request; return the turn that waited for it, if there is one."""
         session = request.session
         if session is None:
@@ -99,16 +99,16 @@ class RequestQueue:
         return None
 
 
-class Client:
+class LoadClient:
     """Sends a part of a load."""
 
     def __init__(
         self,
         pool: Pool,
-        prompts: Prompts,
-        load: Load,
+        prompts: PromptGenerator,
+        load: SimulatedLoad,
         traffic: Traffic,
-        part: Part,
+        part: LoadPart,
         counters: MutableSequence[int],
     ) -> None:
         """Make one.
@@ -126,10 +126,10 @@ class Client:
         self._load, self._traffic, self._part = traffic.limited(load), traffic, part
         self._counters = counters
         self._queue = RequestQueue()
-        self._outcome = Outcome()
+        self._outcome = LoadMeasurements()
         self._sending: asyncio.Task[None] | None = None
 
-    async def run(self, ready: Callable[[], object]) -> Outcome:
+    async def run(self, ready: Callable[[], object]) -> LoadMeasurements:
         """Warm up, wait until all parts are ready, and send the load.
 
         Args:
@@ -208,7 +208,7 @@ class Client:
         """Send a request; return the turn that waited for its end."""
         if self._queue.has_failed(request):
             now = time.perf_counter()
-            timeline = Timeline(sent=now, ended=now, error=NOT_SENT)
+            timeline = RequestTimeline(sent=now, ended=now, error=NOT_SENT)
         else:
             body = self._prompts.body(request, self._queue.answers(request))
             try:
@@ -226,7 +226,7 @@ class Client:
             await asyncio.sleep(min(pause, _LONGEST_PAUSE_S))
         return following
 
-    async def _send(self, body: bytes, *, keep_text: bool) -> Timeline:
+    async def _send(self, body: bytes, *, keep_text: bool) -> RequestTimeline:
         request = self._pool.request("POST", self._prompts.fields.path, body)
         return await send(self._pool, request, self._traffic.timeout, keep_text=keep_text)
 
@@ -245,7 +245,9 @@ def _with_other_texts(request: SimulatedRequest) -> SimulatedRequest:
     return msgspec.structs.replace(request, prompt=prompt, session=None)
 
 
-async def send(pool: Pool, request: bytes, timeout: float, *, keep_text: bool = False) -> Timeline:
+async def send(
+    pool: Pool, request: bytes, timeout: float, *, keep_text: bool = False
+) -> RequestTimeline:
     """Send a request and read its stream to the end.
 
     Args:
@@ -257,7 +259,7 @@ async def send(pool: Pool, request: bytes, timeout: float, *, keep_text: bool = 
     Returns:
         Its course; an error is in it.
     """
-    timeline = Timeline()
+    timeline = RequestTimeline()
     answer = StreamAnswer(timeline, keep_text=keep_text)
     timeline.sent = time.perf_counter()
     try:

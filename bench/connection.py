@@ -17,7 +17,7 @@ import httptools
 from .target import Target
 
 
-class Receiver(Protocol):
+class AnswerReceiver(Protocol):
     """Reads an answer."""
 
     def head(self, status: int, headers: dict[str, str]) -> None:
@@ -31,7 +31,7 @@ class CutError(ConnectionError):
     """The server closed the connection before its answer ended."""
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """A connection, for one request at a time.
 
     Attributes:
@@ -46,14 +46,14 @@ class Connection(asyncio.Protocol):
         self.used = False
         self.reusable = True
         self._parser: httptools.HttpResponseParser | None = None
-        self._receiver: Receiver | None = None
+        self._receiver: AnswerReceiver | None = None
         self._done: asyncio.Future[None] | None = None
         self._headers: dict[str, str] = {}
         self._now = 0.0
         self._until_eof = False
         self.any_bytes = False
 
-    async def ask(self, request: bytes, receiver: Receiver) -> None:
+    async def ask(self, request: bytes, receiver: AnswerReceiver) -> None:
         """Send a request and read its answer to the end.
 
         Raises:
@@ -166,7 +166,7 @@ class Pool:
         """
         self._target = target
         self._tls: ssl.SSLContext | None = target.tls()
-        self._idle: list[Connection] = []
+        self._idle: list[ClientConnection] = []
         lines = {"Host": target.host_header, **(headers or {})}
         self._fixed = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self.opened = 0
@@ -178,10 +178,10 @@ class Pool:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         return head.encode("latin-1") + b"\r\n" + body
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> ClientConnection:
         """Open a connection."""
         loop = asyncio.get_running_loop()
-        factory: Callable[[], Connection] = Connection
+        factory: Callable[[], ClientConnection] = ClientConnection
         target = self._target
         if target.uds:
             _, made = await loop.create_unix_connection(
@@ -195,7 +195,7 @@ class Pool:
         self.opened += 1
         return made
 
-    async def ask(self, request: bytes, receiver: Receiver) -> None:
+    async def ask(self, request: bytes, receiver: AnswerReceiver) -> None:
         """Send a request on an idle connection, or a new one.
 
         One that the server closed while it was idle is replaced, which costs the request time but
@@ -213,7 +213,9 @@ class Pool:
                 break
         await self._ask(await self.connect(), request, receiver)
 
-    async def _ask(self, connection: Connection, request: bytes, receiver: Receiver) -> None:
+    async def _ask(
+        self, connection: ClientConnection, request: bytes, receiver: AnswerReceiver
+    ) -> None:
         await connection.ask(request, receiver)
         if connection.reusable:
             self._idle.append(connection)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint.plugins import ConfigError
-from hardpoint.simulation import Load, SimulatedRequest
+from hardpoint.simulation import SimulatedLoad, SimulatedRequest
 from hardpoint.typed import Strict
 
 UNLIMITED = 1_000_000_000
@@ -81,7 +81,7 @@ class Traffic(Strict):
                 f"traffic.burstiness: expected a rate as well, got {self.burstiness:g} without one"
             )
 
-    def limited(self, load: Load) -> Load:
+    def limited(self, load: SimulatedLoad) -> SimulatedLoad:
         """Return a load with as many requests as are sent at most.
 
         A trace is sent whole. Of a synthetic load without a limit, streams send four requests
@@ -106,7 +106,7 @@ class Traffic(Strict):
             synthetic = msgspec.structs.replace(synthetic, think_seconds=_NO_PAUSE_S)
         return msgspec.structs.replace(load, synthetic=synthetic, limit=None)
 
-    def num_requests(self, load: Load) -> int | None:
+    def num_requests(self, load: SimulatedLoad) -> int | None:
         """Return the number of requests of a load that is sent so; None if its time limits it."""
         count, _ = self.limited(load).requests()
         return None if count == UNLIMITED else count
@@ -142,7 +142,7 @@ class Traffic(Strict):
         return pairs
 
 
-class Part(NamedTuple):
+class LoadPart(NamedTuple):
     """The part of a load that one of several processes sends.
 
     Attributes:

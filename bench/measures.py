@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 
 from hardpoint.simulation import Objective, Percentiles
-from hardpoint.simulation.reports import ConversationsReport, Ended, GroupReport
+from hardpoint.simulation.reports import ConversationsReport, FinishedRequests, GroupReport
 
-from .answers import Timeline
-from .client import Outcome
+from .answers import RequestTimeline
+from .client import LoadMeasurements
 
 CPU_LIMIT = 0.7
 """Share of a core from which on a client process is reported to limit the load."""
@@ -42,7 +42,7 @@ class ClientReport(msgspec.Struct, frozen=True, kw_only=True):
     limits: list[str]
 
 
-class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """Results of a load; times are those of the requests that ended well, in seconds.
 
     Attributes:
@@ -98,8 +98,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report(
-    outcomes: Sequence[Outcome], objective: Objective
-) -> tuple[LoadReport, Mapping[str, list[float]]]:
+    outcomes: Sequence[LoadMeasurements], objective: Objective
+) -> tuple[BenchReport, Mapping[str, list[float]]]:
     """Return the report of a load, and the curves of its plots, as those of simulations."""
     timelines = [timeline for outcome in outcomes for timeline in outcome.timelines]
     good = [timeline for timeline in timelines if not timeline.error]
@@ -114,7 +114,7 @@ def report(
     def rate(count: int) -> float:
         return count / seconds if seconds else 0.0
 
-    made = LoadReport(
+    made = BenchReport(
         requests=len(timelines),
         finished=len(good),
         failed=len(failed),
@@ -142,12 +142,15 @@ def report(
 
 
 def _ended(
-    good: Sequence[Timeline], failed: Sequence[Timeline], start: float, objective: Objective
-) -> Ended:
+    good: Sequence[RequestTimeline],
+    failed: Sequence[RequestTimeline],
+    start: float,
+    objective: Objective,
+) -> FinishedRequests:
     """Return the times of requests that ended well; without text, the end counts as first token."""
     tenants: dict[str | None, int] = {None: 0}
     sessions: dict[str | None, int] = {None: 0}
-    return Ended(
+    return FinishedRequests(
         at=_vector(t.sent - start for t in good),
         ttft=_vector((t.first or t.ended) - t.sent for t in good),
         tpot=_vector(map(_time_per_token, good)),
@@ -165,11 +168,11 @@ def _vector(values: Iterable[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.fromiter(values, dtype=np.float64)
 
 
-def _tokens(timeline: Timeline) -> int:
+def _tokens(timeline: RequestTimeline) -> int:
     return timeline.chunks if timeline.output_tokens is None else timeline.output_tokens
 
 
-def _time_per_token(timeline: Timeline) -> float:
+def _time_per_token(timeline: RequestTimeline) -> float:
     """Return the mean seconds of a further token; NaN without any."""
     further = _tokens(timeline) - 1
     if not timeline.chunks or further < 1:
@@ -177,13 +180,13 @@ def _time_per_token(timeline: Timeline) -> float:
     return (timeline.last - timeline.first) / further
 
 
-def _reuse(good: Sequence[Timeline]) -> float | None:
+def _reuse(good: Sequence[RequestTimeline]) -> float | None:
     counted = [t for t in good if t.cached_tokens is not None]
     prompts = sum(t.prompt_tokens or 0 for t in counted)
     return sum(t.cached_tokens or 0 for t in counted) / prompts if prompts else None
 
 
-def _notes(good: Sequence[Timeline], outputs: int, chunks: int) -> list[str]:
+def _notes(good: Sequence[RequestTimeline], outputs: int, chunks: int) -> list[str]:
     notes = []
     if any(t.output_tokens is None for t in good):
         notes.append(
@@ -197,7 +200,7 @@ def _notes(good: Sequence[Timeline], outputs: int, chunks: int) -> list[str]:
     return notes
 
 
-def client_report(outcomes: Sequence[Outcome]) -> ClientReport:
+def client_report(outcomes: Sequence[LoadMeasurements]) -> ClientReport:
     """Return how well the client kept up, and in which respects it limited the load."""
     cpu = max(outcome.cpu_share for outcome in outcomes)
     lag = max(Percentiles.of(outcome.lags).p99 for outcome in outcomes)

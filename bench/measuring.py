@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.plugins import ConfigError
-from hardpoint.simulation import Load, Objective
+from hardpoint.simulation import Objective, SimulatedLoad
 from hardpoint.typed import Strict, convert
 
 from .load import Traffic
@@ -34,7 +34,7 @@ class Plan(Strict):
         objective: the service level objective.
     """
 
-    load: Load = Load()
+    load: SimulatedLoad = SimulatedLoad()
     traffic: list[Traffic]
     fields: RequestFields = RequestFields()
     objective: Objective = Objective()

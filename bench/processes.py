@@ -14,12 +14,12 @@ from concurrent.futures import Future
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
-from hardpoint.simulation import Load
+from hardpoint.simulation import SimulatedLoad
 
-from .client import Client, Outcome
+from .client import LoadClient, LoadMeasurements
 from .connection import Pool
-from .load import Part, Traffic
-from .prompts import Costs, Prompts, RequestFields
+from .load import LoadPart, Traffic
+from .prompts import Costs, PromptGenerator, RequestFields
 from .target import Target
 
 _PROGRESS_PERIOD_S = 0.25
@@ -46,15 +46,15 @@ class LoadRun(NamedTuple):
     headers: Mapping[str, str]
     fields: RequestFields
     costs: Costs
-    load: Load
+    load: SimulatedLoad
     traffic: Traffic
 
-    def client(self, part: Part, counters: Any) -> Client:
+    def client(self, part: LoadPart, counters: Any) -> LoadClient:
         """Return the client of a part."""
         pool = Pool(self.target, dict(self.headers))
         seed = f"{self.traffic.seed}, {self.traffic.name}"  # no cache has a load's texts before
-        prompts = Prompts(self.fields, self.costs, seed)
-        return Client(pool, prompts, self.load, self.traffic, part, counters)
+        prompts = PromptGenerator(self.fields, self.costs, seed)
+        return LoadClient(pool, prompts, self.load, self.traffic, part, counters)
 
 
 class Sent(NamedTuple):
@@ -70,7 +70,7 @@ class Sent(NamedTuple):
     good: int
     failed: int
     seconds: float
-    outcomes: list[Outcome] | None = None
+    outcomes: list[LoadMeasurements] | None = None
     is_interrupted: bool = False
 
 
@@ -95,7 +95,7 @@ def send_load(run: LoadRun) -> Iterator[Sent]:
     counters: Any = [0] * 3
     with contextlib.ExitStack() as stack:
         if processes == 1:
-            outcomes: Callable[[float], list[Outcome] | None] = _in_thread(run, counters)
+            outcomes: Callable[[float], list[LoadMeasurements] | None] = _in_thread(run, counters)
         else:
             counters = multiprocessing.get_context("spawn").Array(
                 "q", 2 * processes + 1, lock=False
@@ -131,18 +131,18 @@ def _interrupts(counters: Any) -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def _in_thread(run: LoadRun, counters: Any) -> Callable[[float], list[Outcome] | None]:
-    future: Future[Outcome] = Future()
+def _in_thread(run: LoadRun, counters: Any) -> Callable[[float], list[LoadMeasurements] | None]:
+    future: Future[LoadMeasurements] = Future()
 
     def send() -> None:
         try:
-            future.set_result(run_on_uvloop(run.client(Part(), counters).run(lambda: None)))
+            future.set_result(run_on_uvloop(run.client(LoadPart(), counters).run(lambda: None)))
         except BaseException as error:  # raised where it is awaited
             future.set_exception(error)
 
     threading.Thread(target=send, daemon=True).start()
 
-    def outcomes(seconds: float) -> list[Outcome] | None:
+    def outcomes(seconds: float) -> list[LoadMeasurements] | None:
         with contextlib.suppress(TimeoutError):
             return [future.result(seconds)]
         return None
@@ -153,14 +153,14 @@ def _in_thread(run: LoadRun, counters: Any) -> Callable[[float], list[Outcome] |
 @contextlib.contextmanager
 def _in_processes(
     run: LoadRun, processes: int, counters: Any
-) -> Iterator[Callable[[float], list[Outcome] | None]]:
+) -> Iterator[Callable[[float], list[LoadMeasurements] | None]]:
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(processes)
-    parts = [(run, Part(index, processes)) for index in range(processes)]
+    parts = [(run, LoadPart(index, processes)) for index in range(processes)]
     with context.Pool(processes, _share, (counters, barrier)) as pool:
         result = pool.starmap_async(_run_part, parts, chunksize=1)
 
-        def outcomes(seconds: float) -> list[Outcome] | None:
+        def outcomes(seconds: float) -> list[LoadMeasurements] | None:
             result.wait(seconds)
             return result.get() if result.ready() else None
 
@@ -176,7 +176,7 @@ def _share(counters: Any, barrier: Any) -> None:
     _shared[:] = [counters, barrier]
 
 
-def _run_part(run: LoadRun, part: Part) -> Outcome:
+def _run_part(run: LoadRun, part: LoadPart) -> LoadMeasurements:
     counters, barrier = _shared
     allow_descriptors((run.traffic.concurrency or _DESCRIPTORS_OF_ARRIVALS) + _OTHER_DESCRIPTORS)
     ready: Callable[[], object] = lambda: barrier.wait(_READY_TIMEOUT_S)  # noqa: E731

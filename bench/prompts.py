@@ -77,7 +77,7 @@ class RequestFields(Strict):
         return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
 
 
-class Prompts:
+class PromptGenerator:
     """Makes bodies of requests: the same segment has the same text, wherever it is.
 
     Attributes:

@@ -11,7 +11,7 @@ import msgspec
 
 from hardpoint.errors import reason_of
 from hardpoint.plugins import ConfigError, HardpointError
-from hardpoint.simulation import Load, Objective
+from hardpoint.simulation import Objective, SimulatedLoad
 from hardpoint.typed import Strict, convert, shown
 
 from .load import Traffic
@@ -94,7 +94,7 @@ class Point(Strict):
 class _Common(Strict):
     """Settings that all points of a file have in common."""
 
-    load: Load
+    load: SimulatedLoad
     fields: RequestFields
     objective: Objective
     model: str | None

@@ -36,7 +36,7 @@ import numpy as np
 
 from hardpoint import AsyncLLM, SamplingParams
 from hardpoint.simulation import Lengths, Segment, SimulatedRequest, SyntheticLoad, simulate
-from hardpoint.simulation.runs import Load
+from hardpoint.simulation.runs import SimulatedLoad
 from hardpoint.typed import convert
 
 POLICIES = ("fcfs", "priority", "fair", "shortest_first")
@@ -183,7 +183,7 @@ def simulated(
         config.pop("plugin", None)
         variants[policy] = convert(config, EngineConfig, path="")
     found = {}
-    for record in simulate(variants, Load(synthetic=load), cost=cost):
+    for record in simulate(variants, SimulatedLoad(synthetic=load), cost=cost):
         if record["record"] == "result":
             report = record["report"]
             found[record["variant"]] = {

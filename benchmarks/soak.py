@@ -37,12 +37,12 @@ from soak_parts.disconnects import Point, disconnect
 from soak_parts.holdings import Holdings
 from soak_parts.metrics import IDLE, OPTIONAL, read_metrics
 
-from hardpoint.bench.answers import Timeline
-from hardpoint.bench.client import Outcome, send
+from hardpoint.bench.answers import RequestTimeline
+from hardpoint.bench.client import LoadMeasurements, send
 from hardpoint.bench.connection import Pool
 from hardpoint.bench.measures import report
 from hardpoint.bench.processes import allow_descriptors, run_on_uvloop
-from hardpoint.bench.prompts import Costs, Prompts, RequestFields
+from hardpoint.bench.prompts import Costs, PromptGenerator, RequestFields
 from hardpoint.bench.server_facts import find_model
 from hardpoint.bench.server_process import ServerStart, running_server
 from hardpoint.bench.target import Target
@@ -84,7 +84,7 @@ class Counts:
         refused_connections: number of refused connections of clients that wanted to go away.
     """
 
-    whole: list[Timeline] = field(default_factory=list)
+    whole: list[RequestTimeline] = field(default_factory=list)
     compared: int = 0
     wrong: Counter[int] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
@@ -112,7 +112,7 @@ class Soak:
             output=Lengths(median=options.output_tokens, sigma=_SIGMA),
             seed=options.seed,
         )
-        prompts = Prompts(fields, Costs(), str(options.seed))
+        prompts = PromptGenerator(fields, Costs(), str(options.seed))
         self._questions: list[dict[str, Any]] = []
         self._answers: list[str] = []
         for number, request in enumerate(load.generate()):
@@ -185,7 +185,7 @@ class Soak:
         body = msgspec.json.encode({**self._questions[number], **(extra or {})})
         return pool.request("POST", self._form.path, body)
 
-    def _compare(self, number: int, timeline: Timeline, counts: Counts) -> None:
+    def _compare(self, number: int, timeline: RequestTimeline, counts: Counts) -> None:
         counts.compared += 1
         counts.wrong[number] += timeline.text != self._answers[number]
 
@@ -262,7 +262,7 @@ async def run(target: Target, pid: int | None, options: argparse.Namespace) -> d
             problems.append(f"{name}: {first_metrics[name]:g} before, {metrics[name]:g} after")
     problems += await soak.check_again()
     problems += wrong(counts, options.different)
-    found, _ = report([Outcome(counts.whole, start, cpu_share)], Objective())
+    found, _ = report([LoadMeasurements(counts.whole, start, cpu_share)], Objective())
     return {
         **msgspec.to_builtins(found),
         "compared": counts.compared,

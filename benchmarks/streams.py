@@ -168,12 +168,12 @@ class Http(Streamer):
         """Yield one for each chunk with text, and the other tokens at the end."""
         import msgspec
 
-        from hardpoint.bench.answers import StreamAnswer, Timeline
+        from hardpoint.bench.answers import RequestTimeline, StreamAnswer
 
         body = {"model": self._model, "prompt": ids, "max_tokens": tokens, "ignore_eos": True}
         body |= {"temperature": 0.0, "stream": True, "stream_options": {"include_usage": True}}
         request = self._pool.request("POST", "/v1/completions", msgspec.json.encode(body))
-        timeline = Timeline()
+        timeline = RequestTimeline()
         answer = StreamAnswer(timeline)
         chunks: asyncio.Queue[int] = asyncio.Queue()
         answer.on_text = lambda: chunks.put_nowait(1)

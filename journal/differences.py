@@ -8,7 +8,7 @@ import msgspec
 
 from hardpoint.plugins import StepRecord
 
-from .records import Plan, Result
+from .records import PlanRecord, Result
 
 _MOST_CHARACTERS = 400
 
@@ -48,7 +48,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def plan_difference(
-    event: int, noted: Plan | None, own: Plan, reasons: StepRecord | None
+    event: int, noted: PlanRecord | None, own: PlanRecord, reasons: StepRecord | None
 ) -> Difference | None:
     """Return the first difference between two plans; None if they are the same."""
     if noted is None:
@@ -57,7 +57,9 @@ def plan_difference(
         return None
     request_id = _first_request(noted, own)
     if request_id is None:
-        fields = [name for name in Plan.__struct_fields__ if _of(noted, name) != _of(own, name)]
+        fields = [
+            name for name in PlanRecord.__struct_fields__ if _of(noted, name) != _of(own, name)
+        ]
         name = fields[0] if fields else "scheduled"
         what, recorded, mine = f"plan.{name}", str(_of(noted, name)), str(_of(own, name))
     else:
@@ -85,22 +87,22 @@ def token_difference(event: int, noted: Result, own: Result) -> Difference | Non
     return None
 
 
-def _first_request(noted: Plan, own: Plan) -> str | None:
+def _first_request(noted: PlanRecord, own: PlanRecord) -> str | None:
     first, second = noted.scheduled or {}, own.scheduled or {}
     differing = (name for name in [*first, *second] if first.get(name) != second.get(name))
     return next(differing, None)
 
 
-def _tokens(plan: Plan, request_id: str) -> str:
+def _tokens(plan: PlanRecord, request_id: str) -> str:
     count = (plan.scheduled or {}).get(request_id, 0)
     return f"{count} tokens" if count else "no tokens"
 
 
-def _scheduled(plan: Plan) -> str:
+def _scheduled(plan: PlanRecord) -> str:
     return str(plan.scheduled)
 
 
-def _of(plan: Plan, name: str) -> Any:
+def _of(plan: PlanRecord, name: str) -> Any:
     return getattr(plan, name)
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from hardpoint.plugins import HardpointError
 
-from .records import FORMAT_VERSION, Compact, End, Event, Header, Keyframe, Record
+from .records import FORMAT_VERSION, Compact, End, Event, JournalHeader, Keyframe, Record
 
 MARK = b"hardpoint journal\n"
 _VERSION = struct.Struct("<I")
@@ -68,7 +68,7 @@ class JournalReader:
         self._decoder = msgspec.msgpack.Decoder(Record)
 
     def records(self) -> Iterator[Record]:
-        """Yield the records; the first one is a Header.
+        """Yield the records; the first one is a JournalHeader.
 
         Raises:
             JournalError: the file cannot be read, is of another version, or damaged; with the
@@ -133,7 +133,7 @@ class JournalReader:
             record: Record = self._decoder.decode(payload)
         except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as cause:
             raise self._wrong(f"expected a record, got another one: {cause}") from cause
-        if (number == 0) != isinstance(record, Header):
+        if (number == 0) != isinstance(record, JournalHeader):
             expected = "another record than a header" if number else "a header"
             raise self._wrong(f"expected {expected}, got a record {type(record).__name__!r}")
         if self.is_ended:

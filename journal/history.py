@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from hardpoint.plugins import EngineCoreRequest
 
 from .frames import JournalError
-from .records import Arrival, Event, Keyframe, Plan
+from .records import Arrival, Event, Keyframe, PlanRecord
 from .run import Journal, request_of
 
 
@@ -91,7 +91,7 @@ class _History:
                 error = f": {ended.error}" if ended.error else ""
                 yield f"ends: {ended.reason}{error}"
 
-    def _planned(self, plan: Plan, request_id: str) -> Iterator[str]:
+    def _planned(self, plan: PlanRecord, request_id: str) -> Iterator[str]:
         if request_id in plan.preempted:
             yield f"step {plan.step}: is preempted"
         for row in plan.new:

@@ -30,12 +30,12 @@ from .fingerprint import model_fingerprint
 from .recording import build_of, taped_parts
 from .records import (
     NOWHERE,
-    Answer,
     Build,
     Event,
     Failure,
     Gate,
-    Plan,
+    PartAnswers,
+    PlanRecord,
     Position,
     Result,
     plan_record,
@@ -64,7 +64,7 @@ class Player:
     """
 
     def __init__(
-        self, now: float = 0.0, last_answer: Callable[[Answer], Position] | None = None
+        self, now: float = 0.0, last_answer: Callable[[PartAnswers], Position] | None = None
     ) -> None:
         """Play nothing yet.
 
@@ -180,16 +180,16 @@ class Player:
 
     def answers(self, part: str, message: bytes, read: Callable[[], list[Any]]) -> list[Any]:  # noqa: ARG002
         """Return the noted answers of worker halves, once they give them here, or later ones."""
-        noted: Answer | None = self._pop("answers")
+        noted: PartAnswers | None = self._pop("answers")
         if noted is None:
             return read()
         if not self.has_workers:
             return list(noted.answers)
         here = self._number, self._next["answers"] - 1
-        own: list[Answer] = []
+        own: list[PartAnswers] = []
 
         def is_so_far() -> bool:
-            own[:] = [Answer.of(part, read(), noted.message)]
+            own[:] = [PartAnswers.of(part, read(), noted.message)]
             return own[0] == noted or self._last_answer(own[0]) > here
 
         if not self.wait(is_so_far, 5.0):
@@ -202,7 +202,7 @@ class Player:
         """Compare a plan with the one that was noted."""
         if not self.is_exact:
             return
-        noted: Plan | None = self._pop("plans")
+        noted: PlanRecord | None = self._pop("plans")
         own = plan_record(plan)
         found = plan_difference(self._number, noted, own, self.reasons)
         if found is not None:

@@ -38,17 +38,17 @@ from hardpoint.system.encoding import Encoder, WireError
 from .fingerprint import model_fingerprint
 from .records import (
     CLOSED,
-    Answer,
     Arrival,
     Build,
     Compact,
-    Ended,
     Event,
     Failure,
     Gate,
-    Header,
+    JournalHeader,
     Keyframe,
     LiveState,
+    PartAnswers,
+    RequestEnd,
     message_digest,
     plan_record,
     result_record,
@@ -123,7 +123,7 @@ class Recorder:
     def answers(self, part: str, message: bytes, read: Callable[[], list[Any]]) -> list[Any]:
         """Note the answers of worker halves."""
         found = read()
-        self._note("answers", Answer.of(part, found, message_digest(message)))
+        self._note("answers", PartAnswers.of(part, found, message_digest(message)))
         return found
 
     def plan(self, plan: SchedulerOutput) -> None:
@@ -229,14 +229,14 @@ class RecordedCore(EngineCore):
         self._write(event)
         return outputs, executed
 
-    def _ended(self, outputs: Outputs) -> list[Ended]:
+    def _ended(self, outputs: Outputs) -> list[RequestEnd]:
         """Return the ends that outputs report; forget these requests."""
         ended = []
         for message in outputs.values():
             for output in message.outputs:
                 if output.finish_reason is not None:
                     reason = str(output.finish_reason)
-                    ended.append(Ended(output.request_id, reason, output.error))
+                    ended.append(RequestEnd(output.request_id, reason, output.error))
                     self._arrivals.pop(output.request_id, None)
         return ended
 
@@ -425,11 +425,11 @@ def taped_parts(parts: EngineCoreParts, tape: Any) -> EngineCoreParts:
     )
 
 
-def header_of(spec: WorkerSpec, parts: EngineCoreParts, build: Build) -> Header:
+def header_of(spec: WorkerSpec, parts: EngineCoreParts, build: Build) -> JournalHeader:
     """Return the header of an engine's journal."""
     config = parts.config or spec.config
     windows = [group.window for group in parts.kv_cache.groups]
-    return Header(
+    return JournalHeader(
         build=build,
         manifest=spec.plugins.manifest,
         config=msgspec.to_builtins(config),

@@ -40,7 +40,7 @@ class Build(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="header"):
+class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="header"):
     """The first record.
 
     Attributes:
@@ -81,7 +81,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     block_ids: BlockIds
 
 
-class Plan(msgspec.Struct, frozen=True, array_like=True):
+class PlanRecord(msgspec.Struct, frozen=True, array_like=True):
     """A plan, without what follows from the requests; see `SchedulerOutput`.
 
     Attributes:
@@ -144,7 +144,7 @@ class Gate(msgspec.Struct, frozen=True, array_like=True):
     failure: Failure | None = None
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class PartAnswers(msgspec.Struct, frozen=True, array_like=True):
     """The answers of all ranks' worker halves to a call of their step part.
 
     Attributes:
@@ -158,7 +158,9 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     message: bytes = b""
 
     @classmethod
-    def of(cls, part: str, answers: Sequence[tuple[str | None, bytes]], message: bytes) -> Answer:
+    def of(
+        cls, part: str, answers: Sequence[tuple[str | None, bytes]], message: bytes
+    ) -> PartAnswers:
         """Return the record of answers."""
         return cls(part, tuple((kind, bytes(answer)) for kind, answer in answers), message)
 
@@ -168,7 +170,7 @@ Position = tuple[int, int]
 NOWHERE: Position = (-1, 0)
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True):
+class RequestEnd(msgspec.Struct, frozen=True, array_like=True):
     """The end of a request: name of the `FinishReason`, and the error, if it was one."""
 
     request_id: str
@@ -231,11 +233,11 @@ class Event(msgspec.Struct, array_like=True, tag="event"):
     gates: list[Gate] = []
     matched: list[tuple[int | None, bool]] = []
     done: list[bool] = []
-    answers: list[Answer] = []
-    plans: list[Plan] = []
+    answers: list[PartAnswers] = []
+    plans: list[PlanRecord] = []
     results: list[Result] = []
     raised: list[Failure] = []
-    ended: list[Ended] = []
+    ended: list[RequestEnd] = []
     failure: Failure | None = None
 
     def arrived(self, arrival: Arrival, before: float) -> float:
@@ -317,17 +319,17 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     num_events: int
 
 
-Record = Header | Event | Keyframe | End
+Record = JournalHeader | Event | Keyframe | End
 
 
-def num_computed(plan: Plan) -> Mapping[str, int]:
+def num_computed(plan: PlanRecord) -> Mapping[str, int]:
     """Return how many tokens of each request were computed before a plan, by id."""
     rows = {row.request_id: row.num_computed for row in plan.new}
     others = [name for name in plan.scheduled or () if name not in rows]
     return rows | dict(zip(others, plan.computed, strict=False))
 
 
-def plan_record(plan: SchedulerOutput) -> Plan:
+def plan_record(plan: SchedulerOutput) -> PlanRecord:
     """Return the record of a plan."""
     scheduled, cached = plan.num_scheduled_tokens, plan.cached_requests
     new = [
@@ -344,7 +346,7 @@ def plan_record(plan: SchedulerOutput) -> Plan:
     if new or list(cached.request_ids) != list(scheduled):
         known = dict(zip(cached.request_ids, computed, strict=False))
         computed = [known[name] for name in scheduled if name in known]
-    return Plan(
+    return PlanRecord(
         plan.step,
         scheduled,
         new,

@@ -15,7 +15,7 @@ from .forcing import ForcedRun
 from .frames import JournalError
 from .history import history
 from .playing import PlayedOutside, Player
-from .records import CLOSED, Header, Keyframe
+from .records import CLOSED, JournalHeader, Keyframe
 from .replanning import replan
 from .run import Journal, ReplayReport, Run, open_played
 
@@ -83,7 +83,7 @@ def _exactly(journal: Journal, core: EngineCore, player: Player, until: int | No
     return report
 
 
-def mismatches(header: Header, outside: PlayedOutside) -> Iterator[str]:
+def mismatches(header: JournalHeader, outside: PlayedOutside) -> Iterator[str]:
     """Yield what is not as it was when a journal was recorded, each as a part of a sentence."""
     for name in header.build.__struct_fields__:
         recorded, here = getattr(header.build, name), getattr(outside.build, name)

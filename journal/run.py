@@ -24,12 +24,12 @@ from .frames import JournalError, JournalReader
 from .playing import PlayedOutside, Player, taken
 from .records import (
     NOWHERE,
-    Answer,
     Arrival,
     End,
     Event,
-    Header,
+    JournalHeader,
     Keyframe,
+    PartAnswers,
     Position,
     Record,
     Result,
@@ -117,7 +117,7 @@ class Journal:
         """
         self.path, self._until_damage = Path(path), until_damage
         first = next(JournalReader(path).records())
-        assert isinstance(first, Header), "the reader checks it"
+        assert isinstance(first, JournalHeader), "the reader checks it"
         self.header = first
         self.end: End | None = None
 
@@ -146,7 +146,7 @@ class Journal:
             else:
                 yield record
 
-    def last_answer(self, answer: Answer) -> Position:
+    def last_answer(self, answer: PartAnswers) -> Position:
         """Return where an answer of worker halves is for the last time; `NOWHERE` if it is not.
 
         Raises:
@@ -155,7 +155,7 @@ class Journal:
         return self._last_answers.get(answer, NOWHERE)
 
     @functools.cached_property
-    def _last_answers(self) -> dict[Answer, Position]:
+    def _last_answers(self) -> dict[PartAnswers, Position]:
         return {
             answer: (number, index)
             for number, record in enumerate(self.records())
@@ -176,7 +176,7 @@ class Journal:
                 yield before, now, record
 
 
-def replay_config(header: Header) -> EngineConfig:
+def replay_config(header: JournalHeader) -> EngineConfig:
     """Return the configuration of a replay: that of the engine, in this process, with no sinks."""
     try:
         config = typed.convert(header.config, EngineConfig, path="", error=JournalError)
@@ -204,7 +204,7 @@ def replay_config(header: Header) -> EngineConfig:
     )
 
 
-def _names_of(header: Header, kinds: Collection[str]) -> set[str]:
+def _names_of(header: JournalHeader, kinds: Collection[str]) -> set[str]:
     """Return the names by which a configuration means plugins of some kinds, and no others."""
     entries = list(header.manifest.tree())
     others = {entry.name for entry in entries if entry.kind not in kinds}

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from .frames import FRAME_BYTES, MOST_BYTES, START_BYTES, JournalError, frame_head, start_of_file
-from .records import End, Header, Keyframe
+from .records import End, JournalHeader, Keyframe
 
 _log = logging.getLogger("hardpoint")
 
@@ -36,7 +36,7 @@ class JournalWriter:
 
     has_keyframes = is_due = False  # it begins at its begin
 
-    def __init__(self, path: Path, most_bytes: int, header: Header) -> None:
+    def __init__(self, path: Path, most_bytes: int, header: JournalHeader) -> None:
         """Create the file; one that is there becomes `<name>.previous`.
 
         Args:
@@ -151,7 +151,7 @@ class RingWriter:
 
     has_keyframes = True
 
-    def __init__(self, path: Path, most_bytes: int, header: Header) -> None:
+    def __init__(self, path: Path, most_bytes: int, header: JournalHeader) -> None:
         """Keep at most `most_bytes` of memory; the file is created when it is written.
 
         Raises:

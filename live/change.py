@@ -15,7 +15,7 @@ from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
-from .settings import Asked
+from .settings import ChangeRequest
 
 _log = logging.getLogger("hardpoint")
 
@@ -26,7 +26,7 @@ fails, whether it was prepared or committed.
 """
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class LiveChange(msgspec.Struct, frozen=True, kw_only=True):
     """Other plugins and settings, as the processes of an engine get them.
 
     Attributes:
@@ -37,13 +37,13 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
             the change, so that what those use stays open until the next change.
     """
 
-    asked: Asked
+    asked: ChangeRequest
     manifest: Manifest
     config: EngineConfig
     lingers: bool = False
 
 
-class Prepared:
+class PreparedChange:
     """The result of a slot for a change. Of these methods, an implementation has those it needs.
 
     They run between two steps; `commit` is to take no time, and to fail for no foreseeable reason.
@@ -59,7 +59,7 @@ class Prepared:
         """Close what was replaced: the change is committed in all processes."""
 
 
-class Switch(Prepared):
+class Switch(PreparedChange):
     """Functions in the place of a change's methods.
 
     Attributes:
@@ -96,7 +96,7 @@ class Switch(Prepared):
 class Slot(Protocol):
     """A place of a process that live changes concern, such as that of the scheduling policy."""
 
-    def prepare(self, change: Change, plugins: PluginSet) -> Prepared | None:
+    def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
         """Build what the change needs here, while the engine works; called in another thread.
 
         Args:
@@ -114,11 +114,13 @@ class Slot(Protocol):
 class _Pending:
     """A change that a thread prepares, or has prepared."""
 
-    def __init__(self, change: Change, slots: Sequence[Slot], plugins: PluginSet | None) -> None:
+    def __init__(
+        self, change: LiveChange, slots: Sequence[Slot], plugins: PluginSet | None
+    ) -> None:
         """Begin to prepare it."""
         self.change, self._plugins = change, plugins
         self._slots = slots
-        self._prepared: list[Prepared] = []
+        self._prepared: list[PreparedChange] = []
         self._error: BaseException | None = None
         self._dropped = False
         self._lock = threading.Lock()
@@ -178,7 +180,7 @@ class _Pending:
                 _undo(self._prepared)
 
 
-def _undo(prepared: list[Prepared]) -> None:
+def _undo(prepared: list[PreparedChange]) -> None:
     while prepared:
         try:
             prepared.pop().undo()
@@ -195,7 +197,7 @@ class Changes:
         self._slots = slots
         self._pending: _Pending | None = None
 
-    def prepare(self, change: Change, plugins: PluginSet | None = None) -> None:
+    def prepare(self, change: LiveChange, plugins: PluginSet | None = None) -> None:
         """Begin to prepare a change.
 
         Args:
@@ -221,7 +223,7 @@ class Changes:
         """Commit the change; if one slot fails, `undo` is to follow."""
         self._under_way().commit()
 
-    def keep(self) -> Change:
+    def keep(self) -> LiveChange:
         """End the change, which is committed everywhere; return it."""
         pending, self._pending = self._under_way(), None
         pending.keep()

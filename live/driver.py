@@ -15,8 +15,8 @@ from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config_tables import LoadConfig
 from hardpoint.registry.plugin_set import PluginSet
 
-from .change import Action, Change, Changes, Slot, Switch
-from .settings import Asked, Settings
+from .change import Action, Changes, LiveChange, Slot, Switch
+from .settings import ChangeRequest, Settings
 
 _log = logging.getLogger("hardpoint")
 
@@ -28,7 +28,7 @@ Steps = Generator[Action | float, list[str], None]
 
 
 def steps(
-    change: Change, own: Changes, restarts: Switch, plugins: PluginSet, seconds: float
+    change: LiveChange, own: Changes, restarts: Switch, plugins: PluginSet, seconds: float
 ) -> Steps:
     """Run a change: prepared everywhere, then committed everywhere, or undone everywhere.
 
@@ -165,7 +165,7 @@ class ChangeOwner(Generic[P]):
         Args:
             owner: the owner, which keeps this; it closes as soon as no one keeps it.
             slots: what changes concern in the frontend.
-            lingers: as in `Change`.
+            lingers: as in `LiveChange`.
         """
         self._owner = weakref.ref(owner)
         self._changes, self._lingers = Changes(slots), lingers
@@ -174,7 +174,7 @@ class ChangeOwner(Generic[P]):
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def begin(self, asked: Asked) -> Iterator[tuple[Steps, Change]]:
+    def begin(self, asked: ChangeRequest) -> Iterator[tuple[Steps, LiveChange]]:
         """Yield the steps of a change, which the body runs, and the change.
 
         Raises:
@@ -194,7 +194,7 @@ class ChangeOwner(Generic[P]):
         finally:
             self._lock.release()
 
-    def _begin(self, asked: Asked) -> tuple[Change, PluginSet]:
+    def _begin(self, asked: ChangeRequest) -> tuple[LiveChange, PluginSet]:
         if not self._lock.acquire(blocking=False):
             raise BusyError("another live change is under way; try again once it is done")
         try:
@@ -205,7 +205,7 @@ class ChangeOwner(Generic[P]):
         except BaseException:
             self._lock.release()
             raise
-        change = Change(
+        change = LiveChange(
             asked=asked,
             manifest=settings.plugins.manifest,
             config=settings.config.without_tables(),
@@ -213,7 +213,7 @@ class ChangeOwner(Generic[P]):
         )
         return change, settings.plugins
 
-    def follow(self, asked: Asked) -> None:
+    def follow(self, asked: ChangeRequest) -> None:
         """Begin to prepare a change that another process runs.
 
         Raises:

@@ -10,14 +10,14 @@ from typing import Protocol
 import msgspec
 
 from hardpoint.boundary.errors import error_of
-from hardpoint.boundary.parts.engine_parts import EngineParts
+from hardpoint.boundary.parts.engine_parts import EngineHalves
 from hardpoint.errors import ConfigError, HardpointError
 from hardpoint.plugins import Executor, Request, RequestError, Scheduler
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.plugin_set import PluginSet
 
-from .change import Action, Change, Changes, Prepared, Switch
+from .change import Action, Changes, LiveChange, PreparedChange, Switch
 from .parts import PartChanges
 from .policy import PolicyChanges, PolicySlot
 from .settings import is_same
@@ -51,7 +51,7 @@ class ChangingParts(Protocol):
         """The executor, which has the workers."""
 
     @property
-    def step_parts(self) -> EngineParts:
+    def step_parts(self) -> EngineHalves:
         """The engine's halves of step parts."""
 
 
@@ -77,7 +77,7 @@ class EngineChanges:
         self._policy, self._end_requests = policy, end_requests
         self._manifest: Manifest | None = None  # of the plugins now, once there was a change
 
-    def run(self, action: Action, change: Change | None) -> list[str]:
+    def run(self, action: Action, change: LiveChange | None) -> list[str]:
         """Do something about a change; return what it still waits for, if the action is "state".
 
         Args:
@@ -109,7 +109,7 @@ class EngineChanges:
                 self._changes.undo()
         return []
 
-    def _keep(self, change: Change) -> None:
+    def _keep(self, change: LiveChange) -> None:
         """End a change; let workers close the components that no live request uses any more."""
         before, self._manifest = self._manifest, change.manifest
         assert before is not None, "prepare comes first"
@@ -163,7 +163,7 @@ class LimitsSlot:
         self._scheduler, self._label = scheduler, label
         self._limits: SchedulerLimits | None = None  # those of the last change
 
-    def prepare(self, change: Change, plugins: PluginSet) -> Prepared | None:
+    def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
         """Check the limits.
 
         Raises:

@@ -12,7 +12,7 @@ from hardpoint.errors import ConfigError
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
-from .change import Change, Prepared, Switch
+from .change import LiveChange, PreparedChange, Switch
 from .processors import joined, kept_names
 
 KIND = "step_parts"
@@ -27,7 +27,7 @@ def _nothing() -> None:
 H = TypeVar("H", bound=BoundHalf[Any])
 
 
-class Halves(Protocol[H]):
+class PartHalves(Protocol[H]):
     """The halves of step parts in one process."""
 
     open: OpenHalves[H] | None
@@ -48,7 +48,7 @@ class PartChanges(Generic[H]):
 
     def __init__(
         self,
-        parts: Halves[H],
+        parts: PartHalves[H],
         use: Callable[[Sequence[H]], None],
         plugins: PluginSet,
         users_of: Callable[[H], Collection[str]] = lambda _half: (),
@@ -74,7 +74,7 @@ class PartChanges(Generic[H]):
         gone = [half for half in self._parts.halves if half.until is not None]
         return {name for half in gone for name in self._users_of(half)}
 
-    def prepare(self, change: Change, plugins: PluginSet) -> Prepared | None:
+    def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
         """Build the halves that are new.
 
         Raises:
@@ -113,7 +113,10 @@ class PartChanges(Generic[H]):
         return self._switch(change, switch, lambda: _close(built))
 
     def _switch(
-        self, change: Change, switch: Callable[[bool], None], close: Callable[[], None] = _nothing
+        self,
+        change: LiveChange,
+        switch: Callable[[bool], None],
+        close: Callable[[], None] = _nothing,
     ) -> Switch:
         """Return a switch; `close` is for what was built."""
         del change
@@ -147,13 +150,16 @@ class FrontendPartChanges(PartChanges[BoundFrontendHalf]):
         super().__init__(parts, parts.use_halves, plugins, parts.users_of)
 
     def _switch(
-        self, change: Change, switch: Callable[[bool], None], close: Callable[[], None] = _nothing
+        self,
+        change: LiveChange,
+        switch: Callable[[bool], None],
+        close: Callable[[], None] = _nothing,
     ) -> Switch:
         before = change.manifest.generation - 1
         return Switch(switch, lambda: self.release(before), close)
 
 
-def _check(half: BoundHalf[Any], change: Change) -> None:
+def _check(half: BoundHalf[Any], change: LiveChange) -> None:
     """Check that a half does not take part in the start of the engine.
 
     Raises:

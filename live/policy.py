@@ -40,7 +40,7 @@ from hardpoint.registry.request_arguments import (
 )
 from hardpoint.typed.read_only import ReadOnlyList, read_only
 
-from .change import Change, Prepared
+from .change import LiveChange, PreparedChange
 from .settings import is_same
 
 _KIND = "scheduling_policies"
@@ -397,7 +397,7 @@ class PolicyChanges:
         """Replace the policy that a scheduler has of a slot."""
         self._slot, self._scheduler = slot, scheduler
 
-    def prepare(self, change: Change, plugins: PluginSet) -> Prepared | None:
+    def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
         """Build the policy, if it is another one.
 
         Raises:
@@ -408,7 +408,7 @@ class PolicyChanges:
         return None if new is None else _PreparedPolicy(self._slot, self._scheduler, new)
 
 
-class _PreparedPolicy(Prepared):
+class _PreparedPolicy(PreparedChange):
     def __init__(self, slot: PolicySlot, scheduler: Scheduler, new: NewPolicy) -> None:
         self._slot, self._scheduler, self._new = slot, scheduler, new
         self._old: NewPolicy | None = None

@@ -10,7 +10,7 @@ from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.registry.plugin_set import PluginSet
 
-from .change import Change, Prepared, Switch
+from .change import LiveChange, PreparedChange, Switch
 from .settings import is_same
 
 KIND = "logits_processors"
@@ -45,7 +45,7 @@ class Pipeline(Protocol[R]):
         """Run other processors from the next step on."""
 
 
-Build = Callable[[PluginSet, PluginEntry, Change], R]
+Build = Callable[[PluginSet, PluginEntry, LiveChange], R]
 """Builds the processor of an entry; raises PluginError."""
 
 
@@ -64,7 +64,7 @@ class ProcessorChanges(Generic[R]):
         """Replace the processors of a pipeline, which has those of `plugins`."""
         self.pipeline, self.plugins, self._build = pipeline, plugins, build
 
-    def prepare(self, change: Change, plugins: PluginSet) -> Prepared | None:
+    def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
         """Build the processors that are new.
 
         Raises:

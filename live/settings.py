@@ -89,7 +89,7 @@ class Policy(Strict):
     options: dict[str, Any] = {}
 
 
-class Asked(Strict):
+class ChangeRequest(Strict):
     """A request for a live change, as plain data.
 
     Attributes:
@@ -107,7 +107,7 @@ class Asked(Strict):
     running: Running = "finish"
 
     @classmethod
-    def of(cls, origin: str, **fields: Any) -> Asked:
+    def of(cls, origin: str, **fields: Any) -> ChangeRequest:
         """Return the request of a caller, with references in the place of classes.
 
         Raises:

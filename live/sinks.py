@@ -9,7 +9,7 @@ from hardpoint.boundary.faults import Fanout, StepFaults, create_all
 from hardpoint.plugins import StatSink, StatSinkContext
 from hardpoint.registry.plugin_set import PluginSet
 
-from .change import Change, Prepared, Switch
+from .change import LiveChange, PreparedChange, Switch
 from .settings import is_same
 
 KIND = "stat_sinks"
@@ -36,7 +36,7 @@ class SinkChanges:
         self._plugins, self._sinks = plugins, sinks
         self._faults, self._context = faults, context
 
-    def prepare(self, change: Change, plugins: PluginSet) -> Prepared | None:
+    def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
         """Build the sinks that are new.
 
         Raises:

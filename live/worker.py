@@ -14,7 +14,7 @@ from hardpoint.errors import HardpointError
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
-from .change import Change, Changes, Slot
+from .change import Changes, LiveChange, Slot
 from .engine import WorkerAnswer
 from .parts import PartChanges
 from .processors import ProcessorChanges
@@ -97,7 +97,7 @@ class WorkerChanges:
                 case "prepare":
                     if self._slots is None:
                         raise HardpointError("the engine is asleep: wake it up before a change")
-                    self._changes.prepare(msgspec.msgpack.decode(data, type=Change))
+                    self._changes.prepare(msgspec.msgpack.decode(data, type=LiveChange))
                 case "state":
                     is_prepared = self._changes.is_prepared()
                 case "commit":

@@ -16,8 +16,8 @@ class WorkerPlan:
     """A function that worker processes run, and its inputs.
 
     Attributes:
-        run: function that each calls with its `Worker`, as `package.module:function`; it returns
-            the exit code.
+        run: function that each calls with its `CommandWorker`, as `package.module:function`; it
+            returns the exit code.
         num_workers: number of processes.
         files: descriptors of which each gets duplicates.
         data: plain data for each.
@@ -29,7 +29,7 @@ class WorkerPlan:
     data: Any = None
 
 
-class Worker(Protocol):
+class CommandWorker(Protocol):
     """The engine and the inputs of a worker process."""
 
     @property
@@ -54,6 +54,10 @@ class Worker(Protocol):
 
     async def announce_ready(self) -> None:
         """Notify the process that started it that it serves."""
+
+
+Worker = CommandWorker
+"""The earlier name, which packages import."""
 
 
 class WorkerGroup(Protocol):

@@ -25,7 +25,7 @@ from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, RequestError
 from hardpoint.registry.discovery import installed_version
 from hardpoint.system.encoding import WireError
 
-from .fleet import Fleet
+from .fleet import ReplicaFleet
 from .messages import EngineDeath, EngineLaunch, EngineOpened, Failed, Frames, decoded, encoded
 
 _REPORT_PAUSE_S = 0.05  # so that reports of an engine are 20 a second at most
@@ -64,7 +64,7 @@ class ServeClient(OneEngine, UtilityCalls):
 
     in_process = False
 
-    def __init__(self, fleet: Fleet, replica: str, start: EngineStart, sink: Sink) -> None:
+    def __init__(self, fleet: ReplicaFleet, replica: str, start: EngineStart, sink: Sink) -> None:
         """Start an engine in a replica, and wait until it is ready.
 
         Raises:

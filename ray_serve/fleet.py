@@ -26,7 +26,7 @@ _ASK_S = 1.0
 _CLOSE_S = 10.0
 
 
-class Fleet:
+class ReplicaFleet:
     """Knows which replicas Serve runs, and calls them in an event loop of its own.
 
     Each replica is idle until somebody takes it.

@@ -27,7 +27,7 @@ from hardpoint.replicas.replicas import Replicas, SinkOf
 from hardpoint.replicas.restarts import RestartBudget
 
 from .client import ServeClient
-from .fleet import Fleet
+from .fleet import ReplicaFleet
 
 _log = logging.getLogger("hardpoint")
 
@@ -41,7 +41,7 @@ class ServeReplicas(Replicas):
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: ReplicaFleet,
         start: EngineStart,
         hosts: EngineHosts,
         sink_of: SinkOf,
@@ -95,7 +95,7 @@ class ServeGroup(EngineGroup):
         start: EngineStart,
         choice: EngineChoice,
         budget: RestartBudget,
-        fleet: Fleet,
+        fleet: ReplicaFleet,
         drain_s: float,
         sink: Sink | None,
     ) -> None:
@@ -219,7 +219,7 @@ def _open(
         reports_cache=choice.uses_cached_prefixes,
     )
     budget = RestartBudget(enabled=True, max_per_minute=limit)
-    fleet = Fleet(handle)
+    fleet = ReplicaFleet(handle)
     try:
         return ServeGroup(start, choice, budget, fleet, drain_s, sink)
     except BaseException:

@@ -17,7 +17,7 @@ from hardpoint.registry.adapters.per_request import (
 )
 from hardpoint.registry.adapters.vllm import adapt_class, seems_from_vllm
 
-from .kinds import Kind
+from .kinds import PluginKind
 from .loading import check_component, import_object, inspecting, marks_hooks
 
 
@@ -52,13 +52,13 @@ def adapter_of(target: Any) -> str | None:
     return target.adapter if inspect.isclass(target) and issubclass(target, Adapter) else None
 
 
-def adapter_name(target: Any, kind: Kind) -> str | None:
+def adapter_name(target: Any, kind: PluginKind) -> str | None:
     """Return how a component is adapted, for people; None if it is not."""
     is_earlier = target.contract < kind.contract
     return f"contract {target.contract}" if is_earlier else adapter_of(target)
 
 
-def load_component(kind: Kind, source: Source, target: Any = None) -> Any:
+def load_component(kind: PluginKind, source: Source, target: Any = None) -> Any:
     """Import a component unless `target` is given, adapt and check it.
 
     Raises:

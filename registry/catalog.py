@@ -18,7 +18,7 @@ from hardpoint.typed.describing import FieldDoc, first_paragraph, struct_fields
 
 from .adapt import adapter_name, load_component
 from .discovery import InstalledPlugin, describe_unknown_kind
-from .kinds import KINDS, Kind, Number
+from .kinds import KINDS, Number, PluginKind
 from .plugin_set import PluginSet, resolve_plugins
 
 
@@ -109,7 +109,7 @@ class Catalog:
             input_schema=_schema(target, "Request"),
         )
 
-    def _problem(self, kind: Kind, info: ComponentInfo) -> str:
+    def _problem(self, kind: PluginKind, info: ComponentInfo) -> str:
         """Return why the engine would refuse a component that is not enabled."""
         try:
             plugins = resolve_plugins(
@@ -120,7 +120,7 @@ class Catalog:
             return str(error)
         return ""
 
-    def choosing(self, kind: Kind, info: ComponentInfo) -> EngineConfig:
+    def choosing(self, kind: PluginKind, info: ComponentInfo) -> EngineConfig:
         """Return the configuration with a component enabled, in the place of one of its name."""
         config = msgspec.to_builtins(self._config)
         *tables, field = (kind.chosen_by or "plugins.enable").split(".")
@@ -222,7 +222,7 @@ def _info(kind: str, source: Source, **fields: Any) -> ComponentInfo:
     )
 
 
-def _interface(kind: Kind, target: Any) -> str:
+def _interface(kind: PluginKind, target: Any) -> str:
     forms = kind.forms or ((kind.interface,) if kind.interface else ())
     return next((form.__name__ for form in forms if issubclass(target, form)), kind.name)
 
@@ -232,7 +232,7 @@ def _phase(target: Any) -> str | None:
     return phase.name if phase is not None else None
 
 
-def _methods(kind: Kind, target: Any) -> list[str]:
+def _methods(kind: PluginKind, target: Any) -> list[str]:
     """Return the names of the interface's public methods that a component defines."""
     if kind.interface is None:
         return []
@@ -245,7 +245,7 @@ def _methods(kind: Kind, target: Any) -> list[str]:
     ]
 
 
-def _hooks(kind: Kind, target: Any) -> list[str]:
+def _hooks(kind: PluginKind, target: Any) -> list[str]:
     if kind.interface is not None:
         return []
     marker = f"{hookimpl.project_name}_impl"

@@ -13,7 +13,7 @@ import importlib_metadata
 from hardpoint.errors import PluginConflictError
 from hardpoint.plugins.manifest import PluginEntry, Source
 
-from .kinds import KINDS, Kind
+from .kinds import KINDS, PluginKind
 
 DISTRIBUTION = "hardpoint"
 CORE_DISTRIBUTION = "hardpoint-core"
@@ -182,7 +182,7 @@ class SelectedPlugin:
         stays: whether only the frontend has it.
     """
 
-    kind: Kind
+    kind: PluginKind
     source: Source
     path: str = ""
     target: Any = None

@@ -41,7 +41,7 @@ from hardpoint.plugins.stats import StatSink
 from hardpoint.plugins.step_part import StepPart
 from hardpoint.plugins.tokenizer import Tokenizer
 
-__all__ = ["KINDS", "FaultScope", "Kind", "Number", "Process", "Stability", "value_at"]
+__all__ = ["KINDS", "FaultScope", "Number", "PluginKind", "Process", "Stability", "value_at"]
 
 
 class Number(Enum):
@@ -84,7 +84,7 @@ class Stability(Enum):
 
 
 @dataclass(frozen=True)
-class Kind:
+class PluginKind:
     """One extension point.
 
     Attributes:
@@ -166,10 +166,10 @@ def value_at(config: EngineConfig, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), config)
 
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, PluginKind] = {
     kind.name: kind
     for kind in (
-        Kind(
+        PluginKind(
             name="logits_processors",
             stability=Stability.STABLE,
             interface=LogitsPlugin,
@@ -180,7 +180,7 @@ KINDS: dict[str, Kind] = {
             summary="Change the logits of the requests that ask for it.",
             suite="LogitsProcessorSuite",
         ),
-        Kind(
+        PluginKind(
             name="samplers",
             restart="its noise is that of requests which have begun",
             interface=Sampler,
@@ -191,7 +191,7 @@ KINDS: dict[str, Kind] = {
             summary="Choose a token from the processed logits.",
             suite="SamplerSuite",
         ),
-        Kind(
+        PluginKind(
             name="schedulers",
             restart="it has the live requests and their blocks; its policy and limits change live",
             interface=Scheduler,
@@ -203,7 +203,7 @@ KINDS: dict[str, Kind] = {
             suite="SchedulerSuite",
             contract=2,
         ),
-        Kind(
+        PluginKind(
             name="speculators",
             restart="workers leave room for drafts when they start",
             interface=Speculator,
@@ -214,7 +214,7 @@ KINDS: dict[str, Kind] = {
             summary="Draft how outputs go on; the next step verifies each draft.",
             suite="SpeculatorSuite",
         ),
-        Kind(
+        PluginKind(
             name="poolers",
             restart="the tasks of a model are known when it starts",
             interface=Pooler,
@@ -224,7 +224,7 @@ KINDS: dict[str, Kind] = {
             summary="Make vectors of the hidden states of a prompt.",
             suite="PoolerSuite",
         ),
-        Kind(
+        PluginKind(
             name="activation_taps",
             restart="the layers and keys of cached blocks that it asks for are read when the "
             "model is loaded",
@@ -235,7 +235,7 @@ KINDS: dict[str, Kind] = {
             summary="Read or change hidden states inside of the model, of requests that ask.",
             suite="ActivationTapSuite",
         ),
-        Kind(
+        PluginKind(
             name="step_parts",
             interface=StepPart,
             number=Number.MANY,
@@ -244,7 +244,7 @@ KINDS: dict[str, Kind] = {
             summary="Take part in each step: gate requests, count resources, mask, read results.",
             suite="StepPartSuite",
         ),
-        Kind(
+        PluginKind(
             name="scheduling_policies",
             stability=Stability.STABLE,
             interface=SchedulingPolicy,
@@ -255,7 +255,7 @@ KINDS: dict[str, Kind] = {
             summary="Order waiting requests and choose whom to preempt.",
             suite="SchedulingPolicySuite",
         ),
-        Kind(
+        PluginKind(
             name="eviction_policies",
             restart="it keeps the order of all cached blocks",
             stability=Stability.STABLE,
@@ -268,7 +268,7 @@ KINDS: dict[str, Kind] = {
             suite="EvictionPolicySuite",
             contract=2,
         ),
-        Kind(
+        PluginKind(
             name="kv_event_publishers",
             restart="its subscribers follow the cache from the start",
             interface=KVEventPublisher,
@@ -279,7 +279,7 @@ KINDS: dict[str, Kind] = {
             summary="Publish the events of the KV cache.",
             suite="KVEventPublisherSuite",
         ),
-        Kind(
+        PluginKind(
             name="kv_connectors",
             restart="it has the KV cache from when it is allocated",
             interface=KVConnector,
@@ -290,7 +290,7 @@ KINDS: dict[str, Kind] = {
             summary="Load and save blocks of the KV cache outside of it.",
             suite="KVConnectorSuite",
         ),
-        Kind(
+        PluginKind(
             name="kv_stores",
             restart="a tier holds blocks that requests may be loading",
             interface=KVStore,
@@ -301,7 +301,7 @@ KINDS: dict[str, Kind] = {
             summary="Keep blocks of the KV cache by key: in memory, on disk, on other machines.",
             suite="KVStoreSuite",
         ),
-        Kind(
+        PluginKind(
             name="executors",
             restart="it has the workers",
             interface=Executor,
@@ -313,7 +313,7 @@ KINDS: dict[str, Kind] = {
             suite="ExecutorSuite",
             contract=2,
         ),
-        Kind(
+        PluginKind(
             name="communicators",
             restart="the workers meet by it when they start",
             interface=Communicator,
@@ -324,7 +324,7 @@ KINDS: dict[str, Kind] = {
             summary="Move tensors between the workers that share a model.",
             suite="CommunicatorSuite",
         ),
-        Kind(
+        PluginKind(
             name="models",
             restart="it has the weights",
             interface=Model,
@@ -334,7 +334,7 @@ KINDS: dict[str, Kind] = {
             summary="Compute hidden states and logits of one architecture.",
             suite="ModelSuite",
         ),
-        Kind(
+        PluginKind(
             name="loaders",
             restart="it has read the weights",
             interface=WeightLoader,
@@ -345,7 +345,7 @@ KINDS: dict[str, Kind] = {
             summary="Read a model's configuration and weights from one format.",
             suite="WeightLoaderSuite",
         ),
-        Kind(
+        PluginKind(
             name="quantizations",
             restart="the weights are stored in its form",
             interface=Quantization,
@@ -356,7 +356,7 @@ KINDS: dict[str, Kind] = {
             summary="Store a model's matrices with few bits.",
             suite="QuantizationSuite",
         ),
-        Kind(
+        PluginKind(
             name="attention_backends",
             restart="the KV cache has its layout",
             interface=AttentionBackend,
@@ -367,7 +367,7 @@ KINDS: dict[str, Kind] = {
             summary="Store keys and values in blocks and compute attention over them.",
             suite="AttentionBackendSuite",
         ),
-        Kind(
+        PluginKind(
             name="ops",
             restart="the model is built of it",
             interface=Ops,
@@ -378,7 +378,7 @@ KINDS: dict[str, Kind] = {
             summary="Compute the products, norms and other operations of models.",
             suite="OpsSuite",
         ),
-        Kind(
+        PluginKind(
             name="tokenizers",
             restart="live requests have its token ids",
             interface=Tokenizer,
@@ -389,7 +389,7 @@ KINDS: dict[str, Kind] = {
             summary="Turn text into token ids and back.",
             suite="TokenizerSuite",
         ),
-        Kind(
+        PluginKind(
             name="grammars",
             restart="compiled grammars of live requests are its own",
             interface=GrammarBackend,
@@ -400,7 +400,7 @@ KINDS: dict[str, Kind] = {
             summary="Say which tokens may come next in structured output.",
             suite="GrammarSuite",
         ),
-        Kind(
+        PluginKind(
             name="reasoning_parsers",
             interface=OutputParser,
             number=Number.BY_NAME,
@@ -412,7 +412,7 @@ KINDS: dict[str, Kind] = {
             contract=2,
             role="reasoning",
         ),
-        Kind(
+        PluginKind(
             name="tool_parsers",
             interface=OutputParser,
             number=Number.BY_NAME,
@@ -424,7 +424,7 @@ KINDS: dict[str, Kind] = {
             contract=2,
             role="tools",
         ),
-        Kind(
+        PluginKind(
             name="adapter_resolvers",
             restart="adapters that it has found stay loaded by its name",
             interface=AdapterResolver,
@@ -435,7 +435,7 @@ KINDS: dict[str, Kind] = {
             summary="Find the files of an adapter that a request names.",
             suite="AdapterResolverSuite",
         ),
-        Kind(
+        PluginKind(
             name="io_processors",
             restart="prompts and outputs of a request have to be of the same one",
             interface=IOProcessor,
@@ -445,7 +445,7 @@ KINDS: dict[str, Kind] = {
             summary="Make prompts of other inputs, and other outputs of what the model makes.",
             suite="IOProcessorSuite",
         ),
-        Kind(
+        PluginKind(
             name="balancers",
             interface=LoadBalancer,
             number=Number.ONE,
@@ -456,7 +456,7 @@ KINDS: dict[str, Kind] = {
             summary="Choose the engine that runs a request, where there are several.",
             suite="LoadBalancerSuite",
         ),
-        Kind(
+        PluginKind(
             name="stat_sinks",
             stability=Stability.STABLE,
             interface=StatSink,
@@ -467,7 +467,7 @@ KINDS: dict[str, Kind] = {
             summary="Receive the engine's statistics.",
             suite="StatSinkSuite",
         ),
-        Kind(
+        PluginKind(
             name="hooks",
             restart="each process binds their calls, a server its routes and commands, when "
             "it starts",

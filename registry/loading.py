@@ -35,7 +35,7 @@ from hardpoint.plugins.wrapper import Wrapper
 from .adapters.vllm_interface import lacks_vllm, stand_ins
 from .blame import faults_as
 from .discovery import advise, may_lack
-from .kinds import KINDS, Kind
+from .kinds import KINDS, PluginKind
 from .request_arguments import prepares
 
 _EXAMPLES = {
@@ -132,7 +132,7 @@ def _attribute(source: Source, target: Any) -> Any:
     return target
 
 
-def kinds_of(target: Any, source: Source) -> list[Kind]:
+def kinds_of(target: Any, source: Source) -> list[PluginKind]:
     """Return the kinds of an imported object: one, or those of an output parser's roles.
 
     Raises:
@@ -153,7 +153,7 @@ def kinds_of(target: Any, source: Source) -> list[Kind]:
     )
 
 
-def check_component(target: Any, kind: Kind, source: Source) -> None:
+def check_component(target: Any, kind: PluginKind, source: Source) -> None:
     """Check that an imported object keeps its kind's contract.
 
     Raises:
@@ -217,7 +217,7 @@ def _check_options(declared: Any, base: type, source: Source, attribute: str = "
         )
 
 
-def _check_class(target: Any, kind: Kind, source: Source) -> None:
+def _check_class(target: Any, kind: PluginKind, source: Source) -> None:
     assert kind.interface is not None
     wanted = " or ".join(kind.interface_names)
     if not inspect.isclass(target) or not issubclass(target, kind.interface):
@@ -238,7 +238,7 @@ def _check_class(target: Any, kind: Kind, source: Source) -> None:
         _check_roles(target, kind, source)
 
 
-def _check_roles(target: type[OutputParser], kind: Kind, source: Source) -> None:
+def _check_roles(target: type[OutputParser], kind: PluginKind, source: Source) -> None:
     """Check that an output parser has the role of the kind that it is enabled under."""
     known = get_args(Role)
     if not target.roles or not set(target.roles) <= set(known):
@@ -472,7 +472,7 @@ def _wrong_type(value: Any, type_: Any) -> str:
     return ""
 
 
-def _check_version(target: Any, kind: Kind, source: Source) -> None:
+def _check_version(target: Any, kind: PluginKind, source: Source) -> None:
     place = "module" if isinstance(target, ModuleType) else "class body"
     own = vars(target) if hasattr(target, "__dict__") else {}
     if "contract" not in own and not inspect.isclass(target) and place == "class body":

@@ -29,7 +29,7 @@ from .discovery import (
     describe_unknown_kind,
     toml_key,
 )
-from .kinds import KINDS, Kind, Number, value_at
+from .kinds import KINDS, Number, PluginKind, value_at
 from .loading import import_object, inspecting, kinds_of, marks_hooks, snake_case
 from .references import provided_by
 
@@ -155,7 +155,7 @@ class Selection:
         kind, source = KINDS[found.kind], found.source(found.origin)
         return SelectedPlugin(kind, source, found.origin, found.target, found.stays)
 
-    def _enable_named(self, kind: Kind, path: str) -> None:
+    def _enable_named(self, kind: PluginKind, path: str) -> None:
         """Enable the component that the configuration names at `path` by its FQCN, if it does."""
         value = self._at(path)
         values = [on.source.value for (of, _), on in self._on.items() if of == kind.name]
@@ -166,7 +166,7 @@ class Selection:
         """Return the value of the configuration at a dotted path."""
         return value_at(self._config, path)
 
-    def chosen(self, kind: Kind, path: str) -> list[SelectedPlugin]:
+    def chosen(self, kind: PluginKind, path: str) -> list[SelectedPlugin]:
         """Return the components that the configuration names at `path`."""
         named = self._at(path)
         if named is None:
@@ -206,7 +206,7 @@ class Selection:
             )
         return use, name
 
-    def _of_backend(self, kind: Kind, path: str) -> dict[str, SelectedPlugin]:
+    def _of_backend(self, kind: PluginKind, path: str) -> dict[str, SelectedPlugin]:
         """Return the components of "auto", by reference: the configured backend, or candidates."""
         if (backend := self._config.backend) != AUTO:
             return {AUTO: self._resolve(backend, "backend", kind)}
@@ -376,12 +376,12 @@ class Selection:
             f"(from {self._config_sources.of(path)})"
         )
 
-    def _resolve(self, reference: str, path: str, kind: Kind | None) -> SelectedPlugin:
+    def _resolve(self, reference: str, path: str, kind: PluginKind | None) -> SelectedPlugin:
         if self._is_fqcn(reference, kind):
             return self._by_fqcn(reference, path, kind)
         return self._by_name(reference, path, kind)
 
-    def _is_fqcn(self, reference: str, kind: Kind | None) -> bool:
+    def _is_fqcn(self, reference: str, kind: PluginKind | None) -> bool:
         """Return whether a reference is an FQCN; that of a module of hooks is its dotted name."""
         if ":" in reference:
             return True
@@ -401,7 +401,7 @@ class Selection:
             return [self._chosen(found, path) for found in candidates]
         return [self._by_name(reference, path, None)]
 
-    def _by_fqcn(self, value: str, path: str, kind: Kind | None) -> SelectedPlugin:
+    def _by_fqcn(self, value: str, path: str, kind: PluginKind | None) -> SelectedPlugin:
         module, colon, qualname = value.partition(":")
         parts = [*module.split("."), *(qualname.split(".") if colon else ())]
         if not all(part.isidentifier() for part in parts):
@@ -422,7 +422,7 @@ class Selection:
             kind = kind or kinds_of(adapt(target, source), source)[0]
         return SelectedPlugin(kind, source, path, target)
 
-    def _by_name(self, reference: str, path: str, kind: Kind | None) -> SelectedPlugin:
+    def _by_name(self, reference: str, path: str, kind: PluginKind | None) -> SelectedPlugin:
         candidates = self._candidates(reference, kind)
         origin = self._config_sources.of(path)
         if not candidates:
@@ -442,7 +442,7 @@ class Selection:
             raise self._ambiguous(reference, path, candidates)
         return self._chosen(candidates[0], path)
 
-    def _advice(self, reference: str, kind: Kind | None) -> str:
+    def _advice(self, reference: str, kind: PluginKind | None) -> str:
         """Return where to get a component that the installed distribution lacks, else nothing."""
         given, _, name = reference.rpartition("/")
         kinds = [kind.name] if kind else [given] if given else KINDS
@@ -454,7 +454,7 @@ class Selection:
         chosen = (kind for kind in kinds.values() if kind.chosen_by)
         return "".join(f"; {kind.chosen_by} takes the one of kind {kind.name}" for kind in chosen)
 
-    def _candidates(self, reference: str, kind: Kind | None) -> list[InstalledPlugin]:
+    def _candidates(self, reference: str, kind: PluginKind | None) -> list[InstalledPlugin]:
         return [
             f
             for f in self._found

@@ -10,7 +10,7 @@ from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.guard import guard
 from hardpoint.boundary.parts.states import States, states_of
-from hardpoint.live.change import Change, Prepared, Switch
+from hardpoint.live.change import LiveChange, PreparedChange, Switch
 from hardpoint.live.settings import is_same
 from hardpoint.plugins import (
     BalancerContext,
@@ -60,7 +60,7 @@ class EngineChoice:
         )
         return built, guarded
 
-    def prepare(self, change: Change, plugins: PluginSet) -> Prepared | None:
+    def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
         """Build another balancer for a live change: a `Slot`.
 
         Raises:

@@ -36,7 +36,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.hooks import HookSpecs
 from hardpoint.plugins.logits import Phase
 from hardpoint.registry.configuration import default_config_type
-from hardpoint.registry.kinds import KINDS, Kind, Stability
+from hardpoint.registry.kinds import KINDS, PluginKind, Stability
 from hardpoint.testing.suite import Rule
 from hardpoint.typed import join_path
 from hardpoint.typed.describing import (
@@ -587,7 +587,7 @@ def _request_row(struct: type[msgspec.Struct], field: FieldDoc) -> str:
     return _row(*cells)
 
 
-def _changes(kind: Kind) -> str:
+def _changes(kind: PluginKind) -> str:
     if kind.restart is not None:
         return f"with a restart: {kind.restart}"
     says = "; of a class that says `changes_live = True`"
@@ -595,7 +595,7 @@ def _changes(kind: Kind) -> str:
     return f"[live](../live-changes.md){'' if default else says}"
 
 
-def _kind_section(kind: Kind) -> list[str]:
+def _kind_section(kind: PluginKind) -> list[str]:
     processes = " and ".join(process.value for process in kind.processes)
     chosen = f"`{kind.chosen_by}`" if kind.chosen_by else _chosen_otherwise(kind)
     lines = [
@@ -627,7 +627,7 @@ def _kind_section(kind: Kind) -> list[str]:
     return lines
 
 
-def _chosen_otherwise(kind: Kind) -> str:
+def _chosen_otherwise(kind: PluginKind) -> str:
     by_requests = kind.role is not None or kind.name == "grammars"
     named = "a request" if by_requests else "a model"
     named = f"`{kind.named_by}` or {named}" if kind.named_by else named

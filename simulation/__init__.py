@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .loads import Load
+from .loads import SimulatedLoad
 from .reports import DecisionTimes, FleetReport, Objective, Percentiles
 from .synthetic import Lengths, SyntheticLoad
 from .traces import TraceError, read_bailian, read_guidellm, read_mooncake, read_trace
@@ -33,6 +33,7 @@ __all__ = [
     "PacedExecutor",
     "Percentiles",
     "Segment",
+    "SimulatedLoad",
     "SimulatedRequest",
     "SteppedScheduler",
     "SyntheticLoad",
@@ -47,6 +48,9 @@ __all__ = [
     "sped_up",
     "write_cost",
 ]
+
+Load = SimulatedLoad
+"""The earlier name, which programs import."""
 
 _ON_USE = {
     "CostFile": "step_costs",

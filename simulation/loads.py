@@ -15,7 +15,7 @@ from .traces import read_trace
 from .workload import SimulatedRequest, sped_up
 
 
-class Load(Strict):
+class SimulatedLoad(Strict):
     """Requests: those of a trace, or synthetic ones.
 
     Attributes:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hardpoint.plugins import EngineCoreOutput, FinishReason
 
-from .reports import DecisionTimes, Ended, Objective, Percentiles
+from .reports import DecisionTimes, FinishedRequests, Objective, Percentiles
 from .workload import TENANT, SimulatedRequest
 
 
@@ -112,10 +112,10 @@ class Measures:
         self.num_good += ttft <= self.objective.ttft and tpot <= self.objective.tpot
 
     @property
-    def ended(self) -> Ended:
+    def ended(self) -> FinishedRequests:
         """Times of the finished requests."""
         unfinished = [progress.session for progress in self._live.values()]
-        return Ended(
+        return FinishedRequests(
             at=np.array(self._at),
             ttft=np.array(self._ttft),
             tpot=np.array(self._tpot),

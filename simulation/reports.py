@@ -63,7 +63,7 @@ class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
     goodput_share: float
 
 
-class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedConversation(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation, by its finished requests.
 
     Attributes:
@@ -98,7 +98,7 @@ class ConversationsReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: Percentiles
     waited: Percentiles
     goodput_share: float
-    longest: list[Conversation]
+    longest: list[SimulatedConversation]
 
 
 class DecisionTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,7 +177,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Ended:
+class FinishedRequests:
     """Finished requests: arrays of one length, in the order in which they ended.
 
     Attributes:
@@ -254,7 +254,7 @@ class Ended:
             waited=Percentiles.of(waited),
             goodput_share=int(good.sum()) / count,
             longest=[
-                Conversation(
+                SimulatedConversation(
                     session=str(self.sessions[session[starts[place]]]),
                     turns=int(turns[place]),
                     seconds=float(seconds[place]),

@@ -20,7 +20,7 @@ from hardpoint.plugins.config_tables import STREAMING_STEP_MILLISECONDS
 from hardpoint.typed import convert
 
 from .fleet import Fleet
-from .loads import Load
+from .loads import SimulatedLoad
 from .reports import Objective
 from .step_costs import CostFile, read_cost
 from .workload import SimulatedRequest
@@ -34,14 +34,14 @@ class _Job:
 
     variant: str
     config: Mapping[str, Any]
-    load: Load
+    load: SimulatedLoad
     cost: CostFile | StepCost
     objective: Objective
 
 
 def simulate(
     variants: Mapping[str, EngineConfig],
-    load: Load | Mapping[str, Any],
+    load: SimulatedLoad | Mapping[str, Any],
     *,
     cost: CostFile | StepCost | str | Path,
     objective: Objective | Mapping[str, Any] | None = None,
@@ -54,7 +54,7 @@ def simulate(
 
     Args:
         variants: configurations by names, of which the first one is what others are compared with.
-        load: the requests, or the fields of `Load`.
+        load: the requests, or the fields of `SimulatedLoad`.
         cost: cost of steps, or a file of `hardpoint calibrate`; with a `StepCost`, configurations
             have to state the size of the KV cache.
         objective: the service level objective, or its fields.
@@ -75,7 +75,9 @@ def simulate(
         raise ConfigError("variants: expected at least one, got none")
     if processes < 1:
         raise ConfigError(f"processes: expected at least 1, got {processes}")
-    made = load if isinstance(load, Load) else convert(dict(load), Load, path="load")
+    made = (
+        load if isinstance(load, SimulatedLoad) else convert(dict(load), SimulatedLoad, path="load")
+    )
     wanted = convert(msgspec.to_builtins(objective or {}), Objective, path="objective")
     costs = read_cost(cost) if isinstance(cost, str | Path) else cost
     made.requests()  # refuses what is wrong before a process starts

@@ -30,7 +30,7 @@ from hardpoint.boundary.guard import guard as guard
 from hardpoint.boundary.parts.components import Components
 from hardpoint.boundary.parts.components import call_declared as call_declared
 from hardpoint.boundary.parts.components import describe_fault as describe_fault
-from hardpoint.core.engine.worker_launch import WorkerProcess
+from hardpoint.core.engine.worker_launch import LaunchedWorker
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.core.weights.quantized_weights import QuantizedWeights
 from hardpoint.core.worker.input_batch import InputBatch
@@ -509,9 +509,9 @@ def _source(target: Any, name: str) -> Source:
 
 def start_worker_process(
     launch: WorkerLaunch, run: str, pass_fds: Sequence[int] = ()
-) -> WorkerProcess:
+) -> LaunchedWorker:
     """Start a process for a worker, as `ExecutorContext.start_process` of an engine does."""
-    return WorkerProcess(launch, run, pass_fds, _plugins("fcfs").manifest)
+    return LaunchedWorker(launch, run, pass_fds, _plugins("fcfs").manifest)
 
 
 def executor_tokens(extra: Mapping[str, Any], *, crowded: bool = False) -> dict[str, list[int]]:

@@ -13,7 +13,7 @@ from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS
 from hardpoint.plugins import EngineCoreRequest, RequestError, RequestOutput
 from hardpoint.requests import OpenCalls
 
-from .streams import Family, OutputStream, open_stream
+from .streams import OutputStream, RequestForks, open_stream
 
 __all__ = ["AsyncForkCalls", "SyncForkCalls"]
 
@@ -24,7 +24,7 @@ class OpenRequests:
     def __init__(self, clock: Callable[[], float]) -> None:
         """Know none."""
         self._clock = clock
-        self._families: dict[str, Family] = {}
+        self._families: dict[str, RequestForks] = {}
         self._num_open = collections.Counter[str]()
 
     def opener(self, params: object) -> Callable[[str, EngineCoreRequest], Opened]:
@@ -41,7 +41,7 @@ class OpenRequests:
             request: as it was sent.
         """
         if request_id not in self._families:
-            self._families[request_id] = Family(request, params, self._clock)
+            self._families[request_id] = RequestForks(request, params, self._clock)
         self._num_open[request_id] += 1
         try:
             yield

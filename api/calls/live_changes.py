@@ -9,7 +9,7 @@ from typing import Any
 
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.live.settings import Asked, Running
+from hardpoint.live.settings import ChangeRequest, Running
 from hardpoint.plugins import SchedulingPolicy
 from hardpoint.plugins.config_tables import PluginUse
 from hardpoint.plugins.manifest import Manifest
@@ -135,18 +135,18 @@ class AsyncLiveChanges:
         """
         policy = {"use": use, "options": {} if options is None else options}
         async with self._policies:  # several follow one another
-            await self._change(Asked.of(origin, policy=policy))
+            await self._change(ChangeRequest.of(origin, policy=policy))
 
     @functools.cached_property
     def _policies(self) -> asyncio.Lock:
         return asyncio.Lock()
 
-    async def _change(self, asked: Asked) -> Manifest:
+    async def _change(self, asked: ChangeRequest) -> Manifest:
         return await self._engine.change(asked)
 
 
-def _config(values: Mapping[str, Any], running: Running) -> Asked:
-    return Asked.of("set_config()", config=values, running=running)
+def _config(values: Mapping[str, Any], running: Running) -> ChangeRequest:
+    return ChangeRequest.of("set_config()", config=values, running=running)
 
 
 def _changes(
@@ -165,6 +165,6 @@ def _changes(
 
 def _asked(
     changes: dict[str, Any], config: Mapping[str, Any] | None, running: Running, origin: str
-) -> Asked:
+) -> ChangeRequest:
     values = {} if config is None else config
-    return Asked.of(origin, plugins=changes, config=values, running=running)
+    return ChangeRequest.of(origin, plugins=changes, config=values, running=running)

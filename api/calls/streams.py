@@ -15,10 +15,10 @@ from hardpoint.plugins import EngineCoreRequest, RequestError, RequestOutput, Sa
 from hardpoint.plugins.resumed import ResumedOutputs
 from hardpoint.requests import OpenCalls, Request
 
-__all__ = ["Family", "OutputStream", "open_stream"]
+__all__ = ["OutputStream", "RequestForks", "open_stream"]
 
 
-class Family:
+class RequestForks:
     """A request that may be forked, and its forks."""
 
     def __init__(
@@ -70,7 +70,7 @@ class OutputStream(Iterator[RequestOutput]):
     after which it goes on.
     """
 
-    def __init__(self, calls: OpenCalls, request_id: str, family: Family) -> None:
+    def __init__(self, calls: OpenCalls, request_id: str, family: RequestForks) -> None:
         """Own a request that was added, of a family that may be forked."""
         self.family = family
         self._calls, self._id = calls, request_id
@@ -113,7 +113,9 @@ class OutputStream(Iterator[RequestOutput]):
             self._calls.drop_soon([self._id])
 
 
-def open_stream(calls: OpenCalls, request: Request, family: Family | None = None) -> OutputStream:
+def open_stream(
+    calls: OpenCalls, request: Request, family: RequestForks | None = None
+) -> OutputStream:
     """Add a request; return its outputs.
 
     Args:
@@ -125,4 +127,4 @@ def open_stream(calls: OpenCalls, request: Request, family: Family | None = None
     """
     sent: list[EngineCoreRequest] = []
     (request_id,) = calls.add([request], sent=sent.append)
-    return OutputStream(calls, request_id, family or Family(sent[0], request[1], calls.clock))
+    return OutputStream(calls, request_id, family or RequestForks(sent[0], request[1], calls.clock))

@@ -21,7 +21,7 @@ from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.core.frontend.frontend import listed_ids
 from hardpoint.errors import PluginFaultError, reason_of
 from hardpoint.journal import with_journal
-from hardpoint.live.settings import Asked
+from hardpoint.live.settings import ChangeRequest
 from hardpoint.open_model import COMPANIONS
 from hardpoint.plugins import EngineConfig, IterationStats
 from hardpoint.plugins.config import ConfigSources
@@ -33,7 +33,7 @@ from hardpoint.replicas.relay.messages import SEPARATOR, Notice
 from hardpoint.replicas.relay.owner import Link, SharedEngines
 from hardpoint.replicas.restarts import RestartBudget
 
-from .process import SharedFaults, WorkerLaunch, WorkerProcess, own_requests
+from .process import CommandWorkerLaunch, CommandWorkerProcess, SharedFaults, own_requests
 
 _log = logging.getLogger("hardpoint")
 
@@ -67,7 +67,7 @@ class OwnerLLM(AsyncLLM):
         llm.shared.faults = faults.notices
         return llm
 
-    async def change(self, asked: Asked) -> Manifest:
+    async def change(self, asked: ChangeRequest) -> Manifest:
         """Change plugins and settings in all processes."""
         return await self._change(asked)
 
@@ -131,7 +131,7 @@ class Workers:
         self._sources = config_sources
         self._config = engine.config
         self._budget = RestartBudget(enabled=True, max_per_minute=max_per_minute)
-        self._running: dict[int, tuple[WorkerProcess, Link]] = {}
+        self._running: dict[int, tuple[CommandWorkerProcess, Link]] = {}
         self._ready: set[int] = set()
         self._replaced: list[int] = []
         self._due: dict[int, float] = {}  # when those that could not be started are tried again
@@ -176,9 +176,9 @@ class Workers:
     async def _start(self, index: int) -> None:
         link = self.engine.shared.connect(lambda method, args: self._answer(index, method, args))
         try:
-            process = WorkerProcess.spawn(pass_fds=self._plan.files)
+            process = CommandWorkerProcess.spawn(pass_fds=self._plan.files)
             process.launch(
-                WorkerLaunch(
+                CommandWorkerLaunch(
                     folder=str(link.folder),
                     config=msgspec.to_builtins(self._config),
                     config_sources=self._sources.by_path,
@@ -234,7 +234,7 @@ class Workers:
     def _is_over(self) -> bool:
         return self._is_ending or self.engine.dead_error is not None
 
-    async def _ended(self, index: int, process: WorkerProcess, link: Link) -> None:
+    async def _ended(self, index: int, process: CommandWorkerProcess, link: Link) -> None:
         """Take a worker that has ended off, and start another one."""
         code = process.returncode or 0
         failure = process.failure()

@@ -23,7 +23,7 @@ from hardpoint.calls.weights import Weights
 from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.core.frontend.engine_parts import Companion, Opening
 from hardpoint.errors import BusyError, shown
-from hardpoint.live.settings import Asked
+from hardpoint.live.settings import ChangeRequest
 from hardpoint.open_model import COMPANIONS
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.config import ConfigSources
@@ -36,7 +36,7 @@ from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.plugin_options import find_tables
 from hardpoint.replicas.relay.client import Figures, OpenRelayed
 from hardpoint.replicas.relay.frontends import CHANGE, REPLAY, asked_of
-from hardpoint.replicas.relay.messages import EngineView, Notice, own_id
+from hardpoint.replicas.relay.messages import EnginesSummary, Notice, own_id
 from hardpoint.system.process.child import ParentWatch
 from hardpoint.system.process.launch import ChildLaunch, decode_launch
 from hardpoint.system.process.naming import log_to_stderr, name_process
@@ -45,7 +45,7 @@ from hardpoint.system.process.process import ChildProcess
 _log = logging.getLogger("hardpoint")
 
 
-class WorkerLaunch(ChildLaunch, frozen=True, kw_only=True):
+class CommandWorkerLaunch(ChildLaunch, frozen=True, kw_only=True):
     """Everything that a worker process needs.
 
     Attributes:
@@ -61,13 +61,13 @@ class WorkerLaunch(ChildLaunch, frozen=True, kw_only=True):
     config_sources: dict[str, str]
     log_level: str
     index: int
-    view: EngineView
+    view: EnginesSummary
     run: str
     files: list[int]
     data: Any = None
 
 
-class WorkerProcess(ChildProcess):
+class CommandWorkerProcess(ChildProcess):
     """A running worker process."""
 
     what = "worker process"
@@ -174,7 +174,7 @@ class WorkerLLM(AsyncLLM):
             ended.set()
 
     async def _read_view(self, notice: Notice) -> None:
-        self._client.client.view = msgspec.convert(notice.value, EngineView)
+        self._client.client.view = msgspec.convert(notice.value, EnginesSummary)
 
     async def _read_death(self, notice: Notice) -> None:
         self._client.client.fail(error_of(*notice.value))
@@ -194,7 +194,7 @@ class WorkerLLM(AsyncLLM):
                 self._followed = None
             self._engine.finish_change(action)
 
-    async def _prepare(self, number: int, asked: Asked) -> None:
+    async def _prepare(self, number: int, asked: ChangeRequest) -> None:
         try:
             if self._followed is not None:
                 raise BusyError("another live change is under way; try again once it is done")
@@ -213,7 +213,7 @@ class WorkerLLM(AsyncLLM):
 
     # What the owner of the engines does for all frontends
 
-    async def _change(self, asked: Asked) -> Manifest:
+    async def _change(self, asked: ChangeRequest) -> Manifest:
         """Change plugins and settings, as `AsyncLLM` does, in all processes."""
         return msgspec.convert(await self._ask("live_change", msgspec.to_builtins(asked)), Manifest)
 
@@ -284,14 +284,14 @@ def run_worker(data: bytes, watch: ParentWatch) -> None:
     """Run the function of a plan, and exit with its code.
 
     Args:
-        data: a WorkerLaunch.
+        data: a CommandWorkerLaunch.
         watch: watch of the parent.
 
     Raises:
         HardpointError: the frontend cannot be opened; the parent raises it too.
     """
     del watch  # the process ends with its parent
-    launch = decode_launch(data, WorkerLaunch)
+    launch = decode_launch(data, CommandWorkerLaunch)
     name_process(f"Worker_{launch.index}")
     log_to_stderr(f"worker {launch.index}", launch.log_level)
     sources = ConfigSources(launch.config_sources)

@@ -8,8 +8,8 @@ import random
 import time
 from enum import Enum
 
-from hardpoint.bench.answers import StreamAnswer, Timeline
-from hardpoint.bench.connection import Connection, Pool
+from hardpoint.bench.answers import RequestTimeline, StreamAnswer
+from hardpoint.bench.connection import ClientConnection, Pool
 
 _HALF_CLOSED_S = 2.0
 _LONGEST_S = 60.0
@@ -63,9 +63,9 @@ async def disconnect(
             connection.close()
 
 
-async def _leave_after(connection: Connection, request: bytes, chunks: int) -> None:
+async def _leave_after(connection: ClientConnection, request: bytes, chunks: int) -> None:
     """Send a request, and return after a number of chunks, or at the end of the answer."""
-    timeline = Timeline(sent=time.perf_counter())
+    timeline = RequestTimeline(sent=time.perf_counter())
     answer = StreamAnswer(timeline)
     asking = asyncio.ensure_future(connection.ask(request, answer))
 

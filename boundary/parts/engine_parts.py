@@ -1,6 +1,6 @@
 """Step parts behind one object: their methods bound to lists, guarded, called for their users.
 
-The engine core calls `EngineParts`, the scheduler its `Gates`, a worker `WorkerParts`. With no
+The engine core calls `EngineHalves`, the scheduler its `Gates`, a worker `WorkerParts`. With no
 request that uses a part, each call is a test of an empty list.
 """
 
@@ -34,7 +34,7 @@ from .calls import PartCalls
 from .gates import PartGates, part_encoder_cache, part_transfers, without_data
 
 
-class EngineParts:
+class EngineHalves:
     """The engine's halves of all step parts.
 
     Attributes:

@@ -20,7 +20,7 @@ from hardpoint.registry.plugin_set import PluginSet
 
 from .bound_half import BoundPart, BoundT, BoundWorkerHalf, OpenHalves, open_halves
 from .calls import PartCalls
-from .engine_parts import EngineParts
+from .engine_parts import EngineHalves
 from .returns import limit_defect
 from .worker_parts import WorkerParts
 
@@ -29,7 +29,7 @@ ContextT = TypeVar("ContextT", FrontendHalfContext, EngineHalfContext, WorkerHal
 
 def open_parts(
     plugins: PluginSet, about: Mapping[str, Any], context: EngineHalfContext, faults: StepFaults
-) -> EngineParts:
+) -> EngineHalves:
     """Build the engine's halves of all enabled parts, in their order.
 
     Args:
@@ -42,7 +42,7 @@ def open_parts(
         PluginError: one cannot be built; the others are closed.
     """
     calls = PartCalls()
-    opened: list[EngineParts] = []
+    opened: list[EngineHalves] = []
 
     def why_waiting(request_id: str) -> WaitReason | None:
         return opened[0].why_waiting(request_id)
@@ -61,7 +61,7 @@ def open_parts(
 
     entries = plugins.entries("step_parts")
     parts = open_halves(plugins, entries, about, context_of(context), BoundPart, bind)
-    opened.append(EngineParts(parts, context.vocab_size, calls))
+    opened.append(EngineHalves(parts, context.vocab_size, calls))
     opened[0].open = opening(about, context, context_of, BoundPart, bind)
     return opened[0]
 

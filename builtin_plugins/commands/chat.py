@@ -16,7 +16,7 @@ from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointEr
 from hardpoint.plugins.commands import ConfigSources, Generator
 from hardpoint.typed import suggest
 
-from .conversation import Conversation, Output, is_dumb_terminal, notice, read_messages
+from .conversation import ChatHistory, TextOutput, is_dumb_terminal, notice, read_messages
 from .sampling import add_sampling_options, conversation_params, sampling_params
 
 _HELP = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."
@@ -49,7 +49,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
     sampling_params(options)  # refuses wrong ones before a model is loaded
-    conversation = Conversation(drop_oldest=options.when_full == "drop-oldest")
+    conversation = ChatHistory(drop_oldest=options.when_full == "drop-oldest")
     if options.load is not None:
         conversation.begin(read_messages(options.load))
     if options.system is not None:
@@ -86,12 +86,12 @@ class _Chat:
 
     def __init__(
         self,
-        conversation: Conversation,
+        conversation: ChatHistory,
         options: argparse.Namespace,
         context: CommandContext,
         config: tuple[EngineConfig, ConfigSources],
     ) -> None:
-        self.output: Output = _PlainOutput()
+        self.output: TextOutput = _PlainOutput()
         self.is_over = False
         self._conversation, self._options, self._context = conversation, options, context
         self._config, self._config_sources = config

@@ -12,7 +12,7 @@ from hardpoint.plugins import CompletionOutput, Logprob, RequestOutput
 
 
 @dataclass
-class Completion:
+class AssembledCompletion:
     """One completion, assembled from its outputs."""
 
     index: int
@@ -68,14 +68,14 @@ class Completion:
         return line
 
 
-def assemble(outputs: Iterable[RequestOutput]) -> list[Completion]:
+def assemble(outputs: Iterable[RequestOutput]) -> list[AssembledCompletion]:
     """Return the completions of one request, by index."""
-    completions: dict[int, Completion] = {}
+    completions: dict[int, AssembledCompletion] = {}
     prompt_tokens = 0
     for output in outputs:
         prompt_tokens = len(output.prompt_token_ids) or prompt_tokens
         for new in output.outputs:
-            completions.setdefault(new.index, Completion(new.index)).add(new)
+            completions.setdefault(new.index, AssembledCompletion(new.index)).add(new)
     for completion in completions.values():
         completion.prompt_tokens = prompt_tokens
     return [completions[index] for index in sorted(completions)]

@@ -14,13 +14,20 @@ import msgspec
 from hardpoint.plugins import CompletionOutput, RequestError, SamplingParams
 from hardpoint.plugins.commands import Generator
 
-__all__ = ["Conversation", "Message", "Output", "is_dumb_terminal", "notice", "read_messages"]
+__all__ = [
+    "ChatHistory",
+    "HistoryMessage",
+    "TextOutput",
+    "is_dumb_terminal",
+    "notice",
+    "read_messages",
+]
 
 _LEAST_ROOM = 4
 """An answer has room for `max_tokens`, or for this fraction of the context if that is less."""
 
 
-class Message(msgspec.Struct, frozen=True):
+class HistoryMessage(msgspec.Struct, frozen=True):
     """One message, in the form that chat templates and saved files share."""
 
     role: Literal["system", "user", "assistant"]
@@ -28,10 +35,10 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class _Saved(msgspec.Struct):
-    messages: list[Message]
+    messages: list[HistoryMessage]
 
 
-class Output(Protocol):
+class TextOutput(Protocol):
     """Where an answer is written."""
 
     def write(self, text: str, *, reasoning: bool = False) -> None:
@@ -41,17 +48,17 @@ class Output(Protocol):
         """Write what is held back, and end the line."""
 
 
-class Conversation:
+class ChatHistory:
     """The messages so far. After an error, a question is not one of them."""
 
     def __init__(self, *, drop_oldest: bool) -> None:
         """`drop_oldest`: when the context is full, send the newest turns alone; else fail."""
         self.system = ""
-        self.messages: list[Message] = []
+        self.messages: list[HistoryMessage] = []
         self._drop_oldest = drop_oldest
         self._first_sent = 0
 
-    def begin(self, messages: list[Message]) -> None:
+    def begin(self, messages: list[HistoryMessage]) -> None:
         """Replace all messages; the system message only by one that they begin with."""
         if messages and messages[0].role == "system":
             self.system = messages[0].content
@@ -63,11 +70,13 @@ class Conversation:
         """Send the dropped turns again, if they fit: the context has changed."""
         self._first_sent = 0
 
-    def with_system(self) -> list[Message]:
+    def with_system(self) -> list[HistoryMessage]:
         """Return all messages, the system message first."""
-        return [*([Message("system", self.system)] if self.system else []), *self.messages]
+        return [*([HistoryMessage("system", self.system)] if self.system else []), *self.messages]
 
-    def ask(self, generator: Generator, params: SamplingParams, text: str, output: Output) -> None:
+    def ask(
+        self, generator: Generator, params: SamplingParams, text: str, output: TextOutput
+    ) -> None:
         """Write the answer to a message as it comes.
 
         An interrupt keeps the part that has come, and is raised again.
@@ -75,7 +84,7 @@ class Conversation:
         Raises:
             RequestError: the request failed, or the context is full.
         """
-        question, answer, error = Message("user", text), "", None
+        question, answer, error = HistoryMessage("user", text), "", None
         prompt = self._prompt(generator, params, question)
         tokens, cut = len(prompt["prompt_token_ids"]), False
         try:
@@ -88,7 +97,7 @@ class Conversation:
                         error = new.error or "the request failed"
         except KeyboardInterrupt:
             if answer:
-                self.messages += [question, Message("assistant", answer)]
+                self.messages += [question, HistoryMessage("assistant", answer)]
             raise
         finally:
             if answer:
@@ -97,12 +106,12 @@ class Conversation:
             raise RequestError(error)
         if not answer:
             output.end()
-        self.messages += [question, Message("assistant", answer)]
+        self.messages += [question, HistoryMessage("assistant", answer)]
         if cut:
             notice(_why_cut(tokens, generator, params))
 
     def _prompt(
-        self, generator: Generator, params: SamplingParams, question: Message
+        self, generator: Generator, params: SamplingParams, question: HistoryMessage
     ) -> Mapping[str, Any]:
         """Return the messages to send: as many turns before the question as there is room for.
 
@@ -166,7 +175,7 @@ class Conversation:
             raise RequestError(f"{str(path)!r} cannot be written: {error}") from None
 
 
-def _written(new: CompletionOutput, output: Output) -> str:
+def _written(new: CompletionOutput, output: TextOutput) -> str:
     """Write the new part of an answer; return it without the reasoning."""
     if new.reasoning:
         output.write(new.reasoning, reasoning=True)
@@ -175,7 +184,7 @@ def _written(new: CompletionOutput, output: Output) -> str:
     return new.content or ""
 
 
-def read_messages(path: Path) -> list[Message]:
+def read_messages(path: Path) -> list[HistoryMessage]:
     """Return the messages of a saved conversation.
 
     Raises:

@@ -16,7 +16,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.commands import Generator
 
 from .batch import add_batch_options, run_batch
-from .completions import Completion, assemble, print_json
+from .completions import AssembledCompletion, assemble, print_json
 from .sampling import GREEDY, add_sampling_options, prompt_params, sampling_params
 
 
@@ -115,7 +115,7 @@ def _stream(
     return generator.stream(prompt, params)
 
 
-def _print_text(outputs: Iterator[RequestOutput]) -> list[Completion]:
+def _print_text(outputs: Iterator[RequestOutput]) -> list[AssembledCompletion]:
     """Print the first completion as it comes and the others after it."""
 
     def printed() -> Iterator[RequestOutput]:
@@ -132,14 +132,14 @@ def _print_text(outputs: Iterator[RequestOutput]) -> list[Completion]:
     return ordered
 
 
-def _print_json(prompt: str, outputs: Iterator[RequestOutput]) -> list[Completion]:
+def _print_json(prompt: str, outputs: Iterator[RequestOutput]) -> list[AssembledCompletion]:
     ordered = assemble(outputs)
     for completion in ordered:
         print_json({"prompt": prompt, **completion.as_json()}, sys.stdout)
     return ordered
 
 
-def _report_errors(completions: Sequence[Completion], context: CommandContext) -> bool:
+def _report_errors(completions: Sequence[AssembledCompletion], context: CommandContext) -> bool:
     """Print the errors that ended completions; return whether there were any."""
     errors = [completion.error for completion in completions if completion.error]
     for error in errors:

@@ -32,7 +32,7 @@ _FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name not in
 
 
 @dataclass(frozen=True)
-class BatchRequest:
+class PromptLine:
     """One line of a prompt file.
 
     Attributes:
@@ -143,7 +143,7 @@ class PromptFile:
         self._params = msgspec.structs.replace(params, output_kind=RequestOutputKind.CUMULATIVE)
         self._is_text, self._chat = is_text, chat
 
-    def requests(self) -> Iterator[BatchRequest]:
+    def requests(self) -> Iterator[PromptLine]:
         """Yield the requests; a regular file is read from its beginning each time.
 
         Raises:
@@ -161,7 +161,7 @@ class PromptFile:
         if not ids:
             raise RequestError(f"{name}: expected a prompt per line, got none")
 
-    def _read(self, number: int, text: str) -> BatchRequest:
+    def _read(self, number: int, text: str) -> PromptLine:
         value = text if self._is_text else decoded(text)
         fields = {"prompt": value} if isinstance(value, str) else value
         if not isinstance(fields, dict):
@@ -175,7 +175,7 @@ class PromptFile:
         plain = msgspec.to_builtins(params, str_keys=True)
         hashed = msgspec.json.encode([given, messages is not None, plain], order="sorted")
         digest = int.from_bytes(hashlib.blake2b(hashed, digest_size=8).digest(), "big")
-        return BatchRequest(
+        return PromptLine(
             number, _checked_id(fields.get("id", number)), given, messages, params, digest
         )
 

@@ -17,8 +17,8 @@ from hardpoint.toolkit.parsing.format_parser import (
     Content,
     FormatParser,
     OpenOutput,
+    ParserState,
     Reasoning,
-    State,
     ToolName,
     choice_of_calls,
 )
@@ -49,21 +49,21 @@ class Gemma(FormatParser):
     reasoning = "thinking"
     required_tokens = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", _QUOTE)
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return content, thinking, and the parts of a call."""
         content = {"<|channel>": "thinking", "<|tool_call>": "name"}
         ends = ("<channel|>", "<tool_call|>")  # no text, also where nothing began
         after = {**content, **dict.fromkeys(ends, "behind")}
         return {
-            "content": State(Content, {**content, **dict.fromkeys(ends, "content")}),
-            "thinking": State(_Thinking, {"<channel|>": "content"}),
-            "name": State(_Name, {"<tool_call|>": "bare"}, then="opened"),
-            "bare": State(_Bare, after),
-            "opened": State(_Opened, {_QUOTE: "text", "<tool_call|>": "end"}),
-            "arguments": State(_Arguments, {_QUOTE: "text", "<tool_call|>": "end"}),
-            "text": State(_Text, {_QUOTE: "arguments", "<tool_call|>": "end"}),
-            "end": State(_End, after),
-            "behind": State(AfterCall, after),
+            "content": ParserState(Content, {**content, **dict.fromkeys(ends, "content")}),
+            "thinking": ParserState(_Thinking, {"<channel|>": "content"}),
+            "name": ParserState(_Name, {"<tool_call|>": "bare"}, then="opened"),
+            "bare": ParserState(_Bare, after),
+            "opened": ParserState(_Opened, {_QUOTE: "text", "<tool_call|>": "end"}),
+            "arguments": ParserState(_Arguments, {_QUOTE: "text", "<tool_call|>": "end"}),
+            "text": ParserState(_Text, {_QUOTE: "arguments", "<tool_call|>": "end"}),
+            "end": ParserState(_End, after),
+            "behind": ParserState(AfterCall, after),
         }
 
     def call_format(

@@ -18,8 +18,8 @@ from hardpoint.toolkit.parsing.format_parser import (
     Content,
     FormatParser,
     OpenOutput,
+    ParserState,
     Reasoning,
-    State,
     choice_of_calls,
 )
 from hardpoint.toolkit.parsing.json_text import JsonArguments, arguments_format
@@ -52,21 +52,21 @@ class Harmony(FormatParser):
     reasoning = "analysis"
     required_tokens = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return the parts of a message's header, and its text by channel."""
         begins = {"<|start|>": "start", "<|channel|>": "start"}
         over = dict.fromkeys(("<|end|>", "<|call|>", "<|return|>"), "between")
         header = {"<|channel|>": "header", "<|constrain|>": "header", "<|message|>": None, **over}
         ends = {**over, **begins}
         return {
-            "first": State(_FirstHeader, {**header, "<|start|>": "start"}),
-            "start": State(_Start, {**header, "<|start|>": "start"}),
-            "header": State(_Header, {**header, "<|start|>": "start"}),
-            "analysis": State(Reasoning, ends),
-            "aside": State(_Aside, ends),
-            "content": State(Content, ends),
-            "arguments": State(JsonArguments, ends),
-            "between": State(_Between, begins),
+            "first": ParserState(_FirstHeader, {**header, "<|start|>": "start"}),
+            "start": ParserState(_Start, {**header, "<|start|>": "start"}),
+            "header": ParserState(_Header, {**header, "<|start|>": "start"}),
+            "analysis": ParserState(Reasoning, ends),
+            "aside": ParserState(_Aside, ends),
+            "content": ParserState(Content, ends),
+            "arguments": ParserState(JsonArguments, ends),
+            "between": ParserState(_Between, begins),
         }
 
     def markers(self) -> ReasoningMarkers:

@@ -26,8 +26,8 @@ from hardpoint.toolkit.parsing.format_parser import (
     Content,
     FormatParser,
     Kind,
+    ParserState,
     Reasoning,
-    State,
     ToolName,
     any_tag,
     choice_of_calls,
@@ -60,18 +60,18 @@ class KimiK2(FormatParser):
         "<|tool_calls_section_end|>",
     )
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return content, section, name and arguments."""
         call = {"<|tool_call_begin|>": "name"}
         begins = {**dict.fromkeys((begin for begin, _ in _KIMI_SECTIONS), "section"), **call}
         ends = dict.fromkeys((end for _, end in _KIMI_SECTIONS), "behind")
         return {
-            "content": State(Content, begins),
-            "section": State(Between, {**call, **ends}),
-            "name": State(_KimiName, {"<|tool_call_argument_begin|>": "arguments"}),
-            "arguments": State(JsonArguments, {"<|tool_call_end|>": "next"}),
-            "next": State(AfterCall, {**begins, **ends}),
-            "behind": State(AfterCall, begins),
+            "content": ParserState(Content, begins),
+            "section": ParserState(Between, {**call, **ends}),
+            "name": ParserState(_KimiName, {"<|tool_call_argument_begin|>": "arguments"}),
+            "arguments": ParserState(JsonArguments, {"<|tool_call_end|>": "next"}),
+            "next": ParserState(AfterCall, {**begins, **ends}),
+            "behind": ParserState(AfterCall, begins),
         }
 
     def call_format(
@@ -155,16 +155,18 @@ class DeepSeekV3(FormatParser):
     template_marks = ("<｜tool▁calls▁begin｜>", "```json")
     required_tokens = _DEEPSEEK
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return content, section, kind, name and arguments."""
         section = {"<｜tool▁call▁begin｜>": "kind", "<｜tool▁calls▁end｜>": "content"}
         return {
-            "content": State(Content, {"<｜tool▁calls▁begin｜>": "section"}),
-            "section": State(Between, section),
-            "kind": State(Kind, {"<｜tool▁sep｜>": "name"}),
-            "name": State(ToolName, {"\n```json\n": "arguments"}),
-            "arguments": State(JsonArguments, {"\n```": "end", "<｜tool▁call▁end｜>": "section"}),
-            "end": State(Between, {"<｜tool▁call▁end｜>": "section"}),
+            "content": ParserState(Content, {"<｜tool▁calls▁begin｜>": "section"}),
+            "section": ParserState(Between, section),
+            "kind": ParserState(Kind, {"<｜tool▁sep｜>": "name"}),
+            "name": ParserState(ToolName, {"\n```json\n": "arguments"}),
+            "arguments": ParserState(
+                JsonArguments, {"\n```": "end", "<｜tool▁call▁end｜>": "section"}
+            ),
+            "end": ParserState(Between, {"<｜tool▁call▁end｜>": "section"}),
         }
 
     def call_format(
@@ -197,14 +199,14 @@ class DeepSeekV31(FormatParser):
     template_marks = ("<｜tool▁calls▁begin｜>",)
     required_tokens = _DEEPSEEK
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return content, section, name and arguments."""
         section = {"<｜tool▁call▁begin｜>": "name", "<｜tool▁calls▁end｜>": "content"}
         return {
-            "content": State(Content, {"<｜tool▁calls▁begin｜>": "section"}),
-            "section": State(Between, section),
-            "name": State(ToolName, {"<｜tool▁sep｜>": "arguments"}),
-            "arguments": State(JsonArguments, {"<｜tool▁call▁end｜>": "section"}),
+            "content": ParserState(Content, {"<｜tool▁calls▁begin｜>": "section"}),
+            "section": ParserState(Between, section),
+            "name": ParserState(ToolName, {"<｜tool▁sep｜>": "arguments"}),
+            "arguments": ParserState(JsonArguments, {"<｜tool▁call▁end｜>": "section"}),
         }
 
     def call_format(
@@ -241,19 +243,19 @@ class Mistral(FormatParser):
     reasoning = "thinking"
     required_tokens = ("[TOOL_CALLS]",)
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return content, thinking, and the two forms of calls."""
         calls = {"[TOOL_CALLS]": "first"}
         head = {"[CALL_ID]": "id", "[ARGS]": "arguments"}
         return {
-            "start": State(BeforeAnswer, {"[THINK]": "thinking", **calls}),
-            "content": State(Content, calls),
-            "thinking": State(Reasoning, {"[/THINK]": "content"}),
-            "first": State(_MistralFirst, calls),
-            "list": State(JsonCalls, calls, then="content"),
-            "name": State(_MistralName, head, then="arguments"),
-            "id": State(_MistralId, {"[ARGS]": "arguments"}, then="arguments"),
-            "arguments": State(JsonArguments, calls),
+            "start": ParserState(BeforeAnswer, {"[THINK]": "thinking", **calls}),
+            "content": ParserState(Content, calls),
+            "thinking": ParserState(Reasoning, {"[/THINK]": "content"}),
+            "first": ParserState(_MistralFirst, calls),
+            "list": ParserState(JsonCalls, calls, then="content"),
+            "name": ParserState(_MistralName, head, then="arguments"),
+            "id": ParserState(_MistralId, {"[ARGS]": "arguments"}, then="arguments"),
+            "arguments": ParserState(JsonArguments, calls),
         }
 
     def call_format(
@@ -326,18 +328,18 @@ class Granite(FormatParser):
     template_marks = ("<|tool_call|>", "<response>")
     reasoning = "thinking"
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return content, thinking, the answer behind it, and calls."""
         calls = {"<|tool_call|>": "calls", "<tool_call>": "call"}
         answer = {"<response>": "answer", "</response>": "answer", **calls}
         return {
-            "start": State(BeforeAnswer, {"<think>": "thinking", **calls}),
-            "content": State(Content, calls),
-            "thinking": State(Reasoning, {"</think>": "answer"}),
-            "answer": State(Content, answer),
-            "calls": State(JsonCalls, calls, then="answer"),
-            "call": State(JsonCalls, {"</tool_call>": "behind"}),
-            "behind": State(AfterCall, answer),
+            "start": ParserState(BeforeAnswer, {"<think>": "thinking", **calls}),
+            "content": ParserState(Content, calls),
+            "thinking": ParserState(Reasoning, {"</think>": "answer"}),
+            "answer": ParserState(Content, answer),
+            "calls": ParserState(JsonCalls, calls, then="answer"),
+            "call": ParserState(JsonCalls, {"</tool_call>": "behind"}),
+            "behind": ParserState(AfterCall, answer),
         }
 
     def call_format(
@@ -370,14 +372,16 @@ class Granite32(FormatParser):
     template_marks = ("Here is my thought process:",)
     reasoning = "thinking"
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return content, thinking, and calls."""
         calls = {"<|tool_call|>": "calls"}
         return {
-            "start": State(BeforeAnswer, {"Here is my thought process:": "thinking", **calls}),
-            "content": State(Content, calls),
-            "thinking": State(Reasoning, {"Here is my response:": "content"}),
-            "calls": State(JsonCalls, calls, then="content"),
+            "start": ParserState(
+                BeforeAnswer, {"Here is my thought process:": "thinking", **calls}
+            ),
+            "content": ParserState(Content, calls),
+            "thinking": ParserState(Reasoning, {"Here is my response:": "content"}),
+            "calls": ParserState(JsonCalls, calls, then="content"),
         }
 
     def call_format(

@@ -16,7 +16,7 @@ from hardpoint.toolkit.parsing.format_parser import (
     Content,
     FormatParser,
     OpenOutput,
-    State,
+    ParserState,
     choice_of_calls,
     repeated,
 )
@@ -46,14 +46,14 @@ class Json(FormatParser):
     options: Options
     _arguments: ClassVar = "arguments"
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return the first character's state, call and content."""
         content = _TextWithCalls if self.options.after_text else Content
         return {
-            "start": State(_First, {}),
-            "content": State(content, {}),
-            "call": State(_Call, {}, then="after"),
-            "after": State(_Between, {}),
+            "start": ParserState(_First, {}),
+            "content": ParserState(content, {}),
+            "call": ParserState(_Call, {}, then="after"),
+            "after": ParserState(_Between, {}),
         }
 
     def call_format(
@@ -100,13 +100,13 @@ class Llama3Json(Json):
     options: Options
     _arguments = "parameters"
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return those of `json`, and the marker that may come first."""
         states, marker = super().states(), {"<|python_tag|>": "call"}
         return {
             **states,
-            "start": State(_First, marker),
-            "content": State(states["content"].body, marker),
+            "start": ParserState(_First, marker),
+            "content": ParserState(states["content"].body, marker),
         }
 
     def _calls(self, call: Format, *, parallel: bool) -> Format:

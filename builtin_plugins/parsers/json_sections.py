@@ -18,8 +18,8 @@ from hardpoint.toolkit.parsing.format_parser import (
     Content,
     FormatParser,
     OpenOutput,
+    ParserState,
     Reasoning,
-    State,
     any_tag,
     choice_of_calls,
     repeated,
@@ -52,7 +52,7 @@ class JsonSections(FormatParser):
     thinking: ClassVar[tuple[str, str] | None] = None
     answers: ClassVar[Mapping[str, str]] = {}
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return content, calls, and where there are such, thinking and answer."""
         calls = {text: "list" if text.endswith("[") else "calls" for text in self.sections}
         answers = dict.fromkeys(self.answers, "answer")
@@ -61,22 +61,22 @@ class JsonSections(FormatParser):
         states = {}
         think = {} if self.thinking is None else {self.thinking[0]: "thinking"}
         if answers:  # the first state: an answer may come without thinking
-            states["before"] = State(_BeforeAnswer, {**think, **answers, **calls})
-            states["between"] = State(_BeforeAnswer, {**answers, **calls})
-            states["answer"] = State(_Answer, {**answer_ends, **calls})
+            states["before"] = ParserState(_BeforeAnswer, {**think, **answers, **calls})
+            states["between"] = ParserState(_BeforeAnswer, {**answers, **calls})
+            states["answer"] = ParserState(_Answer, {**answer_ends, **calls})
         elif think:
-            states["start"] = State(BeforeAnswer, {**think, **calls})
-        states["content"] = State(Content, calls)
+            states["start"] = ParserState(BeforeAnswer, {**think, **calls})
+        states["content"] = ParserState(Content, calls)
         if self.thinking is not None:
             to = "between" if answers else "content"
-            states["thinking"] = State(Reasoning, {self.thinking[1]: to})
+            states["thinking"] = ParserState(Reasoning, {self.thinking[1]: to})
         is_list = self.list_text is not None and self.list_text[0].startswith("[")
         after = "behind" if is_list else None  # text behind a list is none of calls
         return {
             **states,
-            "calls": State(self.calls, ends, then=after),
-            "list": State(self._in_list, ends, then=after),
-            "behind": State(AfterCall, {**answers, **calls, **ends}),
+            "calls": ParserState(self.calls, ends, then=after),
+            "list": ParserState(self._in_list, ends, then=after),
+            "behind": ParserState(AfterCall, {**answers, **calls, **ends}),
         }
 
     def _in_list(self, output: OpenOutput) -> Body:

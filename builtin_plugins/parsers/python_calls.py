@@ -22,7 +22,7 @@ from hardpoint.toolkit.parsing.format_parser import (
     Content,
     FormatParser,
     OpenOutput,
-    State,
+    ParserState,
     choice_of_calls,
     repeated,
 )
@@ -53,15 +53,15 @@ class Pythonic(FormatParser):
     template_marks = ("[func_name1(",)
     options: Options
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return calls and content."""
         return self._states_of({})
 
-    def _states_of(self, markers: Mapping[str, str]) -> Mapping[str, State]:
+    def _states_of(self, markers: Mapping[str, str]) -> Mapping[str, ParserState]:
         content = _TextWithCalls if self.options.after_text else Content
         return {
-            "call": State(_PythonCalls, markers, then="content"),
-            "content": State(content, markers),
+            "call": ParserState(_PythonCalls, markers, then="content"),
+            "content": ParserState(content, markers),
         }
 
     def call_format(
@@ -108,7 +108,7 @@ class Llama4Pythonic(Pythonic):
     marks: ClassVar[tuple[str, str]] = ("<|python_start|>", "<|python_end|>")
     options: Options
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return calls and content."""
         begin, end = self.marks
         return self._states_of({begin: "call", end: "content"})
@@ -136,13 +136,13 @@ class Olmo3(FormatParser):
     roles = ("tools",)
     template_marks = ("<function_calls>",)
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return content, calls, and content behind them."""
         begin, end = {"<function_calls>": "calls"}, {"</function_calls>": "behind"}
         return {
-            "content": State(Content, begin),
-            "calls": State(_LinesOfCalls, end),
-            "behind": State(AfterCall, {**begin, **end}),
+            "content": ParserState(Content, begin),
+            "calls": ParserState(_LinesOfCalls, end),
+            "behind": ParserState(AfterCall, {**begin, **end}),
         }
 
     def call_format(

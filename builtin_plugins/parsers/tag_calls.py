@@ -24,8 +24,8 @@ from hardpoint.toolkit.parsing.format_parser import (
     Content,
     FormatParser,
     OpenOutput,
+    ParserState,
     Reasoning,
-    State,
     ToolName,
     Whole,
     choice_of_calls,
@@ -99,31 +99,31 @@ class TagCalls(FormatParser):
     tags: ClassVar[Tags]
     one_each: ClassVar[bool] = False
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return content, thinking, and the parts of a call."""
-        content, states = dict.fromkeys(self.sections, "call"), dict[str, State]()
+        content, states = dict.fromkeys(self.sections, "call"), dict[str, ParserState]()
         if self.thinking:
             start, end = self.thinking
-            states["start"] = State(BeforeAnswer, {start: "thinking", **content})
-            states["thinking"] = State(Reasoning, {end: "content"})
-        return {**states, "content": State(Content, content), **self.call_states(content)}
+            states["start"] = ParserState(BeforeAnswer, {start: "thinking", **content})
+            states["thinking"] = ParserState(Reasoning, {end: "content"})
+        return {**states, "content": ParserState(Content, content), **self.call_states(content)}
 
-    def call_states(self, content: Mapping[str, str]) -> dict[str, State]:
+    def call_states(self, content: Mapping[str, str]) -> dict[str, ParserState]:
         """Return the states of a call, and of the content behind it, whose moves are given."""
         tags, ends = self.tags, self.sections.values()
         over, cut = dict.fromkeys(ends, "behind"), dict.fromkeys(ends, "after")
         value = dict(zip(tags.value_ends, ("parameters", "end", "key"), strict=True))
         parameters = {tags.key: "key", tags.end: "end", **cut}
         return {
-            "call": State(Between, {tags.name: "name", **over}),
-            "name": State(_Name, {">": "opened"}),
-            "opened": State(_Opened, parameters),
-            "parameters": State(Parameters, parameters),
-            "key": State(Key, {">": "value"}),
-            "value": State(partial(Value, around=tags.around), value),
-            "end": State(_End, {**content, tags.name: "name", **over}),
-            "after": State(After, content),
-            "behind": State(AfterCall, content),
+            "call": ParserState(Between, {tags.name: "name", **over}),
+            "name": ParserState(_Name, {">": "opened"}),
+            "opened": ParserState(_Opened, parameters),
+            "parameters": ParserState(Parameters, parameters),
+            "key": ParserState(Key, {">": "value"}),
+            "value": ParserState(partial(Value, around=tags.around), value),
+            "end": ParserState(_End, {**content, tags.name: "name", **over}),
+            "after": ParserState(After, content),
+            "behind": ParserState(AfterCall, content),
         }
 
     def call_format(

@@ -18,8 +18,8 @@ from hardpoint.toolkit.parsing.format_parser import (
     BeforeAnswer,
     Content,
     FormatParser,
+    ParserState,
     Reasoning,
-    State,
 )
 
 Tag = Annotated[str, Meta(min_length=1)]
@@ -76,12 +76,12 @@ class ThinkTags(FormatParser):
             )
         super().__init__(context)
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return the beginning, thinking and content."""
         return {
-            "start": State(BeforeAnswer, {self.options.start: "thinking"}),
-            "content": State(Content, {}),
-            "thinking": State(
+            "start": ParserState(BeforeAnswer, {self.options.start: "thinking"}),
+            "content": ParserState(Content, {}),
+            "thinking": ParserState(
                 Reasoning,
                 {self.options.end: "content"},
                 calls=dict.fromkeys(self.options.calls, "content"),

@@ -13,7 +13,7 @@ from hardpoint.toolkit.parsing.format_parser import (
     Between,
     Content,
     Kind,
-    State,
+    ParserState,
     ToolName,
     any_tag,
     choice_of_calls,
@@ -40,10 +40,10 @@ class Qwen3Coder(TagCalls):
     one_each = True
     tags = Tags(around="\n")
 
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return content and the parts of a call."""
         content = {"<tool_call>": "call", "<function=": "name"}
-        return {"content": State(Content, content), **self.call_states(content)}
+        return {"content": ParserState(Content, content), **self.call_states(content)}
 
     def call_format(
         self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
@@ -139,15 +139,15 @@ class Step3(TagCalls):
         after="<｜tool_call_end｜>\n",
     )
 
-    def call_states(self, content: Mapping[str, str]) -> dict[str, State]:
+    def call_states(self, content: Mapping[str, str]) -> dict[str, ParserState]:
         """Return those of `TagCalls`, with the tokens around a call."""
         states = super().call_states(content)
         call, end = states["call"], states["end"]
         return {
             **states,
-            "call": State(Between, {**call.moves, "<｜tool_call_begin｜>": "kind"}),
-            "kind": State(Kind, {**call.moves, "<｜tool_sep｜>": "call"}),
-            "end": State(end.body, {**end.moves, "<｜tool_call_end｜>": "call"}),
+            "call": ParserState(Between, {**call.moves, "<｜tool_call_begin｜>": "kind"}),
+            "kind": ParserState(Kind, {**call.moves, "<｜tool_sep｜>": "call"}),
+            "end": ParserState(end.body, {**end.moves, "<｜tool_call_end｜>": "call"}),
         }
 
 
@@ -166,16 +166,16 @@ class Glm45(TagCalls):
     one_each = True
     tags = Tags(name="", end="", key="", value_end="</arg_value>", before_calls="")
 
-    def call_states(self, content: Mapping[str, str]) -> dict[str, State]:
+    def call_states(self, content: Mapping[str, str]) -> dict[str, ParserState]:
         """Return the states of a call, and of the content behind it."""
         parameters = {"<arg_key>": "key", "</tool_call>": "end"}
         return {
-            "call": State(_GlmName, parameters),
-            "parameters": State(Parameters, parameters),
-            "key": State(_GlmKey, {"</arg_key>": "before"}),
-            "before": State(Parameters, {"<arg_value>": "value"}),
-            "value": State(Value, {"</arg_value>": "parameters"}),
-            "end": State(After, content),
+            "call": ParserState(_GlmName, parameters),
+            "parameters": ParserState(Parameters, parameters),
+            "key": ParserState(_GlmKey, {"</arg_key>": "before"}),
+            "before": ParserState(Parameters, {"<arg_value>": "value"}),
+            "value": ParserState(Value, {"</arg_value>": "parameters"}),
+            "end": ParserState(After, content),
         }
 
     def call(self, tool: str, schema: Mapping[str, Any], *, is_alone: bool = False) -> Format:  # noqa: ARG002

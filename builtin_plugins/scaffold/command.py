@@ -10,7 +10,7 @@ from pathlib import Path
 from hardpoint.plugins import CommandContext, RequestError
 
 from .names import PackageSpec, check_kind, check_name
-from .project import Change, check_new_folder, make, plan_update, read_spec, update
+from .project import FileUpdate, check_new_folder, make, plan_update, read_spec, update
 from .templates import Templates
 
 _CONFLICTS = 1
@@ -97,7 +97,7 @@ def _update(folder: Path, templates: Templates, *, is_dry: bool) -> int:
     return _CONFLICTS if conflicts else 0
 
 
-def _print_changes(folder: Path, changes: Mapping[str, Change]) -> None:
+def _print_changes(folder: Path, changes: Mapping[str, FileUpdate]) -> None:
     for path, change in changes.items():
         if change.what != "unchanged":
             print(f"{folder / path}: {change.what}")

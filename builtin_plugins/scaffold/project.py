@@ -67,7 +67,7 @@ def make(folder: Path, files: Mapping[str, str]) -> None:
 
 
 @dataclass(frozen=True)
-class Change:
+class FileUpdate:
     """Change of a file by an update.
 
     Attributes:
@@ -115,7 +115,7 @@ def read_spec(folder: Path, templates: Templates) -> PackageSpec:
     return spec
 
 
-def plan_update(folder: Path, spec: PackageSpec, templates: Templates) -> dict[str, Change]:
+def plan_update(folder: Path, spec: PackageSpec, templates: Templates) -> dict[str, FileUpdate]:
     """Return the change of each file of a package by the newest templates, by path.
 
     What the author has changed stays; what the templates have changed since is added. A file that
@@ -133,7 +133,7 @@ def plan_update(folder: Path, spec: PackageSpec, templates: Templates) -> dict[s
     return {path: _change(folder / path, base, wanted, path, label) for path in paths}
 
 
-def update(folder: Path, changes: Mapping[str, Change]) -> None:
+def update(folder: Path, changes: Mapping[str, FileUpdate]) -> None:
     """Write the changes to the files of a package, each at once.
 
     The one that states the version of the templates is the last: until then, the update can be
@@ -152,27 +152,27 @@ def update(folder: Path, changes: Mapping[str, Change]) -> None:
             raise HardpointError(f"{folder / path} cannot be written: {cause.strerror}") from cause
 
 
-def _change(file: Path, base: Files, wanted: Files, path: str, label: str) -> Change:
+def _change(file: Path, base: Files, wanted: Files, path: str, label: str) -> FileUpdate:
     ours = _read(file)
     old, new = base.get(path), wanted.get(path)
     if ours is not None and (line := conflict_line(ours)) is not None:
         raise RequestError(f"--update: {file}, line {line}: decide this conflict first")
     if old == new:
-        return Change("unchanged")
+        return FileUpdate("unchanged")
     if ours is None:
-        return Change("stays removed") if old is not None else _written("added", new or "")
+        return FileUpdate("stays removed") if old is not None else _written("added", new or "")
     text = ours.replace("\r\n", "\n")
     if new is None:
-        return Change("removed" if text == old else "kept, no longer part of the template")
+        return FileUpdate("removed" if text == old else "kept, no longer part of the template")
     merged, conflicts = merge(old or "", text, new, label)
     if merged == text:
-        return Change("unchanged")
+        return FileUpdate("unchanged")
     what = "in conflict" if conflicts else "updated" if text == old else "merged"
     return _written(what, merged.replace("\n", "\r\n") if "\r\n" in ours else merged, conflicts)
 
 
-def _written(what: str, text: str, conflicts: int = 0) -> Change:
-    return Change(what, text.encode(), conflicts)
+def _written(what: str, text: str, conflicts: int = 0) -> FileUpdate:
+    return FileUpdate(what, text.encode(), conflicts)
 
 
 def _read(file: Path) -> str | None:

@@ -19,7 +19,7 @@ from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.boundary.parts.components import Components, GatesAsGrammars, describe_fault
-from hardpoint.boundary.parts.engine_parts import EngineParts
+from hardpoint.boundary.parts.engine_parts import EngineHalves
 from hardpoint.boundary.parts.opening import open_parts
 from hardpoint.core.kv_cache import (
     BlockManager,
@@ -152,7 +152,7 @@ class _EnginePlugins:
     kv_events: KVEventFanout
     blocks: BlockMetadata
     eviction: EvictionPolicy
-    step_parts: EngineParts
+    step_parts: EngineHalves
     block_hashes: _BlockHashes
     clock: _Clock
     step_cost: Callable[[], StepCost]
@@ -284,7 +284,7 @@ def _eviction_policy(plugins: PluginSet, blocks: BlockMetadata, clock: _Clock) -
 
 
 def _executor(
-    spec: WorkerSpec, launcher: WorkerLauncher, parts: EngineParts, undo: contextlib.ExitStack
+    spec: WorkerSpec, launcher: WorkerLauncher, parts: EngineHalves, undo: contextlib.ExitStack
 ) -> Executor:
     """Build the executor.
 
@@ -317,7 +317,7 @@ def _executor(
 
 
 def _parts_start(
-    spec: WorkerSpec, executor: Executor, parts: EngineParts, undo: contextlib.ExitStack
+    spec: WorkerSpec, executor: Executor, parts: EngineHalves, undo: contextlib.ExitStack
 ) -> PartsStart | None:
     """Return the starter of the parts that move blocks, which hashes weights; None without any."""
     if parts.moves_blocks is None:
@@ -357,7 +357,7 @@ def _kv_cache(
 
 
 def _start(
-    executor: Executor, spec: WorkerSpec, config_sources: ConfigSources, parts: EngineParts
+    executor: Executor, spec: WorkerSpec, config_sources: ConfigSources, parts: EngineHalves
 ) -> tuple[WorkerInfo, CacheSize, EngineConfig]:
     """Load the model and allocate the KV cache.
 
@@ -463,7 +463,7 @@ def _limits(
     config: EngineConfig,
     size: CacheSize,
     executor: Executor,
-    parts: EngineParts,
+    parts: EngineHalves,
     num_draft_tokens: int,
 ) -> SchedulerLimits:
     ahead = plans_ahead(config, executor)

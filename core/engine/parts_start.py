@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hardpoint.boundary.parts.engine_parts import EngineParts
+from hardpoint.boundary.parts.engine_parts import EngineHalves
 from hardpoint.core.weights.weight_hash import WeightsHash
 from hardpoint.plugins import EngineConfig, Executor, WeightLoader
 from hardpoint.registry.blame import raise_unless_fault
@@ -12,7 +12,7 @@ class PartsStart:
     """Starts the halves in the workers, with the hash of the weights that they have."""
 
     def __init__(
-        self, config: EngineConfig, loader: WeightLoader, executor: Executor, parts: EngineParts
+        self, config: EngineConfig, loader: WeightLoader, executor: Executor, parts: EngineHalves
     ) -> None:
         """Store what starts them; `weights_load` comes first."""
         self._config, self._loader, self._executor = config, loader, executor

@@ -14,7 +14,7 @@ from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.guard import checked
-from hardpoint.boundary.parts.engine_parts import EngineParts
+from hardpoint.boundary.parts.engine_parts import EngineHalves
 from hardpoint.boundary.parts.states import States, states_of, states_of_parts
 from hardpoint.boundary.step_check import (
     ResultCheck,
@@ -95,7 +95,7 @@ class EngineCoreParts:
     components: Sequence[Component] = ()
     config: EngineConfig | None = None
     log_stats: bool = False
-    step_parts: EngineParts = field(default_factory=EngineParts)
+    step_parts: EngineHalves = field(default_factory=EngineHalves)
     generates: bool = True
     parts_start: PartsStart | None = None
     step_log: StepLog | None = None

@@ -12,7 +12,7 @@ from hardpoint import typed
 from hardpoint.boundary.errors import kind_of
 from hardpoint.boundary.parts.states import joined_states
 from hardpoint.core.protocol import PauseMode, UtilityCall, UtilityOutput
-from hardpoint.live.change import Action, Change
+from hardpoint.live.change import Action, LiveChange
 from hardpoint.live.engine import EngineChanges
 from hardpoint.plugins import Executor, HardpointError, RequestError, SchedulerStats, WaitReason
 from hardpoint.plugins.engine_state import KVCacheChanges
@@ -274,7 +274,9 @@ class EngineUtilities(ControlCalls):
         return changes.all_of(self._parts.kv_cache.pool.index[0])
 
     @utility()
-    def live_change(self: UtilityHost, action: Action, change: Change | None = None) -> list[str]:
+    def live_change(
+        self: UtilityHost, action: Action, change: LiveChange | None = None
+    ) -> list[str]:
         """Do something about a change of plugins and settings, see `EngineChanges.run`."""
         return self._changes.run(action, change)
 

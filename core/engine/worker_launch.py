@@ -145,9 +145,9 @@ class WorkerLauncher:
 
     def start_process(
         self, launch: WorkerLaunch, run: str, pass_fds: Sequence[int] = ()
-    ) -> WorkerProcess:
+    ) -> LaunchedWorker:
         """Start a process; see `ExecutorContext.start_process`."""
-        return WorkerProcess(launch, run, pass_fds, self._spec.plugins.manifest, self._folder)
+        return LaunchedWorker(launch, run, pass_fds, self._spec.plugins.manifest, self._folder)
 
     def close(self) -> None:
         """Remove what the workers needed to find each other."""
@@ -182,7 +182,7 @@ class _ChildWorker(ChildProcess):
         return f"{self.what} of rank {self.rank} (pid {self.pid})"
 
 
-class WorkerProcess:
+class LaunchedWorker:
     """See `hardpoint.plugins.executor.WorkerProcess`."""
 
     def __init__(

@@ -60,7 +60,7 @@ class LoopFailure:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Rejection:
     """A request with the id of a live request, rejected before it reached the loop."""
 
     request_id: str
@@ -103,7 +103,7 @@ class PreparedCall:
     requests: list[Prepared]
 
 
-Message = Prepared | PreparedCall | Abort | UtilityCall | Refusal | LoopFailure | Wakeup
+Message = Prepared | PreparedCall | Abort | UtilityCall | Rejection | LoopFailure | Wakeup
 """The input of a loop."""
 
 
@@ -274,7 +274,7 @@ class EngineLoop:
                 self._send(self._core.abort_requests(own))
             case UtilityCall():
                 self._call(message)
-            case Refusal():
+            case Rejection():
                 self._reject(message.request_id, message.client_index, message.error)
             case LoopFailure():
                 raise message.error

@@ -17,7 +17,7 @@ from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
 from hardpoint.registry.blame import describe
 from hardpoint.system.encoding import Decoder, TensorProvider, WireError
 
-from .loop import LoopQueues, Prepared, PreparedCall, Refusal
+from .loop import LoopQueues, Prepared, PreparedCall, Rejection
 
 _log = logging.getLogger("hardpoint")
 
@@ -160,7 +160,7 @@ class MessageReader:
         # The client would mistake an error for the end of its live request of that id, so there
         # the loop decides.
         if name in self._live[client]:
-            self._queues.input.put(Refusal(name, client, error))
+            self._queues.input.put(Rejection(name, client, error))
         else:
             self._queues.output.put(client, rejection_output(name, error))
 

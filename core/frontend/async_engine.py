@@ -15,7 +15,7 @@ from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.live.change import Action
 from hardpoint.live.driver import next_of
-from hardpoint.live.settings import Asked
+from hardpoint.live.settings import ChangeRequest
 from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
@@ -282,7 +282,7 @@ class AsyncEngine(WatchedEngine):
         reasons = await EngineUtilities.why_waiting.call_async(self.call_utility, list(live))
         return dict(zip(live.values(), reasons, strict=True))
 
-    async def change(self, asked: Asked) -> Manifest:
+    async def change(self, asked: ChangeRequest) -> Manifest:
         """Change plugins or settings while requests run, as `LLMEngine.change` does.
 
         Cancelling the task does not end a change that has begun.
@@ -290,7 +290,7 @@ class AsyncEngine(WatchedEngine):
         await self._ready()
         return await asyncio.shield(asyncio.ensure_future(self._run_change(asked)))
 
-    async def _run_change(self, asked: Asked) -> Manifest:
+    async def _run_change(self, asked: ChangeRequest) -> Manifest:
         async with contextlib.AsyncExitStack() as stack:
             steps, change = stack.enter_context(self._changes.begin(asked))
             answer: list[str] | BaseException | None = None
@@ -308,7 +308,7 @@ class AsyncEngine(WatchedEngine):
                     answer = error
         return change.manifest
 
-    async def follow_change(self, asked: Asked) -> None:
+    async def follow_change(self, asked: ChangeRequest) -> None:
         """Prepare a change that the owner of the engines runs; `finish_change` is to follow."""
         self._changes.follow(asked)
         while not self._changes.is_prepared():

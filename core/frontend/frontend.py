@@ -13,7 +13,7 @@ from hardpoint.boundary.errors import close_all, engine_dead
 from hardpoint.boundary.parts.states import States, states_of, states_of_parts
 from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.errors import EngineDeadError, PluginFaultError, shown
-from hardpoint.live.change import Change, Prepared, Slot, Switch
+from hardpoint.live.change import LiveChange, PreparedChange, Slot, Switch
 from hardpoint.live.parts import FrontendPartChanges
 from hardpoint.plugins import (
     ConfigError,
@@ -123,7 +123,7 @@ class Frontend:
         found = states_of([*sinks, *self._arguments.parsers.components])
         return found | states_of_parts(self._step_parts.halves, "frontend")
 
-    def prepare(self, change: Change, plugins: PluginSet) -> Prepared | None:
+    def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
         """Check that requests can be admitted with other plugins.
 
         Raises:

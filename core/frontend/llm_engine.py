@@ -20,7 +20,7 @@ from hardpoint.errors import (
     PluginFaultError,
 )
 from hardpoint.live.driver import next_of
-from hardpoint.live.settings import Asked
+from hardpoint.live.settings import ChangeRequest
 from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
@@ -246,7 +246,7 @@ class LLMEngine(EngineOwner):
         reasons = EngineUtilities.why_waiting.call(self.call_utility, list(live))
         return dict(zip(live.values(), reasons, strict=True))
 
-    def change(self, asked: Asked) -> Manifest:
+    def change(self, asked: ChangeRequest) -> Manifest:
         """Change plugins or settings while requests run: in all processes, or in none.
 
         Other threads add requests and run steps while it is prepared.
@@ -293,7 +293,7 @@ class LLMEngine(EngineOwner):
         """
         policy = {"use": use, "options": {} if options is None else options}
         with self._policy_lock:  # several follow one another
-            return self.change(Asked.of("set_policy()", policy=policy))
+            return self.change(ChangeRequest.of("set_policy()", policy=policy))
 
     @locked
     def call_utility(self, method: str, *args: Any, rank: int | None = None) -> Any:

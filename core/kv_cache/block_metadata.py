@@ -30,7 +30,7 @@ class BlockMetadata:
         self.hashes: list[bytes | None] = []
         self.groups = array("i")
         self.depths = array("i")
-        self.history: BlockHistory | None = None
+        self.history: CachedBlockHistory | None = None
         self._allocated = False
 
     def allocate(self, num_blocks: int, num_usable: int, num_groups: int) -> None:
@@ -43,7 +43,7 @@ class BlockMetadata:
         if self.history is not None:
             self.history.allocate(num_blocks, num_groups)
 
-    def start_history(self) -> BlockHistory:
+    def start_history(self) -> CachedBlockHistory:
         """Return the history, which is kept from now on.
 
         Raises:
@@ -55,7 +55,7 @@ class BlockMetadata:
                     "the history of blocks was not kept so far; call context.history() in the "
                     "constructor"
                 )
-            self.history = BlockHistory(self)
+            self.history = CachedBlockHistory(self)
         return self.history
 
     def hash(self, block_id: int) -> bytes | None:
@@ -77,7 +77,7 @@ class BlockMetadata:
         return 0.0 if key is None else self.retained.deadlines.get(key, 0.0)
 
 
-class BlockHistory:
+class CachedBlockHistory:
     """Parents, children and uses of cached blocks; implements `BlockHistory` of the contract."""
 
     def __init__(self, metadata: BlockMetadata) -> None:

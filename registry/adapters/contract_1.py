@@ -34,7 +34,7 @@ from hardpoint.plugins.output_parser import (
     Role,
 )
 from hardpoint.plugins.request import Request
-from hardpoint.registry.kinds import Kind
+from hardpoint.registry.kinds import PluginKind
 
 if TYPE_CHECKING:
     from hardpoint.plugins.requests import EngineCoreRequest
@@ -122,7 +122,7 @@ class WholeOutput:
         return [*events, ContentText(content)] if content else events
 
 
-def adapt_earlier(target: Any, kind: Kind) -> Any:
+def adapt_earlier(target: Any, kind: PluginKind) -> Any:
     """Return a class of contract 1 as one that the engine can run; anything else unchanged."""
     is_earlier = kind.contract == _FOR + 1 and inspect.isclass(target)
     if not is_earlier or vars(target).get("contract") != _FOR or is_adapted(target):
@@ -140,7 +140,7 @@ def is_adapted(target: Any) -> bool:
     return inspect.isclass(target) and issubclass(target, _Adapter)
 
 
-def warn_of_earlier(enabled: Iterable[tuple[Kind, Source, Any]]) -> list[str]:
+def warn_of_earlier(enabled: Iterable[tuple[PluginKind, Source, Any]]) -> list[str]:
     """Return a warning for each enabled component of a contract before the current one."""
     return [
         f"{source}: it states contract {target.contract} of {kind.name}, and runs as before until "

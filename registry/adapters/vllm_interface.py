@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .vllm_objects import ConfigFields, ExternalParams
+from .vllm_objects import ExternalParams, VllmConfigFields
 from .vllm_v1 import ExternalBatchUpdate, MoveDirectionality
 from .vllm_v2 import DeviceField, HostField, RequestStates, StepLayout
 
@@ -232,7 +232,7 @@ _PARAMS = {"SamplingParams": ExternalParams}
 _MODULES: Mapping[str, Mapping[str, Any]] = {
     "vllm": _PARAMS,
     "vllm.sampling_params": _PARAMS,
-    "vllm.config": {"VllmConfig": ConfigFields},
+    "vllm.config": {"VllmConfig": VllmConfigFields},
     "vllm.exceptions": {"VLLMValidationError": VLLMValidationError},
     "vllm.logger": {"init_logger": logging.getLogger, "logger": logging.getLogger(_NAME)},
     "vllm.logits_process": {"LogitsProcessor": Callable},

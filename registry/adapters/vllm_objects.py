@@ -72,7 +72,7 @@ class ModelFields(KeptFields):
         return self._vocab_size
 
 
-class ConfigFields(KeptFields):
+class VllmConfigFields(KeptFields):
     """`vllm_config`.
 
     Attributes:

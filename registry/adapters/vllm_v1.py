@@ -22,7 +22,7 @@ from hardpoint.plugins.logits import (
 from hardpoint.plugins.params import SamplingParams
 
 from .drafts import base_of, by_depth, drafts_of
-from .vllm_objects import ConfigFields, ExternalParams
+from .vllm_objects import ExternalParams, VllmConfigFields
 from .vllm_rows import VLLMClass, run_on
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class VLLMV1Class(VLLMClass):
             ValueError: `is_argmax_invariant` differs between class and object.
         """
         super().__init__(context)
-        self._config = ConfigFields(context)
+        self._config = VllmConfigFields(context)
         self._inner = self.external.target(self._config, context.device, False)
         if self.argmax_invariant and not self._inner.is_argmax_invariant():
             raise ValueError(

@@ -20,7 +20,7 @@ from hardpoint.registry.blame import raise_unless_fault
 
 from .base import AdapterArguments
 from .drafts import base_of, by_depth, drafts_of
-from .vllm_objects import ConfigFields, KeptFields
+from .vllm_objects import KeptFields, VllmConfigFields
 from .vllm_rows import VLLMClass, run_on
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class VLLMV2Class(VLLMClass):
         """Construct the external object."""
         super().__init__(context)
         self._states = RequestStates(context)
-        self._inner = self.external.target(ConfigFields(context), self._states)
+        self._inner = self.external.target(VllmConfigFields(context), self._states)
         self._rows = RowMap(self._started)
 
     @classmethod

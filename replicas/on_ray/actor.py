@@ -14,7 +14,7 @@ from hardpoint.boundary.errors import kind_of
 from hardpoint.plugins import EngineConfig, HardpointError
 from hardpoint.replicas.remote.comparison import hello_of
 from hardpoint.replicas.remote.joining import Joining
-from hardpoint.replicas.remote.messages import Report, encode
+from hardpoint.replicas.remote.messages import RemoteFailure, encode
 from hardpoint.toolkit.curve_keys import KeyPair
 
 
@@ -52,7 +52,7 @@ class EngineActor:
         """Run the engine of an encoded ActorLaunch until it ends, or its program is gone.
 
         Returns:
-            Nothing, or the Report of an error for which it has not joined.
+            Nothing, or the RemoteFailure of an error for which it has not joined.
         """
         given = msgspec.msgpack.decode(launch, type=ActorLaunch)
         # Nothing is sent: the program lets the engine end, or kills the actor.
@@ -70,7 +70,7 @@ class EngineActor:
         except HardpointError as error:
             notes = list(getattr(error, "__notes__", ()))
             message = str(error).removeprefix("--join: ")  # no such option was given here
-            return encode(Report(kind=kind_of(error), message=message, notes=notes))
+            return encode(RemoteFailure(kind=kind_of(error), message=message, notes=notes))
         finally:
             stop.close()
             other.close()

@@ -20,7 +20,7 @@ from hardpoint.plugins import EngineConfig, HardpointError
 from hardpoint.replicas.hosts import EngineHosts
 from hardpoint.replicas.remote.joined_host import JoinedHost
 from hardpoint.replicas.remote.listener import ANY_PORT, JoinedHosts, JoinListener
-from hardpoint.replicas.remote.messages import Report, decode, encode
+from hardpoint.replicas.remote.messages import RemoteFailure, decode, encode
 from hardpoint.system.process.launch import ChildLaunch
 from hardpoint.toolkit.curve_keys import KeyPair
 from hardpoint.toolkit.ray_cluster import RayNode, listening_address
@@ -220,7 +220,7 @@ class RayHost(JoinedHost):
             self._report_loss(self.rank)
             _log.warning("engine %d: %s", self.rank, error)
         elif answer := running.result():
-            report = decode(answer, Report)
+            report = decode(answer, RemoteFailure)
             error = error_of(report.kind, f"{actor.node}: {report.message}")
             for note in report.notes:
                 error.add_note(note)

@@ -34,7 +34,7 @@ from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed import convert
 
-from .messages import CALL, NOTICES, OWNER, EngineView, Notice
+from .messages import CALL, NOTICES, OWNER, EnginesSummary, Notice
 
 _POLL_MS = 100
 _FIGURES_INTERVAL_S = 0.1
@@ -54,7 +54,7 @@ class RelayedClient(RequestSockets, UtilityCalls):
     in_process = False
 
     def __init__(
-        self, start: EngineStart, folder: Path, view: EngineView, sink: Sink | None
+        self, start: EngineStart, folder: Path, view: EnginesSummary, sink: Sink | None
     ) -> None:
         """Connect to the owner.
 
@@ -170,7 +170,7 @@ class OpenRelayed:
 
     client: RelayedClient
 
-    def __init__(self, folder: Path, view: EngineView) -> None:
+    def __init__(self, folder: Path, view: EnginesSummary) -> None:
         """Open it in a folder that the owner has made."""
         self._folder, self._view = folder, view
 

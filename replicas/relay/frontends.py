@@ -11,8 +11,8 @@ import msgspec
 
 from hardpoint.boundary.errors import error_of
 from hardpoint.errors import HardpointError
-from hardpoint.live.change import Action, Change, Prepared, Switch
-from hardpoint.live.settings import Asked
+from hardpoint.live.change import Action, LiveChange, PreparedChange, Switch
+from hardpoint.live.settings import ChangeRequest
 from hardpoint.registry.plugin_set import PluginSet
 
 from .messages import Notice
@@ -56,7 +56,7 @@ class FrontendChanges:
                 self._answers[number][token] = kind, text
             self._answered.notify_all()
 
-    def prepare(self, change: Change, plugins: PluginSet) -> Prepared:
+    def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange:
         """Let all frontends prepare a change.
 
         Raises:
@@ -108,6 +108,6 @@ class FrontendChanges:
                 self._answered.wait(min(left, 0.1))
 
 
-def asked_of(value: object) -> Asked:
+def asked_of(value: object) -> ChangeRequest:
     """Return the request for a change that a notice carries."""
-    return msgspec.convert(value, Asked)
+    return msgspec.convert(value, ChangeRequest)

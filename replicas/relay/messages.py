@@ -24,7 +24,7 @@ def own_id(request_id: str) -> str:
     return request_id.rpartition(SEPARATOR)[2]
 
 
-class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+class EnginesSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The engines as a client shows them without a call.
 
     Attributes:

@@ -26,7 +26,7 @@ from hardpoint.core.engine_process.loop import (
     Message,
     Prepared,
     PreparedCall,
-    Refusal,
+    Rejection,
     Wakeup,
 )
 from hardpoint.core.engine_process.process import EngineProcess
@@ -44,7 +44,7 @@ from hardpoint.replicas.opening import open_engines
 from hardpoint.system.resources import SOCKET_NAMES, make_socket_folder
 
 from .frontends import FrontendChanges
-from .messages import CALL, NOTICES, OWNER, SEPARATOR, EngineView, Notice
+from .messages import CALL, NOTICES, OWNER, SEPARATOR, EnginesSummary, Notice
 
 _log = logging.getLogger("hardpoint")
 
@@ -111,10 +111,10 @@ class SharedEngines:
         return self._group
 
     @property
-    def view(self) -> EngineView:
+    def view(self) -> EnginesSummary:
         """The engines as frontends show them now."""
         assert self._group is not None
-        return EngineView(
+        return EnginesSummary(
             ranks=tuple(self._group.ranks),
             pids=dict(self._group.pids),
             is_serving=self._group.is_serving,
@@ -273,7 +273,7 @@ class Link:
                 self._group.abort_requests(list(map(self._prefixed, message.request_ids)))
             case UtilityCall():
                 self._call(message)
-            case Refusal():
+            case Rejection():
                 self._refuse([message.request_id], message.error)
             case LoopFailure():
                 raise message.error

@@ -19,7 +19,7 @@ from hardpoint.toolkit.curve_keys import KeyPair
 
 from .comparison import difference
 from .joined_host import JoinedHost
-from .messages import LINK_PROTOCOL, MOST_HELLO_BYTES, Hello, Opening, Refusal, decode
+from .messages import LINK_PROTOCOL, MOST_HELLO_BYTES, Hello, HelloVersion, JoinRefusal, decode
 
 _log = logging.getLogger("hardpoint")
 
@@ -59,12 +59,12 @@ class Admission:
         if self._waiting.get(host.rank) is host:
             del self._waiting[host.rank]
 
-    def read(self, frame: bytes) -> tuple[Hello | None, Refusal | None]:
+    def read(self, frame: bytes) -> tuple[Hello | None, JoinRefusal | None]:
         """Return a hello, and why its sender may not join; neither, if it is no hello."""
         try:
             if len(frame) > MOST_HELLO_BYTES:
                 raise WireError(f"a hello of {len(frame)} bytes")
-            if (theirs := decode(frame, Opening).protocol) != LINK_PROTOCOL:
+            if (theirs := decode(frame, HelloVersion).protocol) != LINK_PROTOCOL:
                 reason = f"join protocol: the head has version {LINK_PROTOCOL}, the engine {theirs}"
                 return None, self._refusal(reason)
             hello = decode(frame, Hello)
@@ -76,7 +76,7 @@ class Admission:
 
     def choose(
         self, hello: Hello, taken: Mapping[int, str]
-    ) -> tuple[JoinedHost | None, Refusal | None]:
+    ) -> tuple[JoinedHost | None, JoinRefusal | None]:
         """Return the place of an engine, which is offered no more, or why there is none.
 
         Args:
@@ -97,7 +97,7 @@ class Admission:
         if rank is None or rank not in self._waiting:
             places = "; ".join(f"{one} by {where}" for one, where in sorted(taken.items()))
             reason = f"no rank waits for an engine{f'; taken: {places}' if places else ''}"
-            return None, Refusal(reason=reason, retry_seconds=math.inf)
+            return None, JoinRefusal(reason=reason, retry_seconds=math.inf)
         if self._processor is None:
             self._processor = hello.processor
         if self._needs_equal_bits and hello.processor != self._processor:
@@ -128,9 +128,9 @@ class Admission:
             )
         _log.warning("refused attempts to join: %d; the last one: %s", count, reason)
 
-    def _refusal(self, reason: str, retry_seconds: float = 0.0) -> Refusal:
+    def _refusal(self, reason: str, retry_seconds: float = 0.0) -> JoinRefusal:
         self.refused(reason)
-        return Refusal(reason=reason, retry_seconds=retry_seconds)
+        return JoinRefusal(reason=reason, retry_seconds=retry_seconds)
 
 
 class Keys(Protocol):

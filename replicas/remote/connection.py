@@ -36,7 +36,7 @@ class HandshakeError(ConfigError):
         self.is_key_refused = is_key_refused
 
 
-class Connection:
+class HeadConnection:
     """A DEALER that is connected once: what is cut is not restored.
 
     Attributes:

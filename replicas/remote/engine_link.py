@@ -31,8 +31,17 @@ from hardpoint.system.process.launch import Interpreter
 from hardpoint.system.resources import SOCKET_NAMES, make_socket_folder
 
 from .comparison import check_manifest
-from .connection import Connection
-from .messages import Ended, Kind, Report, Welcome, Window, decode, encode, kind_of
+from .connection import HeadConnection
+from .messages import (
+    MessageKind,
+    ProcessEnd,
+    RemoteFailure,
+    Welcome,
+    Window,
+    decode,
+    encode,
+    kind_of,
+)
 from .pieces import split
 from .polling import Source, readable
 from .session import Frames
@@ -104,7 +113,7 @@ class EngineLink:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        connection: Connection,
+        connection: HeadConnection,
         session: bytes,
         welcome: Welcome,
         num_sharing: int = 1,
@@ -167,7 +176,7 @@ class EngineLink:
             undo.callback(self._process.close)
             self._process.activity = activity
             self._process.launch(launch)
-            self._send(Kind.STARTED, msgspec.msgpack.encode(self._process.pid))
+            self._send(MessageKind.STARTED, msgspec.msgpack.encode(self._process.pid))
             self._serve(stop)
 
     def _bind(self, kind: int, folder: Path, name: str) -> tuple[zmq.Socket[bytes], str]:
@@ -213,7 +222,7 @@ class EngineLink:
         if self._input in ready:
             _identity, *frames = self._input.recv_multipart(copy=False)
             self._is_ready = True
-            self._send(Kind.READY, *[frame.bytes for frame in frames])
+            self._send(MessageKind.READY, *[frame.bytes for frame in frames])
         self._pass_requests()
         if self._output in ready:
             self._pass_outputs()
@@ -235,21 +244,21 @@ class EngineLink:
                     continue  # of a session before
                 self._handle(kind_of(frames[0].bytes), frames[2:])
 
-    def _handle(self, kind: Kind | None, frames: Frames) -> None:
+    def _handle(self, kind: MessageKind | None, frames: Frames) -> None:
         match kind, len(frames):
-            case Kind.DATA, count if count and self._window.receive():
+            case MessageKind.DATA, count if count and self._window.receive():
                 if self._is_allowed(frames):
                     self._requests.append(frames)
                 else:
                     self._window.passed_on += 1
-            case Kind.BEAT, 1:
+            case MessageKind.BEAT, 1:
                 self._window.acknowledge(decode(frames[0].bytes, int))
-            case Kind.STOP, 0:
+            case MessageKind.STOP, 0:
                 self._process.close()
                 self._finish()
-            case Kind.KILL, 0:
+            case MessageKind.KILL, 0:
                 self._process.kill()
-            case Kind.GONE, 0:
+            case MessageKind.GONE, 0:
                 self._over("the head has given the engine up")
 
     def _is_allowed(self, frames: Frames) -> bool:
@@ -307,18 +316,18 @@ class EngineLink:
         send = self._connection.socket.send_multipart
 
         def send_piece(index: bytes, piece: memoryview) -> None:
-            send([Kind.PIECE, self._session, index, piece])
+            send([MessageKind.PIECE, self._session, index, piece])
 
-        send([Kind.DATA, self._session, *split(frames, send_piece)], copy=False)
+        send([MessageKind.DATA, self._session, *split(frames, send_piece)], copy=False)
 
     def _send_beat(self, *, with_activity: bool = True) -> None:
         packed = self._packed_activity() if with_activity else b""
-        self._send(Kind.BEAT, msgspec.msgpack.encode(self._window.passed_on), packed)
+        self._send(MessageKind.BEAT, msgspec.msgpack.encode(self._window.passed_on), packed)
 
     def _packed_activity(self) -> bytes:
         return zlib.compress(os.pread(self._activity_file.fileno(), _MOST_ACTIVITY_BYTES, 0), 1)
 
-    def _send(self, kind: Kind, *frames: bytes) -> None:
+    def _send(self, kind: MessageKind, *frames: bytes) -> None:
         with contextlib.suppress(zmq.Again):  # a connection that is full or cut
             self._connection.socket.send_multipart([kind, self._session, *frames], zmq.NOBLOCK)
 
@@ -337,7 +346,7 @@ class EngineLink:
     def _leave(self, is_late: bool) -> None:
         """Ask the head to let the engine go, again if that was lost; end it here if it is late."""
         if not is_late:
-            self._send(Kind.LEAVE)
+            self._send(MessageKind.LEAVE)
         elif self._ending_since is None:
             self._ending_since = time.monotonic()
             self._process.terminate()
@@ -350,8 +359,10 @@ class EngineLink:
             if self._process.reported and failure is not None:
                 self._reported = True
                 notes = list(getattr(failure, "__notes__", ()))
-                report = Report(kind=error_kind_of(failure), message=str(failure), notes=notes)
-                self._send(Kind.REPORT, encode(report))
+                report = RemoteFailure(
+                    kind=error_kind_of(failure), message=str(failure), notes=notes
+                )
+                self._send(MessageKind.REPORT, encode(report))
         if self._process.has_ended:
             self._finish()
         elif self._reported and time.monotonic() - self._ending_since > _REPORTED_S:
@@ -367,13 +378,13 @@ class EngineLink:
             elif not self._pass_outputs() and not self._output.poll(_RETRY_MS):
                 break
         process = self._process
-        ended = Ended(
+        ended = ProcessEnd(
             description=process.description.removeprefix(f"the {process.label} "),
             was_killed=process.was_killed or process.returncode == 0,
             activity=self._packed_activity(),
         )
         self._connection.socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._send(Kind.ENDED, encode(ended))
+        self._send(MessageKind.ENDED, encode(ended))
         self._over(f"the {process.label} {ended.description}")
 
     def _over(self, why: str) -> None:

@@ -17,7 +17,7 @@ from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import HardpointError
 from hardpoint.system.process.launch import ChildLaunch
 
-from .messages import Report
+from .messages import RemoteFailure
 
 _GRACE_S = 5.0
 _NETWORK_S = 1.0  # for messages there and back, besides
@@ -188,7 +188,7 @@ class JoinedHost:
         except FileNotFoundError:  # its client was closed
             pass
 
-    def failed(self, report: Report) -> None:
+    def failed(self, report: RemoteFailure) -> None:
         """Note the failure that it has reported."""
         error = error_of(report.kind, report.message)
         for note in report.notes:

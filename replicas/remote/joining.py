@@ -24,9 +24,9 @@ from hardpoint.toolkit.curve_keys import KeyPair, client_keys
 
 from .address import check_address
 from .comparison import check_manifest, hello_of
-from .connection import Connection, HandshakeError
+from .connection import HandshakeError, HeadConnection
 from .engine_link import EngineLink
-from .messages import NO_SESSION, Hello, Kind, Refusal, Welcome, decode, encode, kind_of
+from .messages import NO_SESSION, Hello, JoinRefusal, MessageKind, Welcome, decode, encode, kind_of
 from .polling import readable
 
 _log = logging.getLogger("hardpoint")
@@ -124,7 +124,7 @@ class Joining:
         Raises:
             HardpointError: it is of no use to try again.
         """
-        connection = Connection(self._context, self._address, self._keys)
+        connection = HeadConnection(self._context, self._address, self._keys)
         try:
             return self._connected(connection)
         except HandshakeError as error:
@@ -140,7 +140,7 @@ class Joining:
         finally:
             connection.close()
 
-    def _connected(self, connection: Connection) -> bool:
+    def _connected(self, connection: HeadConnection) -> bool:
         """Wait for a connection, and join by it; see `run`."""
         while True:
             if self._is_stopped():
@@ -155,7 +155,7 @@ class Joining:
         session, welcome = joined
         return self._serve(connection, session, welcome)
 
-    def _serve(self, connection: Connection, session: bytes, welcome: Welcome) -> bool:
+    def _serve(self, connection: HeadConnection, session: bytes, welcome: Welcome) -> bool:
         self._has_joined = True
         _log.info("joined %s as engine %d", self._address, welcome.rank)
         link = EngineLink(self._context, connection, session, welcome, self._num_sharing)
@@ -165,25 +165,27 @@ class Joining:
         _log.warning("engine %d has ended: %s", welcome.rank, link.why_over)
         return not link.was_stopped
 
-    def _join(self, connection: Connection) -> tuple[bytes, Welcome] | None:
+    def _join(self, connection: HeadConnection) -> tuple[bytes, Welcome] | None:
         """Say hello; return the session and what the head asks for, None to try again.
 
         Raises:
             HardpointError: the head refuses, or asks for what is not enabled here.
         """
         hello = msgspec.structs.replace(self._hello, former=self._former)
-        connection.socket.send_multipart([Kind.HELLO, NO_SESSION, encode(hello)], zmq.NOBLOCK)
+        connection.socket.send_multipart(
+            [MessageKind.HELLO, NO_SESSION, encode(hello)], zmq.NOBLOCK
+        )
         deadline = time.monotonic() + _ANSWER_S
         while (left := deadline - time.monotonic()) > 0 and not self._is_stopped():
             ready = readable([connection.socket, connection.events, self._stop], left)
             if connection.socket in ready:
                 kind, session, *frames = connection.socket.recv_multipart()
                 match kind_of(kind):
-                    case Kind.REFUSED if frames:
-                        self._refused(decode(frames[0], Refusal))
+                    case MessageKind.REFUSED if frames:
+                        self._refused(decode(frames[0], JoinRefusal))
                         self._pause()
                         return None
-                    case Kind.WELCOME if frames:
+                    case MessageKind.WELCOME if frames:
                         return session, self._accepted(connection, session, frames[0])
             elif connection.events in ready and connection.is_cut():
                 self._pause()
@@ -191,7 +193,7 @@ class Joining:
         self._log(f"the head at {self._address} does not answer")
         return None
 
-    def _accepted(self, connection: Connection, session: bytes, frame: bytes) -> Welcome:
+    def _accepted(self, connection: HeadConnection, session: bytes, frame: bytes) -> Welcome:
         """Return the welcome of a head, if that may run here.
 
         Raises:
@@ -206,12 +208,12 @@ class Joining:
             raise ConfigError(f"--join: the head {self._address}: {cause}") from None
         except Exception as error:
             declined = msgspec.msgpack.encode(str(error))
-            connection.socket.send_multipart([Kind.DECLINED, session, declined])
+            connection.socket.send_multipart([MessageKind.DECLINED, session, declined])
             connection.socket.setsockopt(zmq.LINGER, 1000)
             raise
         return welcome
 
-    def _refused(self, refusal: Refusal) -> None:
+    def _refused(self, refusal: JoinRefusal) -> None:
         """Note a refusal.
 
         Raises:

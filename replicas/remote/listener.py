@@ -30,10 +30,10 @@ from .admission import Admission, Doorkeeper, Keys, key_of
 from .comparison import hello_of
 from .connection import UNEXPLAINED_FAILURES
 from .joined_host import JoinedHost, Order
-from .messages import Ended, Kind, Report, Welcome, decode, encode, kind_of
+from .messages import MessageKind, ProcessEnd, RemoteFailure, Welcome, decode, encode, kind_of
 from .pieces import MOST_FRAME_BYTES
 from .polling import Source, readable
-from .session import Frames, Session
+from .session import EngineSession, Frames
 
 _log = logging.getLogger("hardpoint")
 
@@ -92,7 +92,7 @@ class JoinListener:
                 f"parallel.join_address: {self.address} cannot be used: "
                 f"{zmq.strerror(cause.errno or 0)}"
             ) from None
-        self._sessions: dict[bytes, Session] = {}  # by routing id
+        self._sessions: dict[bytes, EngineSession] = {}  # by routing id
         self._orders: queue.SimpleQueue[tuple[Order, JoinedHost]] = queue.SimpleQueue()
         self._ours, self._theirs = socket.socketpair()
         self._ours.setblocking(False)
@@ -153,7 +153,7 @@ class JoinListener:
             except Exception:  # of one message; the other engines go on
                 _log.exception("a message of an engine that joined failed")
         for session in list(self._sessions.values()):
-            self._send(session, Kind.STOP)
+            self._send(session, MessageKind.STOP)
             self._end(session, "was left by its head", was_killed=True)
         self._close_router(int(self._interval_s * 1000))
 
@@ -204,13 +204,15 @@ class JoinListener:
                     case "drop":
                         self._admission.withdraw(host)
                         if session is not None:
-                            self._reply(session.routing, Kind.GONE, session.id)
+                            self._reply(session.routing, MessageKind.GONE, session.id)
                             self._end(session, "was closed", was_killed=True)
                         host.release()
                     case "stop" | "kill" if session is not None:
-                        self._send(session, Kind.STOP if order == "stop" else Kind.KILL)
+                        self._send(
+                            session, MessageKind.STOP if order == "stop" else MessageKind.KILL
+                        )
 
-    def _session_of(self, host: JoinedHost) -> Session | None:
+    def _session_of(self, host: JoinedHost) -> EngineSession | None:
         return next((one for one in self._sessions.values() if one.host is host), None)
 
     # Messages of engines
@@ -219,12 +221,12 @@ class JoinListener:
         routing, kind = frames[0].bytes, kind_of(frames[1].bytes) if len(frames) > 2 else None
         session = self._sessions.get(routing)
         if session is None:
-            if kind is Kind.HELLO and len(frames) == 4:
+            if kind is MessageKind.HELLO and len(frames) == 4:
                 self._hello(routing, frames[3])
             else:
                 self._admission.refused("a message without a session")
                 if kind is not None and len(frames[2]) == 16:
-                    self._reply(routing, Kind.GONE, frames[2].bytes)
+                    self._reply(routing, MessageKind.GONE, frames[2].bytes)
             return
         if len(frames) < 3 or frames[2].bytes != session.id:
             self._lose(session, "sent a message that is none")
@@ -236,48 +238,52 @@ class JoinListener:
         except (WireError, ValueError) as error:
             self._lose(session, f"sent a message that is none: {error}")
 
-    def _handle(self, session: Session, kind: Kind | None, frames: Frames) -> None:
+    def _handle(self, session: EngineSession, kind: MessageKind | None, frames: Frames) -> None:
         """Handle a message of a session.
 
         Raises:
             WireError, ValueError: it is malformed.
         """
         match kind, len(frames):
-            case Kind.DATA, count if count and session.is_started and session.window.receive():
+            case MessageKind.DATA, count if (
+                count and session.is_started and session.window.receive()
+            ):
                 session.output(frames)
                 if session.window.is_acknowledgement_due():
                     self._send_beat(session)
-            case Kind.BEAT, 2:
+            case MessageKind.BEAT, 2:
                 if not session.window.acknowledge(decode(frames[0].bytes, int)):
                     raise WireError("it acknowledges more than was sent")
                 if session.is_started and len(frames[1]):
                     session.host.record(frames[1].bytes)
-            case Kind.PIECE, 2 if session.is_started:
+            case MessageKind.PIECE, 2 if session.is_started:
                 session.piece(frames[0].bytes, frames[1].bytes)
-            case Kind.READY, count if count and session.is_started and not session.is_ready:
+            case MessageKind.READY, count if count and session.is_started and not session.is_ready:
                 session.ready(frames)
-            case (Kind.LEAVE, 0) | ((Kind.REPORT | Kind.ENDED), 1) if session.is_started:
+            case (MessageKind.LEAVE, 0) | ((MessageKind.REPORT | MessageKind.ENDED), 1) if (
+                session.is_started
+            ):
                 self._ends(session, kind, frames)
-            case ((Kind.STARTED | Kind.DECLINED), 1) if not session.is_started:
+            case ((MessageKind.STARTED | MessageKind.DECLINED), 1) if not session.is_started:
                 self._answered(session, kind, frames[0].bytes)
             case _:
                 raise WireError("its kind is unknown, or does not belong there")
 
-    def _ends(self, session: Session, kind: Kind | None, frames: Frames) -> None:
+    def _ends(self, session: EngineSession, kind: MessageKind | None, frames: Frames) -> None:
         """Note that an engine is to end, why it does, or that it has."""
-        if kind is Kind.LEAVE:
+        if kind is MessageKind.LEAVE:
             if not session.is_leaving:
                 session.is_leaving = True
                 self.leave(session.host.rank)
-        elif kind is Kind.REPORT:
-            session.host.failed(decode(frames[0].bytes, Report))
+        elif kind is MessageKind.REPORT:
+            session.host.failed(decode(frames[0].bytes, RemoteFailure))
         else:
-            session.end = decode(frames[0].bytes, Ended)
+            session.end = decode(frames[0].bytes, ProcessEnd)
             session.host.record(session.end.activity)
 
-    def _answered(self, session: Session, kind: Kind, frame: bytes) -> None:
+    def _answered(self, session: EngineSession, kind: MessageKind, frame: bytes) -> None:
         """Note the answer of an engine to its welcome."""
-        if kind is Kind.DECLINED:
+        if kind is MessageKind.DECLINED:
             _log.warning("an engine on %s does not join: %s", session.where, decode(frame, str))
             self._return(session)
             return
@@ -300,10 +306,10 @@ class JoinListener:
             host, refusal = self._admission.choose(hello, taken)
         if hello is None or host is None:
             if refusal is not None:
-                self._reply(routing, Kind.REFUSED, b"", encode(refusal))
+                self._reply(routing, MessageKind.REFUSED, b"", encode(refusal))
             return
         name = "" if self._door is None else self._door.name_of(key)
-        session = self._sessions[routing] = Session(host, routing, hello, key, name)
+        session = self._sessions[routing] = EngineSession(host, routing, hello, key, name)
         launch = host.launch_message
         welcome = Welcome(
             rank=host.rank,
@@ -316,11 +322,11 @@ class JoinListener:
             reports_load=launch.reports_load,
             reports_cache=launch.reports_cache,
         )
-        self._send(session, Kind.WELCOME, encode(welcome))
+        self._send(session, MessageKind.WELCOME, encode(welcome))
 
     # Messages to engines
 
-    def _forward(self, session: Session) -> None:
+    def _forward(self, session: EngineSession) -> None:
         """Pass on requests of the client, as far as the connection and the window allow."""
         is_current = self._sessions.get(session.routing) is session
         while is_current and session.to_engine is not None and not session.window.is_full:
@@ -329,7 +335,7 @@ class JoinListener:
                     session.held = session.to_engine.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     return
-            header = [session.routing, Kind.DATA, session.id]
+            header = [session.routing, MessageKind.DATA, session.id]
             try:
                 self._router.send_multipart([*header, *session.held], zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -340,11 +346,11 @@ class JoinListener:
             session.held = None
             session.window.sent += 1
 
-    def _send(self, session: Session, kind: Kind, *frames: bytes) -> None:
+    def _send(self, session: EngineSession, kind: MessageKind, *frames: bytes) -> None:
         if not self._reply(session.routing, kind, session.id, *frames):
             self._lose(session, "has lost its connection")
 
-    def _reply(self, routing: bytes, kind: Kind, *frames: bytes) -> bool:
+    def _reply(self, routing: bytes, kind: MessageKind, *frames: bytes) -> bool:
         """Send a message; return whether the connection is there, which may be full."""
         try:
             self._router.send_multipart([routing, kind, *frames], zmq.NOBLOCK)
@@ -371,26 +377,26 @@ class JoinListener:
                 self._send_beat(session)
         self._admission.log_refused(now)
 
-    def _send_beat(self, session: Session) -> None:
-        self._send(session, Kind.BEAT, msgspec.msgpack.encode(session.window.passed_on))
+    def _send_beat(self, session: EngineSession) -> None:
+        self._send(session, MessageKind.BEAT, msgspec.msgpack.encode(session.window.passed_on))
 
-    def _lose(self, session: Session, why: str) -> None:
+    def _lose(self, session: EngineSession, why: str) -> None:
         """End a session, whatever its engine does from now on."""
         if self._sessions.get(session.routing) is not session:
             return
-        self._reply(session.routing, Kind.GONE, session.id)
+        self._reply(session.routing, MessageKind.GONE, session.id)
         if session.is_started:
             self._end(session, why, was_killed=True)
         else:
             self._return(session)
 
-    def _return(self, session: Session) -> None:
+    def _return(self, session: EngineSession) -> None:
         """End the session of an engine that was not started; another one may take its place."""
         if self._sessions.pop(session.routing, None) is not None:
-            self._reply(session.routing, Kind.GONE, session.id)
+            self._reply(session.routing, MessageKind.GONE, session.id)
             self._admission.offer(session.host)
 
-    def _end(self, session: Session, why: str, *, was_killed: bool) -> None:
+    def _end(self, session: EngineSession, why: str, *, was_killed: bool) -> None:
         if self._sessions.get(session.routing) is not session:
             return
         del self._sessions[session.routing]

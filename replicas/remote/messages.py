@@ -27,7 +27,7 @@ ACKNOWLEDGE_AFTER = 16
 MOST_HELLO_BYTES = 1 << 16
 
 
-class Kind(bytes, Enum):
+class MessageKind(bytes, Enum):
     """The first frame."""
 
     HELLO = b"H"
@@ -35,7 +35,7 @@ class Kind(bytes, Enum):
     WELCOME = b"W"
     """To an engine: a Welcome."""
     REFUSED = b"R"
-    """To an engine: a Refusal."""
+    """To an engine: a JoinRefusal."""
     STARTED = b"S"
     """From an engine: its process id, once its process is started. The next is its READY."""
     DECLINED = b"N"
@@ -49,9 +49,9 @@ class Kind(bytes, Enum):
     BEAT = b"B"
     """Both ways: number of data messages that were passed on; from an engine, its activity too."""
     REPORT = b"F"
-    """From an engine: a Report."""
+    """From an engine: a RemoteFailure."""
     ENDED = b"E"
-    """From an engine: an Ended, the last message of a session."""
+    """From an engine: a ProcessEnd, the last message of a session."""
     LEAVE = b"L"
     """From an engine: its machine wants to end it; the head drains it, and then sends STOP."""
     STOP = b"X"
@@ -62,7 +62,7 @@ class Kind(bytes, Enum):
     """To an engine: the session of its last message is over; nothing of it is used."""
 
 
-class Opening(msgspec.Struct, array_like=True, frozen=True):
+class HelloVersion(msgspec.Struct, array_like=True, frozen=True):
     """The first field of the Hello of all versions."""
 
     protocol: int
@@ -119,7 +119,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     reports_cache: bool
 
 
-class Refusal(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+class JoinRefusal(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Why an engine may not join.
 
     Attributes:
@@ -131,7 +131,7 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     retry_seconds: float = 0.0
 
 
-class Report(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+class RemoteFailure(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """The failure that the process of an engine has reported.
 
     Attributes:
@@ -145,7 +145,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     notes: list[str]
 
 
-class Ended(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+class ProcessEnd(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """How the process of an engine ended.
 
     Attributes:
@@ -179,10 +179,10 @@ def decode(frame: bytes, type_: type[T]) -> T:
         raise WireError(explain(cause, type_)) from None
 
 
-_KINDS = {bytes(kind): kind for kind in Kind}
+_KINDS = {bytes(kind): kind for kind in MessageKind}
 
 
-def kind_of(frame: bytes) -> Kind | None:
+def kind_of(frame: bytes) -> MessageKind | None:
     """Return the kind that a first frame names, None if there is none such."""
     return _KINDS.get(frame)
 

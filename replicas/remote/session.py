@@ -14,7 +14,7 @@ from hardpoint.core.protocol import EngineAddresses
 from hardpoint.system.encoding import MOST_BYTES, WireError
 
 from .joined_host import JoinedHost
-from .messages import Ended, Hello, Window
+from .messages import Hello, ProcessEnd, Window
 from .pieces import MOST_MESSAGE_BYTES, Pieces
 
 Frames = Sequence[zmq.Frame]
@@ -24,7 +24,7 @@ _MOST_PER_SECOND, _MOST_AT_ONCE = 5000, 10_000
 """Messages of an engine; of outputs alone, the window allows fewer under load."""
 
 
-class Session:
+class EngineSession:
     """Passes on messages between a client and its engine; for the listener's thread.
 
     To the client it looks like the engine: it connects to the addresses of the launch.
@@ -56,7 +56,7 @@ class Session:
         self.received_at = self.began = time.monotonic()
         self.is_started = self.is_leaving = self.is_ready = False
         self.window = Window()
-        self.end: Ended | None = None
+        self.end: ProcessEnd | None = None
         self.to_engine: zmq.Socket[bytes] | None = None
         self.to_client: zmq.Socket[bytes] | None = None
         self._pieces = Pieces()

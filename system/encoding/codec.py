@@ -20,8 +20,8 @@ from .tensors import (
     SLICE,
     TENSOR,
     Buffer,
-    Header,
     TensorConsumer,
+    TensorHeader,
     TensorProvider,
     array_bytes,
     array_from,
@@ -241,7 +241,9 @@ class Decoder(Generic[T]):
             )
         return make(header, self._frames[data], copy=self._copy)
 
-    def _out_of_band(self, code: int, header: Header, metadata: dict[str, Any]) -> torch.Tensor:
+    def _out_of_band(
+        self, code: int, header: TensorHeader, metadata: dict[str, Any]
+    ) -> torch.Tensor:
         if code != TENSOR:
             raise WireError("data: expected bytes or the number of a frame, got a table")
         if self._provider is None:

@@ -61,7 +61,9 @@ class TensorProvider(Protocol):
         """Return the tensor; it must be of that dtype and shape."""
 
 
-class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
+class TensorHeader(
+    msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False
+):
     """The header of a tensor or array, in the main frame.
 
     Attributes:
@@ -75,12 +77,12 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
 
 
 _Slice = tuple[int | None, int | None, int | None]
-_read_header = msgpack.Decoder(Header).decode
+_read_header = msgpack.Decoder(TensorHeader).decode
 _read_slice = msgpack.Decoder(_Slice).decode
 _write = msgpack.Encoder().encode
 
 
-def read_header(payload: Buffer) -> Header:
+def read_header(payload: Buffer) -> TensorHeader:
     """Return the header of a payload.
 
     Raises:
@@ -89,7 +91,7 @@ def read_header(payload: Buffer) -> Header:
     try:
         return _read_header(payload)
     except MALFORMED as cause:
-        raise WireError(explain(cause, Header, "tensor")) from None
+        raise WireError(explain(cause, TensorHeader, "tensor")) from None
 
 
 def read_slice(payload: Buffer) -> slice:
@@ -174,7 +176,7 @@ def array_bytes(array: np.ndarray[Any, Any]) -> tuple[str, Buffer]:
     return array.dtype.str, flat.view(np.uint8).data
 
 
-def tensor_from(header: Header, data: Buffer, *, copy: bool) -> torch.Tensor:
+def tensor_from(header: TensorHeader, data: Buffer, *, copy: bool) -> torch.Tensor:
     """Return a tensor made of the bytes of a frame.
 
     Args:
@@ -202,7 +204,7 @@ def tensor_from(header: Header, data: Buffer, *, copy: bool) -> torch.Tensor:
     return tensor.view(*header.shape) if header.shape else tensor.view([])
 
 
-def array_from(header: Header, data: Buffer, *, copy: bool) -> np.ndarray[Any, Any]:
+def array_from(header: TensorHeader, data: Buffer, *, copy: bool) -> np.ndarray[Any, Any]:
     """Return an array made of the bytes of a frame.
 
     Args:
@@ -224,7 +226,7 @@ def array_from(header: Header, data: Buffer, *, copy: bool) -> np.ndarray[Any, A
     return flat.reshape(header.shape)
 
 
-def _check_size(header: Header, itemsize: int, got: int) -> None:
+def _check_size(header: TensorHeader, itemsize: int, got: int) -> None:
     """Reject a shape that does not fit the bytes, or is larger than any memory."""
     expected = math.prod(header.shape) * itemsize
     if got == expected and got:  # so many bytes are in memory

@@ -20,7 +20,7 @@ from hardpoint.registry.adapt import adapt, load_component
 from hardpoint.registry.adapters.contract_1 import warn_of_earlier
 from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import installed_version
-from hardpoint.registry.kinds import KINDS, Kind
+from hardpoint.registry.kinds import KINDS, PluginKind
 from hardpoint.registry.loading import import_object, kinds_of
 from hardpoint.registry.plugin_options import checked_options
 from hardpoint.system.process.parent_death import end_with_parent
@@ -118,7 +118,7 @@ def _package(value: str) -> str:
     return ".".join(module.split(".")[:3])  # hardpoint.builtin_plugins.X
 
 
-def _load(request: CheckRequest) -> tuple[Kind, Source, Any]:
+def _load(request: CheckRequest) -> tuple[PluginKind, Source, Any]:
     """Return the component's kind, its identity, and the component, checked.
 
     Raises:
@@ -143,7 +143,7 @@ def _load(request: CheckRequest) -> tuple[Kind, Source, Any]:
     return kind, source, load_component(kind, source, target)
 
 
-def _accepted(kind: Kind) -> list[int]:
+def _accepted(kind: PluginKind) -> list[int]:
     return [version for version in (kind.contract - 1, kind.contract) if version > 0]
 
 
@@ -152,7 +152,7 @@ def _config(request: CheckRequest) -> EngineConfig:
 
 
 def _configured_options(
-    request: CheckRequest, config: EngineConfig, kind: Kind
+    request: CheckRequest, config: EngineConfig, kind: PluginKind
 ) -> Mapping[str, Any]:
     tables = config.plugin
     found: Mapping[str, Any] = tables.get(f"{kind.name}/{request.name}") or tables.get(

@@ -21,7 +21,7 @@ from hardpoint.plugins.commands import ComponentInfo
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.stats import PluginMeter, PluginReport
 from hardpoint.registry.catalog import Catalog
-from hardpoint.registry.kinds import Kind
+from hardpoint.registry.kinds import PluginKind
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing.scripted import scripted_engine, write_scripted_model
 from hardpoint.typed import convert
@@ -56,7 +56,7 @@ _ROUNDS = 5
 
 
 def describe_enabling(
-    kind: Kind,
+    kind: PluginKind,
     info: ComponentInfo,
     config: EngineConfig,
     sources: ConfigSources,
@@ -99,7 +99,7 @@ def _same(one: ComponentInfo, other: ComponentInfo) -> bool:
 
 
 def describe_cost(
-    kind: Kind, name: str, suite: Any, config: EngineConfig, changed: EngineConfig | None
+    kind: PluginKind, name: str, suite: Any, config: EngineConfig, changed: EngineConfig | None
 ) -> dict[str, Any]:
     """Return the record of what a run of the scripted model costs with and without a component.
 

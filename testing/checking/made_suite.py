@@ -13,7 +13,7 @@ import pytest
 
 import hardpoint.testing
 from hardpoint.errors import PluginLoadError
-from hardpoint.registry.kinds import Kind
+from hardpoint.registry.kinds import PluginKind
 from hardpoint.testing.suite import ConformanceSuite
 
 from .drawn_arguments import arguments_of
@@ -36,7 +36,7 @@ _SAMPLES = {
 """Samples of suites that have a default, with which a test would pass on nothing, or fail."""
 
 
-def suite_of(kind: Kind, target: Any) -> type[ConformanceSuite]:
+def suite_of(kind: PluginKind, target: Any) -> type[ConformanceSuite]:
     """Return the suite of a component: the one that it names, else that of its kind.
 
     Raises:
@@ -72,7 +72,7 @@ def subject_of(suite: type) -> str:
 
 
 def make_suite(
-    kind: Kind, target: Any, name: str, options: Mapping[str, Any]
+    kind: PluginKind, target: Any, name: str, options: Mapping[str, Any]
 ) -> type[ConformanceSuite]:
     """Return a test class for a component, whose arguments are drawn from their declared type.
 
@@ -118,7 +118,7 @@ def _place(suite: Any, target: Any, options: Mapping[str, Any]) -> dict[str, Any
     return {"place_options": place_options}
 
 
-def _missing(suite: type, kind: Kind, given: Mapping[str, Any]) -> list[str]:
+def _missing(suite: type, kind: PluginKind, given: Mapping[str, Any]) -> list[str]:
     """Return the names of the samples that are not given."""
     kit = getattr(hardpoint.testing, kind.suite)
     declared = {

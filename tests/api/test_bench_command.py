@@ -19,7 +19,7 @@ from support.waiting import PATIENCE_S
 
 from hardpoint.bench import server_process
 from hardpoint.builtin_plugins.commands.loads.options import combinations, split_values
-from hardpoint.builtin_plugins.commands.loads.progress import Progress
+from hardpoint.builtin_plugins.commands.loads.progress import ProgressLine
 from hardpoint.cli import main
 from hardpoint.plugins import ConfigError
 
@@ -148,7 +148,7 @@ class TestServe:
         assert err == f"hardpoint: error: no server at {address}: Connection refused\n"
 
     def test_progress_is_shown_on_a_terminal(self, capsys, monkeypatch):
-        shown, show = threading.Event(), Progress.show
+        shown, show = threading.Event(), ProgressLine.show
 
         def note(progress, text):
             show(progress, text)
@@ -159,7 +159,7 @@ class TestServe:
             assert shown.wait(PATIENCE_S)
             return Answer()
 
-        monkeypatch.setattr(Progress, "show", note)
+        monkeypatch.setattr(ProgressLine, "show", note)
         monkeypatch.setattr("sys.stderr.isatty", lambda: True)
         with serving(FakeServer(choose)) as server:
             given = ["--concurrency", "1", "--requests", "2", "--warm-up", "0"]

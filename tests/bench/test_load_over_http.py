@@ -15,25 +15,25 @@ from support.fake_api_server import Answer, FakeServer, serving
 from support.waiting import PATIENCE_S
 
 from hardpoint.bench import RequestFields, Traffic, client
-from hardpoint.bench.answers import Document, EventReader, StreamAnswer, Timeline, message_of
-from hardpoint.bench.client import NOT_SENT, Outcome
+from hardpoint.bench.answers import Document, EventReader, RequestTimeline, StreamAnswer, message_of
+from hardpoint.bench.client import NOT_SENT, LoadMeasurements
 from hardpoint.bench.connection import Pool
-from hardpoint.bench.load import Part
+from hardpoint.bench.load import LoadPart
 from hardpoint.bench.measures import client_report, report
 from hardpoint.bench.processes import LoadRun, run_on_uvloop, send_load
 from hardpoint.bench.prompts import Costs
 from hardpoint.bench.server_facts import measure_costs
 from hardpoint.bench.target import Target
 from hardpoint.plugins import ConfigError
-from hardpoint.simulation import Lengths, Load, Objective, SyntheticLoad
+from hardpoint.simulation import Lengths, Objective, SimulatedLoad, SyntheticLoad
 from hardpoint.testing import ScriptedClock
 
 ONE = Traffic(concurrency=1, warm_up=0)
 
 
-def load(requests: int = 1, **fields) -> Load:
+def load(requests: int = 1, **fields) -> SimulatedLoad:
     fields = {"prompt": Lengths(median=20), "output": Lengths(median=9)} | fields
-    return Load(synthetic=SyntheticLoad(**fields), limit=requests)
+    return SimulatedLoad(synthetic=SyntheticLoad(**fields), limit=requests)
 
 
 def outcomes(server, traffic=ONE, requests=1, costs=None, fields=None, **form):
@@ -76,9 +76,9 @@ def test_known_times_give_known_percentiles():
     assert 0.375 <= found["seconds"] < 1.5
 
 
-def streamed(first: float) -> Timeline:
+def streamed(first: float) -> RequestTimeline:
     """Return the timeline of an answer whose chunks arrive at known times."""
-    timeline = Timeline(sent=100.0)
+    timeline = RequestTimeline(sent=100.0)
     answer = StreamAnswer(timeline)
     answer.head(200, {"content-type": "text/event-stream"})
     for number in range(5):
@@ -91,7 +91,7 @@ def streamed(first: float) -> Timeline:
 
 def test_times_of_arrival_give_percentiles():
     timelines = [streamed(0.3 if number == 4 else 0.1) for number in range(10)]
-    made, curves = report([Outcome(timelines=timelines, start=99.9)], Objective())
+    made, curves = report([LoadMeasurements(timelines=timelines, start=99.9)], Objective())
     found = msgspec.to_builtins(made)
     assert (found["requests"], found["failed"], found["errors"]) == (10, 0, {})
     assert found["ttft"]["p50"] == pytest.approx(0.1)
@@ -192,7 +192,7 @@ def test_what_failed_is_counted_by_its_kind_and_in_no_time(answer, kind):
 
 @pytest.mark.parametrize("text", [b'"\xff"', b"[" * 5000], ids=["no UTF-8", "deep"])
 def test_what_cannot_be_read_is_an_error_of_its_request(text):
-    timeline = Timeline()
+    timeline = RequestTimeline()
     answer = StreamAnswer(timeline)
     answer.head(200, {"content-type": "text/event-stream"})
     answer.body(b'data: {"choices": [{"text": %b}]}\n\n' % text, 1.0)
@@ -269,7 +269,7 @@ def test_a_connection_that_the_server_closes_is_replaced():
 
 def test_seconds_end_a_load(monkeypatch):
     traffic = Traffic(concurrency=1, seconds=2.5, warm_up=0)
-    assert traffic.num_requests(Load()) is None
+    assert traffic.num_requests(SimulatedLoad()) is None
     clock = ScriptedClock()
     clocks = SimpleNamespace(perf_counter=clock, process_time=time.process_time)
     monkeypatch.setattr(client, "time", clocks)
@@ -280,9 +280,14 @@ def test_seconds_end_a_load(monkeypatch):
 
     with serving(FakeServer(choose)) as server:
         run = LoadRun(
-            Target.parse(server.url), {}, RequestFields(model="fake"), Costs(), Load(), traffic
+            Target.parse(server.url),
+            {},
+            RequestFields(model="fake"),
+            Costs(),
+            SimulatedLoad(),
+            traffic,
         )
-        outcome = run_on_uvloop(run.client(Part(), [0, 0, 0]).run(lambda: None))
+        outcome = run_on_uvloop(run.client(LoadPart(), [0, 0, 0]).run(lambda: None))
     assert [one.error for one in outcome.timelines] == [""] * 3
     assert outcome.unfinished == 0
 
@@ -363,8 +368,8 @@ def test_fields_of_requests():
 
 
 def test_the_client_reports_that_it_was_the_limit():
-    busy = Outcome(cpu_share=0.82, lags=[0.001] * 90 + [0.03] * 10, late=[0.05] * 10)
-    idle = Outcome(cpu_share=0.1, lags=[0.001], late=[0.0] * 10)
+    busy = LoadMeasurements(cpu_share=0.82, lags=[0.001] * 90 + [0.03] * 10, late=[0.05] * 10)
+    idle = LoadMeasurements(cpu_share=0.1, lags=[0.001], late=[0.0] * 10)
     assert client_report([idle, busy]).limits == [
         "it used 82% of a core (up to 70% is sound)",
         "its event loop woke up 30 ms late (p99)",
@@ -382,7 +387,7 @@ def test_a_blocked_event_loop_is_noticed():
     with serving(FakeServer()) as server:
         target = Target.parse(server.url)
         run = LoadRun(target, {}, RequestFields(model="fake"), Costs(), load(5), ONE)
-        outcome = run_on_uvloop(run.client(Part(), Blocking([0, 0, 0])).run(lambda: None))
+        outcome = run_on_uvloop(run.client(LoadPart(), Blocking([0, 0, 0])).run(lambda: None))
     assert max(outcome.lags) > 0.03
 
 
@@ -414,7 +419,7 @@ def test_what_is_interrupted_is_in_no_figure():
         counters = [0, 0, 0]
 
         async def stop_after_two():
-            sending = asyncio.ensure_future(run.client(Part(), counters).run(lambda: None))
+            sending = asyncio.ensure_future(run.client(LoadPart(), counters).run(lambda: None))
             while len(server.bodies) < 3:
                 await asyncio.sleep(0.01)
             counters[-1] = 1

@@ -9,19 +9,19 @@ import statistics
 import pytest
 
 from hardpoint.bench import RequestFields, Traffic
-from hardpoint.bench.answers import Timeline
+from hardpoint.bench.answers import RequestTimeline
 from hardpoint.bench.client import RequestQueue
-from hardpoint.bench.load import Part
+from hardpoint.bench.load import LoadPart
 from hardpoint.bench.measuring import plan_of
-from hardpoint.bench.prompts import VOCABULARY, Costs, Prompts
+from hardpoint.bench.prompts import VOCABULARY, Costs, PromptGenerator
 from hardpoint.plugins import ConfigError
-from hardpoint.simulation import Lengths, Load, Segment, SimulatedRequest, SyntheticLoad
+from hardpoint.simulation import Lengths, Segment, SimulatedLoad, SimulatedRequest, SyntheticLoad
 
 FORM = RequestFields(model="x", endpoint="completions")
 
 
-def synthetic(**fields) -> Load:
-    return Load(synthetic=SyntheticLoad(**fields))
+def synthetic(**fields) -> SimulatedLoad:
+    return SimulatedLoad(synthetic=SyntheticLoad(**fields))
 
 
 def request(number: int, session: str | None = None, prompt: tuple = (), **fields):
@@ -45,14 +45,14 @@ def request(number: int, session: str | None = None, prompt: tuple = (), **field
     ids=range(8),
 )
 def test_numbers_of_requests(traffic, limit, count):
-    assert traffic.num_requests(Load(limit=limit)) == count
+    assert traffic.num_requests(SimulatedLoad(limit=limit)) == count
 
 
 def test_a_trace_is_sent_whole(tmp_path):
     path = tmp_path / "trace.jsonl"
     line = {"timestamp": 1.0, "input_length": 9, "output_length": 2}
     path.write_text("".join(json.dumps({**line, "timestamp": n}) + "\n" for n in range(5)))
-    load = Load(trace=str(path))
+    load = SimulatedLoad(trace=str(path))
     assert Traffic(concurrency=1, seconds=9).num_requests(load) == 5
     timed = Traffic(seconds=2.5).timed(load.requests()[1])
     assert [at for at, _ in timed] == [0, 1, 2]
@@ -78,7 +78,7 @@ def test_parts_have_whole_conversations_and_together_everything():
     for found in (load, synthetic(requests=200)):
         requests = list(found.requests()[1])
         parts = [
-            [one for _, one in Part(index, 3).chosen((one.at, one) for one in requests)]
+            [one for _, one in LoadPart(index, 3).chosen((one.at, one) for one in requests)]
             for index in range(3)
         ]
         assert sorted(itertools.chain(*parts), key=lambda one: one.output.id) == sorted(
@@ -87,11 +87,11 @@ def test_parts_have_whole_conversations_and_together_everything():
         assert min(map(len, parts)) > 40
         sessions = [{one.session for one in part} - {None} for part in parts]
         assert not (sessions[0] & sessions[1] | sessions[1] & sessions[2])
-    assert [Part(index, 3).streams(7) for index in range(3)] == [3, 2, 2]
+    assert [LoadPart(index, 3).streams(7) for index in range(3)] == [3, 2, 2]
 
 
 def test_the_same_segment_has_the_same_text():
-    prompts = Prompts(FORM, Costs(), "0")
+    prompts = PromptGenerator(FORM, Costs(), "0")
 
     def text(*segments):
         return json.loads(prompts.body(request(1, prompt=segments), {}))["prompt"].split()
@@ -103,12 +103,12 @@ def test_the_same_segment_has_the_same_text():
     assert one[50:] != other[50:]
     assert set(one) <= set(VOCABULARY)
     assert text(shared) == text(shared)
-    assert Prompts(FORM, Costs(), "1").body(request(1), {}) != prompts.body(request(1), {})
+    assert PromptGenerator(FORM, Costs(), "1").body(request(1), {}) != prompts.body(request(1), {})
 
 
 def test_texts_have_the_tokens_of_their_costs():
     cost = {entry: 1 + len(entry) // 4 for entry in VOCABULARY}
-    prompts = Prompts(FORM, Costs(cost, overhead=12, measured=True), "0")
+    prompts = PromptGenerator(FORM, Costs(cost, overhead=12, measured=True), "0")
     for length in (13, 40, 333):
         body = json.loads(prompts.body(request(length, prompt=(Segment(3, length),)), {}))
         assert 12 + sum(cost[entry] for entry in body["prompt"].split()) == length
@@ -125,14 +125,14 @@ def test_turns_wait_for_the_turn_before():
     assert queue.offer(other)
     assert not queue.offer(third)
     assert queue.offer(alone)
-    assert queue.end(alone, Timeline(text="x")) is None
-    assert queue.end(first, Timeline(text="one")) is second
+    assert queue.end(alone, RequestTimeline(text="x")) is None
+    assert queue.end(first, RequestTimeline(text="one")) is second
     assert queue.answers(second) == {1000: "one"}
     assert queue.answers(other) == queue.answers(alone) == {}
-    assert queue.end(second, Timeline(error="500")) is third
+    assert queue.end(second, RequestTimeline(error="500")) is third
     assert queue.has_failed(third)
     assert not queue.has_failed(other)
-    assert queue.end(third, Timeline(error="not sent")) is None
+    assert queue.end(third, RequestTimeline(error="not sent")) is None
     assert queue.offer(request(9, "s"))
 
 
@@ -142,7 +142,7 @@ def test_what_no_later_turn_goes_on_from_is_not_kept(error):
     for turn in (request(0, "s"), request(1, "s"), request(2, "s", is_last=True)):
         assert queue.offer(turn)
         assert queue.has_failed(turn) == bool(error and turn.output.id > 1001)
-        queue.end(turn, Timeline(text="text", error=error if turn.output.id == 1001 else ""))
+        queue.end(turn, RequestTimeline(text="text", error=error if turn.output.id == 1001 else ""))
         assert bool(queue.answers(turn)) == (turn.output.id == 1000 or not (error or turn.is_last))
     assert not queue.answers(turn)
     assert not queue.has_failed(turn)

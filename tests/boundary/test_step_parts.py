@@ -9,7 +9,7 @@ from support.core.engine_harness import ScriptedPart
 
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.parts.bound_half import BoundPart
-from hardpoint.boundary.parts.engine_parts import EngineParts
+from hardpoint.boundary.parts.engine_parts import EngineHalves
 from hardpoint.errors import PluginConflictError, PluginFaultError, RequestError
 from hardpoint.plugins import (
     EngineCoreOutput,
@@ -70,7 +70,7 @@ def parts_of(*halves, scope="request", faults=None):
         part = ScriptedPart(name, scope)
         source = Source(name, f"acme:{name}", "acme", "1.0", "plugins.enable")
         bound.append(BoundPart(part, half, source, faults))
-    return EngineParts(bound, VOCAB_SIZE)
+    return EngineHalves(bound, VOCAB_SIZE)
 
 
 def new(request_id="r"):

@@ -20,7 +20,7 @@ from hardpoint.journal.frames import (
     frame_head,
     start_of_file,
 )
-from hardpoint.journal.records import End, Event, Header
+from hardpoint.journal.records import End, Event, JournalHeader
 from hardpoint.journal.replay import Journal, replay
 
 
@@ -47,7 +47,7 @@ def written(path, payloads) -> None:
 
 def test_a_journal_begins_with_its_header_and_ends_with_a_reason(journal):
     records = read(journal)
-    assert isinstance(records[0], Header)
+    assert isinstance(records[0], JournalHeader)
     assert records[-1] == End("the engine was closed", len(records) - 2)
     assert all(isinstance(record, Event) for record in records[1:-1])
 

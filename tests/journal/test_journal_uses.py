@@ -14,7 +14,7 @@ from hardpoint import LLM, ConfigError, SamplingParams
 from hardpoint.cli import main
 from hardpoint.errors import EngineDeadError, PluginFaultError, RequestError
 from hardpoint.journal.frames import JournalError, JournalReader
-from hardpoint.journal.records import Event, Header, Keyframe
+from hardpoint.journal.records import Event, JournalHeader, Keyframe
 from hardpoint.journal.replay import JournalFile, replay
 from hardpoint.plugins import Options, StatSink
 from hardpoint.simulation import read_mooncake, read_trace
@@ -59,7 +59,7 @@ def test_another_build_is_refused_by_name(journal):
 
 
 def test_another_plugin_is_refused_by_name(journal):
-    def changed(header: Header) -> Header:
+    def changed(header: JournalHeader) -> JournalHeader:
         entries = [
             msgspec.structs.replace(entry, version="0.0.1") if entry.name == "top_k" else entry
             for entry in header.manifest.entries

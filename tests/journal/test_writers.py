@@ -9,11 +9,11 @@ import threading
 import pytest
 
 from hardpoint.journal import writer as module
-from hardpoint.journal.records import Build, Event, Header
+from hardpoint.journal.records import Build, Event, JournalHeader
 from hardpoint.journal.writer import JournalWriter, RingWriter
 from hardpoint.plugins.manifest import Manifest
 
-HEADER = Header(
+HEADER = JournalHeader(
     build=Build(
         hardpoint="0", python="3", torch="2", machine="m", device="cpu", dtype="float32",
         threads=1, operations="o", attention="a", ranks=1,

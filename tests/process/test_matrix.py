@@ -31,7 +31,7 @@ from support.parallel import write_random_model
 from support.plugins.tapping import TAPS
 
 from hardpoint import LLM, RequestOutput, SamplingParams, typed
-from hardpoint.calls.streams import Family
+from hardpoint.calls.streams import RequestForks
 from hardpoint.conversations.states import OpenConversations
 from hardpoint.conversations.turns import AsyncConversation
 from hardpoint.core.build import build_engine
@@ -627,7 +627,7 @@ class Driver:
             self._talks.append(asyncio.ensure_future(talk))
             return
         if isinstance(prompt, Fork):
-            family = Family(self._sent[prompt.source], params, ScriptedClock())
+            family = RequestForks(self._sent[prompt.source], params, ScriptedClock())
             prompt, params = family.fork(prompt.tokens), None
         request = (request_id, prompt, params, self._extras[request_id])
         sent = functools.partial(self._sent.__setitem__, request_id)

@@ -17,7 +17,7 @@ from support.waiting import PATIENCE_S, wait_until
 from hardpoint.calls.weights import SyncWeightCalls
 from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.live.driver import ChangeOwner, next_of
-from hardpoint.live.settings import Asked
+from hardpoint.live.settings import ChangeRequest
 from hardpoint.plugins import HardpointError
 from hardpoint.registry.plugin_set import resolve_plugins
 
@@ -58,7 +58,7 @@ def change(monkeypatch):
         actions = []
         monkeypatch.setattr(Engine, "call", answered([], actions))
         changes = ChangeOwner(owner, [], lingers=False)
-        asked = Asked.of("set_config()", config={"scheduler.max_waiting": 7})
+        asked = ChangeRequest.of("set_config()", config={"scheduler.max_waiting": 7})
         with changes.begin(asked) as (steps, _):
             answer = None
             while (action := next_of(steps, answer)) is not None:

@@ -22,7 +22,7 @@ from hardpoint.plugins.parallel_config import ParallelConfig, RayConfig
 from hardpoint.replicas.remote import admission, listener
 from hardpoint.replicas.remote.address import check_address, check_joining
 from hardpoint.replicas.remote.comparison import check_manifest, hello_of, processor
-from hardpoint.replicas.remote.messages import WINDOW, Ended, Kind, Window, encode
+from hardpoint.replicas.remote.messages import WINDOW, MessageKind, ProcessEnd, Window, encode
 from hardpoint.system.encoding import Encoder
 from hardpoint.toolkit.curve_keys import client_keys, make_client, revoke_client
 
@@ -52,22 +52,25 @@ def test_messages_go_both_ways(head):
     place.joined()
     assert (place.host.pid, place.host.label) == (4711, "joined engine process (pid 4711 on there)")
     ready = EngineCoreReadyResponse(manifest_hash="", max_model_len=9)
-    peer.send(Kind.READY, *map(bytes, Encoder().encode(ready)))
+    peer.send(MessageKind.READY, *map(bytes, Encoder().encode(ready)))
     assert place.sockets.poll_ready(PATIENCE_S * 1000) == ready
     got = []
     place.sockets.read(got.append, got.append)
     place.sockets.send(RequestType.ABORT, ["a"])
-    _kind, _session, *frames = peer.get(Kind.DATA)
+    _kind, _session, *frames = peer.get(MessageKind.DATA)
     assert frames == [b"\x01", packed(["a"])]
     outputs = EngineCoreOutputs(outputs=[EngineCoreOutput(request_id="r", new_token_ids=[7])])
     for _ in range(WINDOW):
-        peer.send(Kind.DATA, *map(bytes, Encoder().encode(outputs)))
+        peer.send(MessageKind.DATA, *map(bytes, Encoder().encode(outputs)))
     wait_until(lambda: len(got) == WINDOW, PATIENCE_S, "the outputs")
     assert got[0].outputs[0].new_token_ids == [7]
-    kind, _session, count = peer.get(Kind.BEAT)
-    while kind == Kind.BEAT and msgspec.msgpack.decode(count) < WINDOW - 16:
-        kind, _session, count = peer.get(Kind.BEAT)
-    peer.send(Kind.ENDED, encode(Ended(description="was ended", was_killed=True, activity=b"")))
+    kind, _session, count = peer.get(MessageKind.BEAT)
+    while kind == MessageKind.BEAT and msgspec.msgpack.decode(count) < WINDOW - 16:
+        kind, _session, count = peer.get(MessageKind.BEAT)
+    peer.send(
+        MessageKind.ENDED,
+        encode(ProcessEnd(description="was ended", was_killed=True, activity=b"")),
+    )
     assert "activity" in place.failure()  # its record is malformed
 
 
@@ -151,7 +154,7 @@ def test_wrong_joins_are_cheap_and_logged_once(head, caplog, monkeypatch):
     wrong = head.peer()
     began = time.monotonic()
     for index in range(1000):
-        frames = [Kind.HELLO, b"", b"\xc1 no hello"] if index % 2 else [b"?", b"", b"x"]
+        frames = [MessageKind.HELLO, b"", b"\xc1 no hello"] if index % 2 else [b"?", b"", b"x"]
         wrong.socket.send_multipart(frames)
     wrong.hello(torch="9")  # behind them all
     assert time.monotonic() - began < PATIENCE_S
@@ -170,11 +173,11 @@ def test_half_open_joins_give_their_place_back(head, monkeypatch):
     assert peer.hello() is not None
     with monkeypatch.context() as patch:
         patch.setattr(listener, "_START_S", 0.0)
-        assert silent.get(Kind.GONE)[1] == silent.session
+        assert silent.get(MessageKind.GONE)[1] == silent.session
     wait_until(lambda: peer.hello() is None, PATIENCE_S, "the place")
-    peer.send(Kind.STARTED, packed(1))
+    peer.send(MessageKind.STARTED, packed(1))
     place.joined()
-    silent.send(Kind.STARTED, packed(2))
+    silent.send(MessageKind.STARTED, packed(2))
     assert place.host.pid == 1
 
 
@@ -192,10 +195,10 @@ def test_silent_connections_take_no_place(head):
 def test_an_engine_that_declines_leaves_its_place(head, caplog):
     place, peer = head.host(), head.peer()
     assert peer.hello() is None
-    peer.send(Kind.DECLINED, packed("plugin 'x' is not enabled"))
+    peer.send(MessageKind.DECLINED, packed("plugin 'x' is not enabled"))
     other = head.peer()
     wait_until(lambda: other.hello() is None, PATIENCE_S, "the place")
-    other.send(Kind.STARTED, packed(1))
+    other.send(MessageKind.STARTED, packed(1))
     place.joined()
     assert "an engine on there does not join: plugin 'x' is not enabled" in caplog.text
 
@@ -204,11 +207,11 @@ def test_an_engine_that_declines_leaves_its_place(head, caplog):
     "frames",
     [
         [b"?", b"x"],
-        [Kind.STARTED, b"\x01"],
-        [Kind.BEAT, b"\x05", b""],
-        [Kind.BEAT, b"\x00", b"no activity"],
-        [Kind.ENDED, b"garbage"],
-        [Kind.DATA],
+        [MessageKind.STARTED, b"\x01"],
+        [MessageKind.BEAT, b"\x05", b""],
+        [MessageKind.BEAT, b"\x00", b"no activity"],
+        [MessageKind.ENDED, b"garbage"],
+        [MessageKind.DATA],
     ],
 )
 def test_garbage_ends_its_engine_alone(head, frames):
@@ -221,9 +224,9 @@ def test_garbage_ends_its_engine_alone(head, frames):
     peer.send(*frames)
     words = "the joined engine process (pid 4711 on there) sent a message that is none"
     assert place.failure().startswith(words)
-    assert peer.get(Kind.GONE)[1] == peer.session
-    good.send(Kind.BEAT, b"\x00", b"")
-    assert good.get(Kind.BEAT)
+    assert peer.get(MessageKind.GONE)[1] == peer.session
+    good.send(MessageKind.BEAT, b"\x00", b"")
+    assert good.get(MessageKind.BEAT)
     assert other.host.failure() is None
 
 
@@ -232,12 +235,12 @@ def test_messages_of_a_session_that_is_over_are_dropped(head):
     peer.join()
     place.joined()
     session, peer.session = peer.session, b"x" * 16
-    peer.send(Kind.BEAT, b"\x00", b"")
+    peer.send(MessageKind.BEAT, b"\x00", b"")
     place.failure()
     peer.session = session
-    peer.send(Kind.DATA, b"late")
-    assert peer.get(Kind.GONE)
-    assert peer.get(Kind.GONE)[1] == session
+    peer.send(MessageKind.DATA, b"late")
+    assert peer.get(MessageKind.GONE)
+    assert peer.get(MessageKind.GONE)[1] == session
     assert not place.has_output()
 
 
@@ -266,13 +269,13 @@ def test_reports_and_activity_are_those_of_the_engine(head):
     peer.join()
     place.joined()
     report = {"kind": "ModelError", "message": "no weights", "notes": ["a traceback"]}
-    peer.send(Kind.REPORT, packed(list(report.values())))
+    peer.send(MessageKind.REPORT, packed(list(report.values())))
     assert place.failure() == "no weights"
     assert type(place.host.failure()).__name__ == "ModelError"
     assert place.host.failure().__notes__ == ["a traceback"]
     assert place.host.reported
     place.host.kill()
-    assert peer.get(Kind.KILL)
+    assert peer.get(MessageKind.KILL)
 
 
 def test_waiting_has_a_limit_and_an_end(head):
@@ -313,11 +316,11 @@ def test_keys_decide_who_may_join(tmp_path, caplog):
         place.joined()
         assert place.host.label == "joined engine process (pid 4711 on there, key alpha)"
         other, late = head.host(1), head.peer(beta)
-        late.socket.send_multipart([Kind.HELLO, b"", encode(HELLO)])
+        late.socket.send_multipart([MessageKind.HELLO, b"", encode(HELLO)])
         wait_until(lambda: "refused attempts" in caplog.text, PATIENCE_S, "the refusal")
         assert "the last one: a key that is not among those that may join" in caplog.text
         plain = head.peer()
-        plain.socket.send_multipart([Kind.HELLO, b"", encode(HELLO)])
+        plain.socket.send_multipart([MessageKind.HELLO, b"", encode(HELLO)])
         new = client_keys(str(make_client(str(keys), "gamma")), "--keys")
         added = head.peer(new)
         added.join()

@@ -28,7 +28,7 @@ from hardpoint.replicas.on_ray import hosts
 from hardpoint.replicas.on_ray.actor import ActorLaunch, EngineActor
 from hardpoint.replicas.remote import joined_host, listener
 from hardpoint.replicas.remote.comparison import hello_of
-from hardpoint.replicas.remote.messages import Kind, Report, decode, encode
+from hardpoint.replicas.remote.messages import MessageKind, RemoteFailure, decode, encode
 from hardpoint.testing import scripted_config
 from hardpoint.toolkit.ray_cluster import RayNode
 
@@ -123,10 +123,10 @@ class Places:
         hello = msgspec.structs.replace(
             hello_of(self.config), rank=actor.given.rank, host=actor.given.node, **fields
         )
-        peer.socket.send_multipart([Kind.HELLO, b"", encode(hello)])
-        kind, peer.session, _ = peer.get(Kind.WELCOME, Kind.REFUSED)
-        assert kind == Kind.WELCOME
-        peer.send(Kind.STARTED, msgspec.msgpack.encode(4711))
+        peer.socket.send_multipart([MessageKind.HELLO, b"", encode(hello)])
+        kind, peer.session, _ = peer.get(MessageKind.WELCOME, MessageKind.REFUSED)
+        assert kind == MessageKind.WELCOME
+        peer.send(MessageKind.STARTED, msgspec.msgpack.encode(4711))
         self.returned()
         return peer
 
@@ -175,15 +175,15 @@ def test_an_engine_joins_with_the_key_of_its_launch_which_ends_with_it(places):
         "1)"
     )
     stranger = Peer(actor.given.address)
-    stranger.socket.send_multipart([Kind.HELLO, b"", encode(HELLO)])
-    assert stranger.get(Kind.WELCOME, Kind.REFUSED, seconds=0.3) is None
+    stranger.socket.send_multipart([MessageKind.HELLO, b"", encode(HELLO)])
+    assert stranger.get(MessageKind.WELCOME, MessageKind.REFUSED, seconds=0.3) is None
     stranger.close()
     host.close(0)
     assert actor.is_ended
-    assert peer.get(Kind.GONE) is not None
+    assert peer.get(MessageKind.GONE) is not None
     again = Peer(actor.given.address, actor.given.keys)
-    again.socket.send_multipart([Kind.HELLO, b"", encode(HELLO)])
-    assert again.get(Kind.WELCOME, Kind.REFUSED, seconds=0.3) is None
+    again.socket.send_multipart([MessageKind.HELLO, b"", encode(HELLO)])
+    assert again.get(MessageKind.WELCOME, MessageKind.REFUSED, seconds=0.3) is None
     again.close()
 
 
@@ -196,7 +196,7 @@ def test_memory_is_divided_only_for_the_engine_that_finds_the_size_of_caches(pla
 def test_what_an_actor_cannot_run_ends_its_launch_at_once(places):
     started = places()
     _, errors = started.launch(0)
-    report = Report(kind="ModelError", message="the model is not there", notes=["look"])
+    report = RemoteFailure(kind="ModelError", message="the model is not there", notes=["look"])
     started.actor().running.set_result(encode(report))
     started.returned()
     (error,) = errors
@@ -314,6 +314,6 @@ def test_what_an_actor_lacks_is_its_answer(tmp_path):
         num_sharing=1,
     )
     actor = EngineActor.__new__(EngineActor)  # which would redirect the output of the tests
-    report = decode(actor.run(encode(launch)), Report)
+    report = decode(actor.run(encode(launch)), RemoteFailure)
     assert report.kind == "ModelError"
     assert str(tmp_path / "none") in report.message

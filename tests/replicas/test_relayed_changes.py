@@ -12,7 +12,7 @@ from support.waiting import until, wait_until
 
 from hardpoint.errors import HardpointError
 from hardpoint.live.change import Changes
-from hardpoint.live.settings import Asked
+from hardpoint.live.settings import ChangeRequest
 from hardpoint.plugins import EngineConfig
 from hardpoint.replicas.relay.client import Figures
 from hardpoint.replicas.relay.frontends import CHANGE, FrontendChanges
@@ -21,7 +21,7 @@ from hardpoint.workers.process import WorkerLLM
 
 
 def asked(text):
-    return Asked.of(text, config={"scheduler.max_waiting": 7})
+    return ChangeRequest.of(text, config={"scheduler.max_waiting": 7})
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.replicas.remote import admission
 from hardpoint.replicas.remote.joined_host import JoinedHost
 from hardpoint.replicas.remote.listener import JoinListener
-from hardpoint.replicas.remote.messages import Hello, Kind, Refusal, decode, encode
+from hardpoint.replicas.remote.messages import Hello, JoinRefusal, MessageKind, decode, encode
 from hardpoint.toolkit.curve_keys import KeyFolder, KeyPair
 
 from .process.forked_python import forked_python
@@ -151,7 +151,7 @@ class Peer:
     def send(self, kind: bytes, *frames: bytes) -> None:
         self.socket.send_multipart([kind, self.session, *frames])
 
-    def get(self, *kinds: Kind, seconds: float = PATIENCE_S) -> list[bytes] | None:
+    def get(self, *kinds: MessageKind, seconds: float = PATIENCE_S) -> list[bytes] | None:
         """Return the next message of some kinds, None if none comes."""
         while self.socket.poll(seconds * 1000):
             frames = self.socket.recv_multipart()
@@ -159,19 +159,19 @@ class Peer:
                 return frames
         return None
 
-    def hello(self, **fields: Any) -> Refusal | None:
+    def hello(self, **fields: Any) -> JoinRefusal | None:
         """Say hello; return the refusal, or None after a welcome."""
         hello = msgspec.structs.replace(HELLO, **fields)
-        self.socket.send_multipart([Kind.HELLO, b"", encode(hello)])
-        answer = self.get(Kind.WELCOME, Kind.REFUSED)
+        self.socket.send_multipart([MessageKind.HELLO, b"", encode(hello)])
+        answer = self.get(MessageKind.WELCOME, MessageKind.REFUSED)
         assert answer is not None
         kind, self.session, frame = answer
-        return decode(frame, Refusal) if kind == Kind.REFUSED else None
+        return decode(frame, JoinRefusal) if kind == MessageKind.REFUSED else None
 
     def join(self, **fields: Any) -> None:
         # `Place` offers the place in a thread.
         wait_until(lambda: self.hello(**fields) is None, PATIENCE_S, "the place")
-        self.send(Kind.STARTED, msgspec.msgpack.encode(4711))
+        self.send(MessageKind.STARTED, msgspec.msgpack.encode(4711))
 
     def close(self) -> None:
         self._context.destroy(0)

@@ -10,8 +10,8 @@ from hardpoint.toolkit.parsing.format_parser import (
     Content,
     FormatParser,
     Ignored,
+    ParserState,
     Reasoning,
-    State,
 )
 from hardpoint.toolkit.parsing.json_text import json_value
 
@@ -37,15 +37,27 @@ class Feedless(Body):
     ("states", "reasoning", "message"),
     [
         ({}, None, r"states\(\) returned none"),
-        ({"a": (Content, {})}, None, "the state 'a': expected a State, got"),
-        ({"a": State(Content, {"x": "b"})}, None, "the state 'a': 'x' leads to 'b', which is none"),
-        ({"a": State(Ignored, {}, then="b")}, None, "the state 'a': 'then' leads to 'b'"),
-        ({"a": State(Content, {"": "a"})}, None, "the state 'a': expected markers, got an empty"),
-        ({"a": State(Reasoning, {})}, None, "the state 'a' is reasoning: add reasoning = 'a'"),
-        ({"a": State(Content, {})}, "b", "reasoning: expected the name of a state, got 'b'"),
-        ({"a": State(Feedless, {})}, None, "the state 'a': its body Feedless has no feed"),
+        ({"a": (Content, {})}, None, "the state 'a': expected a ParserState, got"),
         (
-            {"a": State(Content, {"<a": "a", "<ab": "a"})},
+            {"a": ParserState(Content, {"x": "b"})},
+            None,
+            "the state 'a': 'x' leads to 'b', which is none",
+        ),
+        ({"a": ParserState(Ignored, {}, then="b")}, None, "the state 'a': 'then' leads to 'b'"),
+        (
+            {"a": ParserState(Content, {"": "a"})},
+            None,
+            "the state 'a': expected markers, got an empty",
+        ),
+        (
+            {"a": ParserState(Reasoning, {})},
+            None,
+            "the state 'a' is reasoning: add reasoning = 'a'",
+        ),
+        ({"a": ParserState(Content, {})}, "b", "reasoning: expected the name of a state, got 'b'"),
+        ({"a": ParserState(Feedless, {})}, None, "the state 'a': its body Feedless has no feed"),
+        (
+            {"a": ParserState(Content, {"<a": "a", "<ab": "a"})},
             None,
             "the markers '<a' and '<ab': expected none that begins another one",
         ),
@@ -74,7 +86,7 @@ class Greedy(Body):
     ],
 )
 def test_a_body_that_takes_what_it_must_not(body, message):
-    state = parser({"a": State(body, {})}).open(ParserRequest())
+    state = parser({"a": ParserState(body, {})}).open(ParserRequest())
     with pytest.raises(ValueError, match=message):
         state.feed("text")
 

@@ -58,6 +58,7 @@ __all__ = [
     "Ignored",
     "Kind",
     "OpenOutput",
+    "ParserState",
     "Reasoning",
     "State",
     "ToolName",
@@ -69,7 +70,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class State:
+class ParserState:
     """A state of the output.
 
     Attributes:
@@ -86,6 +87,10 @@ class State:
     moves: Mapping[str, str | None]
     then: str | None = None
     calls: Mapping[str, str] = field(default_factory=dict)
+
+
+State = ParserState
+"""The earlier name, which packages import."""
 
 
 class FormatParser(OutputParser):
@@ -121,7 +126,7 @@ class FormatParser(OutputParser):
         self._table = _compile(self._states, context.tokenizer)
 
     @abstractmethod
-    def states(self) -> Mapping[str, State]:
+    def states(self) -> Mapping[str, ParserState]:
         """Return the states by name; an output begins in the first one.
 
         If the prompt ends inside reasoning, it begins in the state `reasoning`.
@@ -304,7 +309,7 @@ class _Compiled:
     calls: Mapping[int, str]
 
 
-def _check_table(states: Mapping[str, State], reasoning: str | None) -> None:
+def _check_table(states: Mapping[str, ParserState], reasoning: str | None) -> None:
     """Check that a table of states leads nowhere else.
 
     Raises:
@@ -313,8 +318,8 @@ def _check_table(states: Mapping[str, State], reasoning: str | None) -> None:
     if not states:
         raise ValueError("states() returned none; an output begins in the first one")
     for name, state in states.items():
-        if not isinstance(state, State):
-            raise ValueError(f"the state {name!r}: expected a State, got {state!r}")
+        if not isinstance(state, ParserState):
+            raise ValueError(f"the state {name!r}: expected a ParserState, got {state!r}")
         if isabstract(state.body):
             raise ValueError(f"the state {name!r}: its body {state.body.__name__} has no feed")
         for marker, to in (*state.moves.items(), *state.calls.items(), ("then", state.then)):
@@ -328,7 +333,7 @@ def _check_table(states: Mapping[str, State], reasoning: str | None) -> None:
         raise ValueError(f"reasoning: expected the name of a state, got {reasoning!r}")
 
 
-def _compile(states: Mapping[str, State], tokenizer: Tokenizer) -> dict[str, _Compiled]:
+def _compile(states: Mapping[str, ParserState], tokenizer: Tokenizer) -> dict[str, _Compiled]:
     special = tokenizer.special_tokens
     compiled = {}
     for name, state in states.items():

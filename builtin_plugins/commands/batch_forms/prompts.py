@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.builtin_plugins.commands.completions import assemble
-from hardpoint.builtin_plugins.commands.prompt_file import BatchRequest, PromptFile
+from hardpoint.builtin_plugins.commands.prompt_file import PromptFile, PromptLine
 from hardpoint.plugins import (
     CommandContext,
     EngineConfig,
@@ -41,7 +41,7 @@ class Prompts:
         self._file, self._model = file, model
         self._generator: Generator
 
-    def requests(self) -> Iterator[BatchRequest]:
+    def requests(self) -> Iterator[PromptLine]:
         """Yield the prompts."""
         return self._file.requests()
 
@@ -63,10 +63,10 @@ class Prompts:
         stack.callback(self._generator.close)
 
     def run(
-        self, wanted: Iterator[BatchRequest], write: Callable[[BatchRequest, Answered], None]
+        self, wanted: Iterator[PromptLine], write: Callable[[PromptLine, Answered], None]
     ) -> None:
         """Answer prompts, with as many in a batch as the engine has room for."""
-        running: dict[int, BatchRequest] = {}
+        running: dict[int, PromptLine] = {}
 
         def asked() -> Iterator[tuple[Prompt, SamplingParams]]:
             position = 0
@@ -84,13 +84,13 @@ class Prompts:
             request = running.pop(position)
             write(request, self._answered(request, result))
 
-    def _prompt(self, request: BatchRequest) -> Prompt:
+    def _prompt(self, request: PromptLine) -> Prompt:
         if request.messages is not None:
             return self._generator.apply_chat_template(request.messages)
         prompt: Prompt = request.given["prompt"]
         return prompt
 
-    def _answered(self, request: BatchRequest, result: RequestOutput | RequestError) -> Answered:
+    def _answered(self, request: PromptLine, result: RequestOutput | RequestError) -> Answered:
         line: dict[str, Any] = {
             "id": request.id,
             "request": f"{request.digest:016x}",

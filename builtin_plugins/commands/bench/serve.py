@@ -17,7 +17,7 @@ from hardpoint.builtin_plugins.commands.loads.document import (
     write_page,
 )
 from hardpoint.builtin_plugins.commands.loads.figures import print_tables
-from hardpoint.builtin_plugins.commands.loads.progress import Progress
+from hardpoint.builtin_plugins.commands.loads.progress import ProgressLine
 from hardpoint.errors import shown
 from hardpoint.plugins import CommandContext
 
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, context: CommandContext) -> int:
     else:
         plan, server = plan_of(options, model), address_of(options)
     results: dict[str, Any] = {"plan": plan, "url": options.url, "loads": {}}
-    with Progress(is_shown=not context.quiet) as progress:
+    with ProgressLine(is_shown=not context.quiet) as progress:
         progress.show("starting" if options.url is None else f"asking {shown(options.url)}")
         for record in context.measure_server(server, plan):
             if record["record"] == "progress":

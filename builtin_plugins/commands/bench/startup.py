@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hardpoint.builtin_plugins.commands.loads.figures import Tables, print_tables
-from hardpoint.builtin_plugins.commands.loads.progress import Progress
+from hardpoint.builtin_plugins.commands.loads.progress import ProgressLine
 from hardpoint.plugins import CommandContext
 
 from .serve import INTERRUPTED
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace, context: CommandContext) -> int:
     context.load_catalog(*context.load_config(model=model))  # refuses what is wrong before a start
     runs: list[Mapping[str, Any]] = []
     result: Mapping[str, Any] = {}
-    with Progress(is_shown=not context.quiet) as progress:
+    with ProgressLine(is_shown=not context.quiet) as progress:
         for record in context.measure_startup(plan):
             if record["record"] == "progress":
                 progress.show(f"start {record['run']} of {record['of']}, {record['caches']}")

@@ -21,7 +21,7 @@ from hardpoint.builtin_plugins.commands.loads.document import (
 from hardpoint.builtin_plugins.commands.loads.figures import Tables, group_tables, print_tables
 from hardpoint.builtin_plugins.commands.loads.options import VARY_EXAMPLE, combinations, varied
 from hardpoint.builtin_plugins.commands.loads.plots import Series, line_plot
-from hardpoint.builtin_plugins.commands.loads.progress import Progress
+from hardpoint.builtin_plugins.commands.loads.progress import ProgressLine
 from hardpoint.plugins import CommandContext
 
 from .load_options import add_options, address_of, plan_of, refuse_address_options, start_of
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, context: CommandContext) -> int:
     points: list[Mapping[str, Any]] = []
     is_interrupted = False
     try:
-        with Progress(is_shown=not context.quiet) as progress:
+        with ProgressLine(is_shown=not context.quiet) as progress:
             for record in context.sweep(plan, output=options.output, resume=options.resume):
                 if record["record"] == "point":
                     points.append(record["point"])

@@ -6,7 +6,7 @@ import shutil
 import sys
 
 
-class Progress:
+class ProgressLine:
     """One line on standard error that is written again and again, if that is a terminal."""
 
     def __init__(self, *, is_shown: bool) -> None:
@@ -14,7 +14,7 @@ class Progress:
         self._is_shown = is_shown and sys.stderr.isatty()
         self._width = 0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         """Return itself."""
         return self
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hardpoint.builtin_plugins.commands.loads.progress import Progress
+from hardpoint.builtin_plugins.commands.loads.progress import ProgressLine
 from hardpoint.errors import ConfigError
 from hardpoint.plugins import Command, CommandContext
 
@@ -42,7 +42,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     if not path.parent.is_dir():
         raise ConfigError(f"--output: there is no folder {str(path.parent)!r}")
     cost: Mapping[str, Any] = {}
-    with Progress(is_shown=not context.quiet) as progress:
+    with ProgressLine(is_shown=not context.quiet) as progress:
         for record in context.calibrate(config, sources, options.seconds):
             if record["record"] == "result":
                 cost = record["cost"]

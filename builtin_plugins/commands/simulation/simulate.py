@@ -17,7 +17,7 @@ from hardpoint.builtin_plugins.commands.loads.options import (
     objective_of,
     varied,
 )
-from hardpoint.builtin_plugins.commands.loads.progress import Progress
+from hardpoint.builtin_plugins.commands.loads.progress import ProgressLine
 from hardpoint.plugins import Command, CommandContext, EngineConfig
 
 from . import DEFAULT_FILE
@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     load = load_of(options, None if options.trace == _SYNTHETIC else options.trace)
     processes = options.processes or min(len(variants), os.cpu_count() or 1)
     results: dict[str, Any] = {"load": load, "cost": options.cost, "variants": {}}
-    with Progress(is_shown=not context.quiet) as progress:
+    with ProgressLine(is_shown=not context.quiet) as progress:
         for record in context.simulate(
             variants, load, cost=options.cost, objective=objective, processes=processes
         ):

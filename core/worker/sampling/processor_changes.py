@@ -6,7 +6,7 @@ import dataclasses
 
 from hardpoint.boundary.activity import Activity
 from hardpoint.core.weights.worker_spec import WorkerSpec
-from hardpoint.live.change import Change
+from hardpoint.live.change import LiveChange
 from hardpoint.live.processors import ProcessorChanges
 from hardpoint.plugins import Ops
 from hardpoint.plugins.manifest import PluginEntry
@@ -22,7 +22,7 @@ def processor_changes(
 ) -> ProcessorChanges[ProcessorRunner]:
     """Return the live changes of the processors of a stage."""
 
-    def build(plugins: PluginSet, entry: PluginEntry, change: Change) -> ProcessorRunner:
+    def build(plugins: PluginSet, entry: PluginEntry, change: LiveChange) -> ProcessorRunner:
         new = dataclasses.replace(spec, plugins=plugins, config=change.config)
         runner = open_runner(new, entry, ops, activity, change.manifest.generation)
         if spec.num_draft_tokens:

@@ -21,7 +21,7 @@ from support.core.engine_harness import (
 )
 from support.processes import ROOT
 
-from hardpoint.core.engine_process.loop import Abort, LoopFailure, LoopOptions, Refusal
+from hardpoint.core.engine_process.loop import Abort, LoopFailure, LoopOptions, Rejection
 from hardpoint.core.protocol import UtilityCall
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import RequestError
@@ -139,7 +139,7 @@ class TestInput:
     def test_a_refusal_does_not_end_the_live_request_of_its_id(self, caplog):
         rig = LoopRig()
         rig.send(request("a", max_tokens=20), request("a", prompt=[9]))
-        rig.send(Refusal("a", 0, RequestError("prompt: too odd")))
+        rig.send(Rejection("a", 0, RequestError("prompt: too odd")))
         with rig:
             rig.until(lambda: rig.ends == {"a": "length"})
         assert rig.tokens["a"] == expected([1, 2, 3], 20)
@@ -151,7 +151,7 @@ class TestInput:
 
     def test_what_was_refused_before_is_answered(self):
         with LoopRig() as rig:
-            rig.send(Refusal("a", 0, RequestError("prompt: too odd")))
+            rig.send(Rejection("a", 0, RequestError("prompt: too odd")))
             rig.until(lambda: rig.ends == {"a": "error"})
         assert lasts(rig)["a"].error == "prompt: too odd"
 

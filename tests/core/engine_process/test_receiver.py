@@ -14,7 +14,7 @@ from support.core.engine_harness import request
 from support.plugins.observing import Follows
 from support.searching import examples
 
-from hardpoint.core.engine_process.loop import Abort, LoopQueues, Prepared, Refusal
+from hardpoint.core.engine_process.loop import Abort, LoopQueues, Prepared, Rejection
 from hardpoint.core.engine_process.receiver import MessageReader
 from hardpoint.core.engine_process.sender import ClientSendQueues
 from hardpoint.core.protocol import RequestType, UtilityCall
@@ -120,7 +120,7 @@ class TestRequestsOfOneCall:
         assert [output.request_id for _, output in desk.refused] == ["b"]
         live, refusal = desk.queued
         assert (live.request_id, refusal.request_id) == ("a", "a")
-        assert isinstance(refusal, Refusal)
+        assert isinstance(refusal, Rejection)
 
     def test_what_cannot_be_read_is_logged(self, caplog):
         desk = Desk()
@@ -177,7 +177,7 @@ class TestMessages:
         desk.take(ADD, request("a", prompt=[100], client_index=1), client=1)
         first, refusal = desk.queued
         assert first == request("a")
-        assert isinstance(refusal, Refusal)
+        assert isinstance(refusal, Rejection)
         assert (refusal.request_id, refusal.client_index) == ("a", 0)
         assert "got 100" in str(refusal.error)
         assert [client for client, _ in desk.refused] == [1]
@@ -398,4 +398,4 @@ def test_whatever_comes_is_a_message_an_answer_or_a_line_in_the_log(frames, edit
         logger.removeHandler(handler)
     queued = desk.queued
     assert len(queued) + len(desk.answers) + len(lines) == 1
-    assert all(isinstance(m, EngineCoreRequest | Abort | UtilityCall | Refusal) for m in queued)
+    assert all(isinstance(m, EngineCoreRequest | Abort | UtilityCall | Rejection) for m in queued)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.parts.bound_half import BoundPart
-from hardpoint.boundary.parts.engine_parts import EngineParts
+from hardpoint.boundary.parts.engine_parts import EngineHalves
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.core import EngineCore
@@ -227,9 +227,9 @@ class ScriptedPart:
 def parts_of(half):
     """Return the step parts of an engine: one with a half whose faults end the engine, or none."""
     if half is None:
-        return EngineParts()
+        return EngineHalves()
     source = Source("scripted", "scripted:Part", "tests", "1", "default")
-    return EngineParts([BoundPart(ScriptedPart(), half, source, StepFaults(()))], 1 << 16)
+    return EngineHalves([BoundPart(ScriptedPart(), half, source, StepFaults(()))], 1 << 16)
 
 
 class Rig:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from hardpoint.journal.frames import JournalReader, frame_head, start_of_file
-from hardpoint.journal.records import Arrival, Compact, Event, Header, Keyframe, Record
+from hardpoint.journal.records import Arrival, Compact, Event, JournalHeader, Keyframe, Record
 from hardpoint.plugins import EngineCoreRequest
 from hardpoint.system.encoding import Encoder
 
@@ -30,14 +30,14 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
     path.write_bytes(data)
 
 
-def with_header(path: Path, change: Callable[[Header], Header]) -> None:
+def with_header(path: Path, change: Callable[[JournalHeader], JournalHeader]) -> None:
     """Replace the header of a journal by what `change` returns for it."""
     header, *rest = records_of(path)
-    assert isinstance(header, Header)
+    assert isinstance(header, JournalHeader)
     write_records(path, [change(header), *rest])
 
 
-def of_other_torch(header: Header) -> Header:
+def of_other_torch(header: JournalHeader) -> JournalHeader:
     """Return the header of another build."""
     return msgspec.structs.replace(header, build=msgspec.structs.replace(header.build, torch="1.0"))
 

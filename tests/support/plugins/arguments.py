@@ -8,7 +8,7 @@ import msgspec
 
 from hardpoint import plugins
 from hardpoint.plugins import Meta, Sampler, SchedulingPolicy
-from hardpoint.toolkit.parsing.format_parser import Content, FormatParser, Reasoning, State
+from hardpoint.toolkit.parsing.format_parser import Content, FormatParser, ParserState, Reasoning
 from support.samples import Sample
 
 
@@ -107,6 +107,6 @@ class Tagged(FormatParser):
     def states(self):
         tag = self.arguments.tag
         return {
-            "content": State(Content, {f"<{tag}>": "thinking"}),
-            "thinking": State(Reasoning, {f"</{tag}>": "content"}),
+            "content": ParserState(Content, {f"<{tag}>": "thinking"}),
+            "thinking": ParserState(Reasoning, {f"</{tag}>": "content"}),
         }

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.builtin_plugins.executors.multiproc import MultiprocExecutor
-from hardpoint.core.engine.worker_launch import WorkerProcess
+from hardpoint.core.engine.worker_launch import LaunchedWorker
 from hardpoint.errors import CommunicationAbortedError, ModelError
 from hardpoint.plugins import ExecutorContext, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from hardpoint.plugins.executor import WorkerLaunch
@@ -146,7 +146,7 @@ def executor(
         options=None,
         parallel=parallel,
         launch=lambda rank, _placement=None: WorkerLaunch(FACTORY, rank, parallel.world_size, data),
-        start_process=lambda launch, run, pass_fds=(): WorkerProcess(
+        start_process=lambda launch, run, pass_fds=(): LaunchedWorker(
             launch, run, pass_fds, _NO_PLUGINS
         ),
         progress=progress,

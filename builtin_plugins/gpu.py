@@ -34,6 +34,6 @@ def load_kernels(context: AttentionContext | OpsContext, path: str) -> bool:
         ) from cause
     try:
         launch.check_device(context.device)
-    except launch.KernelsUnavailableError as cause:
+    except launch.TritonUnavailableError as cause:
         raise ModelError(f"{path}: {context.name!r} cannot be used: {cause}") from cause
     return launch.is_interpreted()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from . import cpu
-from .shared_memory import Region, Session, allocate, ring_size
+from .shared_memory import Region, RegionSession, allocate, ring_size
 
 __all__ = ["SUMMED", "Group", "allocate_group"]
 
@@ -75,7 +75,7 @@ class Group:
                 raise ValueError(
                     f"names: expected those of {region.num_members} ranks, got {len(names)}"
                 )
-            self._session = Session(library, region, rank, names, _note_text)
+            self._session = RegionSession(library, region, rank, names, _note_text)
         except BaseException:
             region.close()
             raise

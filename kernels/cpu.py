@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hardpoint.kernels.twins import AffineCodes, linear_codes
+from hardpoint.kernels.twins import AffineMatrix, linear_codes
 
 __all__ = [
     "PATHS",
@@ -238,7 +238,7 @@ class Library:
 
 
 class Codes(Protocol):
-    """Rows of a matrix of low-bit codes, see `hardpoint.kernels.twins.AffineCodes`."""
+    """Rows of a matrix of low-bit codes, see `hardpoint.kernels.twins.AffineMatrix`."""
 
     @property
     def codes(self) -> torch.Tensor:
@@ -402,7 +402,7 @@ def _multiplies_codes_rightly(library: Library) -> bool:
     for bits, type_ in ((4, torch.uint8), (8, torch.int8)):
         codes = (torch.arange(columns * depth) % 13).to(type_).view(columns, depth)
         offsets = scales + 1 if bits == 4 else None
-        parts.append(AffineCodes(codes, bits, 32, scales, offsets))
+        parts.append(AffineMatrix(codes, bits, 32, scales, offsets))
     packed = pack_codes(library, parts)
     expected = linear_codes(x, parts)
     linear = library.function("linear_codes", dtype)

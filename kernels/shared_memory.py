@@ -29,7 +29,7 @@ __all__ = [
     "BroadcastRing",
     "NoMemoryError",
     "Region",
-    "Session",
+    "RegionSession",
     "allocate",
     "ring_size",
 ]
@@ -169,7 +169,7 @@ def ring_size(num_bytes: int) -> int:
     return size
 
 
-class Session:
+class RegionSession:
     """The mapping of a member of a region, and the calls that wait for others.
 
     Calls are made by one thread at a time; `abort` and `close` by any thread.
@@ -293,7 +293,7 @@ class BroadcastRing:
             names = ["the writer", *(f"reader {i}" for i in range(region.num_members - 1))]
             if not 0 <= member < len(names):
                 raise ValueError(f"reader: expected 0 to {len(names) - 2}, got {member - 1}")
-            self._session = Session(library, region, member, names)
+            self._session = RegionSession(library, region, member, names)
         except BaseException:
             region.close()
             raise

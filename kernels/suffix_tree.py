@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from . import cpu
 
-__all__ = ["Extent", "SuffixTree"]
+__all__ = ["CompiledSuffixTree", "Extent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Extent:
     probability: float = 0.1
 
 
-class SuffixTree:
+class CompiledSuffixTree:
     """As the one in Python; calls raise MemoryError if there is no memory."""
 
     def __init__(self, depth: int, path: str = "") -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 __all__ = [
-    "AffineCodes",
+    "AffineMatrix",
     "PagedSequences",
     "dequantize",
     "gated",
@@ -95,7 +95,7 @@ def paged_attention(
 
 
 @dataclass(frozen=True, eq=False)
-class AffineCodes:
+class AffineMatrix:
     """A matrix W[r, k] = scale[r, k / group] * value[codes[r, k]] + offset[r, k / group].
 
     Attributes:
@@ -120,7 +120,7 @@ class AffineCodes:
     values: torch.Tensor | None = None
 
 
-def dequantize(matrix: AffineCodes) -> torch.Tensor:
+def dequantize(matrix: AffineMatrix) -> torch.Tensor:
     """Return W, float32: the exact products and sums, rounded once."""
     codes = matrix.codes
     values = codes.double() if matrix.values is None else matrix.values.double()[codes.long()]
@@ -141,7 +141,7 @@ def _spread(
 
 
 def linear_codes(
-    x: torch.Tensor, parts: Sequence[AffineCodes], bias: torch.Tensor | None = None
+    x: torch.Tensor, parts: Sequence[AffineMatrix], bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return x W^T + b in float32, for W of parts one below the other."""
     y = x.float() @ torch.cat([dequantize(part) for part in parts]).T

@@ -50,7 +50,7 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class PaddedSequences:
     """Sequences that are attended together, padded to the same numbers of queries and keys.
 
     Attributes:
@@ -119,11 +119,11 @@ class WindowPlan:
         prefixes: each is merged with what was attended before.
     """
 
-    decodes: tuple[Group, ...]
-    chunks: tuple[Group, ...]
+    decodes: tuple[PaddedSequences, ...]
+    chunks: tuple[PaddedSequences, ...]
     merged: Rows | None
-    only: Group | None
-    own: tuple[Group, ...]
+    only: PaddedSequences | None
+    own: tuple[PaddedSequences, ...]
     prefixes: tuple[Prefix, ...]
 
 
@@ -209,7 +209,7 @@ class AttentionPlan:
 
     def _groups(
         self, sequences: IntArray, window: int | None, layout: _Layout
-    ) -> tuple[Group, ...]:
+    ) -> tuple[PaddedSequences, ...]:
         """Return the groups of some sequences, which have either one query or several each."""
         if not len(sequences):
             return ()
@@ -224,7 +224,7 @@ class AttentionPlan:
             for group in groups
         )
 
-    def _group(self, sequences: IntArray, window: int | None, layout: _Layout) -> Group:
+    def _group(self, sequences: IntArray, window: int | None, layout: _Layout) -> PaddedSequences:
         step, size = self._step, self._step.block_size
         counts, totals = self._counts[sequences], step.seq_lens[sequences]
         queries = int(counts.max())
@@ -247,7 +247,7 @@ class AttentionPlan:
         apart = layout.targets is not layout.begins
         in_pieces = not apart and self._in_pieces(counts)
         fresh = len(sequences) == 1 and queries > 1 and queries == totals[0]
-        return Group(
+        return PaddedSequences(
             rows=self._index(rows.ravel()),
             valid=self._tensor(np.flatnonzero(valid)) if padded else None,
             targets=self._index(targets[valid].ravel()),

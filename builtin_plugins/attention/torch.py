@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec
 from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads, rotate_heads
 
-from .plan import AttentionPlan, Group, Piece, Rows, WindowPlan
+from .plan import AttentionPlan, PaddedSequences, Piece, Rows, WindowPlan
 
 _KEPT_BLOCKS = 64  # gathering fewer into new memory costs less than looking kept memory up
 _ALIGNMENT = 64  # bytes of a cache line
@@ -217,7 +217,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         return k, v
 
     def _attend_decodes(
-        self, spec: KVSpec, cache: Cache, group: Group, q: torch.Tensor
+        self, spec: KVSpec, cache: Cache, group: PaddedSequences, q: torch.Tensor
     ) -> torch.Tensor:
         """Return [count, num_heads, head_size] for one query per sequence."""
         keys, values = self._gather_group(cache, group)
@@ -257,14 +257,14 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         return _sunk(spec, total.values, total.log_sums).to(q.dtype)
 
     def _visible(
-        self, cache: Cache, group: Group, k: torch.Tensor, v: torch.Tensor
+        self, cache: Cache, group: PaddedSequences, k: torch.Tensor, v: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         """Return the keys and values of a group; those of the step if it reads no others."""
         if group.blocks is None:
             return [side[group.rows][None] for side in (k, v)]
         return self._gather_group(cache, group)
 
-    def _gather_group(self, cache: Cache, group: Group) -> Sequence[torch.Tensor]:
+    def _gather_group(self, cache: Cache, group: PaddedSequences) -> Sequence[torch.Tensor]:
         """Return the keys and values of a group, each [count, length, num_kv_heads, head_size]."""
         assert group.blocks is not None
         first, length = group.skip, group.length

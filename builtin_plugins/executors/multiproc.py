@@ -18,7 +18,7 @@ from hardpoint.plugins import (
 )
 
 from .multiproc_calls import make_sender
-from .multiproc_group import WorkerGroup
+from .multiproc_group import RankProcesses
 
 _log = logging.getLogger("hardpoint")
 
@@ -31,7 +31,7 @@ class MultiprocExecutor(Executor):
     def __init__(self, context: ExecutorContext) -> None:
         """Start nothing yet."""
         super().__init__(context)
-        self._group: WorkerGroup | None = None
+        self._group: RankProcesses | None = None
         self._callback: Callable[[BaseException], None] | None = None
         self._forward: tuple[int, Future[Any]] | None = None
         """Of the last plan, whose sampling has not come."""
@@ -45,7 +45,7 @@ class MultiprocExecutor(Executor):
         """Start the processes and load the model in all of them."""
         context = self.context
         sender = make_sender(context.parallel.world_size)
-        group = self._group = WorkerGroup(context, sender)
+        group = self._group = RankProcesses(context, sender)
         self._release = weakref.finalize(self, group.close)
         _log.info(
             "starting %d worker processes, which get calls by %s",
@@ -104,7 +104,7 @@ class MultiprocExecutor(Executor):
             self._group.close()
 
     @property
-    def _started(self) -> WorkerGroup:
+    def _started(self) -> RankProcesses:
         assert self._group is not None, "start() comes first"
         return self._group
 

@@ -22,9 +22,9 @@ from hardpoint.toolkit.workers.calls import encode_call
 from hardpoint.toolkit.workers.joining import is_joint
 
 from .multiproc_calls import CallsEndedError, CallSender
-from .multiproc_messages import Frame, FrameReader, Kind, Progress, Setup, send
+from .multiproc_messages import Frame, FrameKind, FrameReader, LoadingProgress, Setup, send
 from .multiproc_pending import PendingCall
-from .multiproc_watch import StepWatch
+from .multiproc_watch import StepWatchdog
 
 _RUN = "hardpoint.builtin_plugins.executors.multiproc_worker:run_worker"
 _SETTLE_S = 0.25  # for other ranks to fail as well, and for the end of a process to be seen
@@ -32,7 +32,7 @@ _GRACE_S, _GRACE_AFTER_FAILURE_S = 5.0, 1.0  # for workers to close, before they
 _TICK_S = 0.1
 
 
-class WorkerGroup:
+class RankProcesses:
     """The processes of all ranks.
 
     A thread reads their answers and watches for their end. Where a process ends, or a call leaves
@@ -57,13 +57,13 @@ class WorkerGroup:
         self._readers: list[FrameReader] = []
         self._all_report = context.all_report
         self._ready: set[int] = set()
-        self._progress: dict[int, Progress] = {}
+        self._progress: dict[int, LoadingProgress] = {}
         self._order, self._lock = threading.Lock(), threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._calls: dict[int, PendingCall] = {}
         self._num_calls = 0
         self._settle_at: dict[int, float] = {}  # by number of a call that some ranks failed
-        self._watch_step = StepWatch(context)
+        self._watch_step = StepWatchdog(context)
         self._failure: BaseException | None = None
         self._callback: Callable[[BaseException], None] | None = None
         self._is_reported = False  # to the callback; an error of a step is that of its future
@@ -89,7 +89,7 @@ class WorkerGroup:
             samples = rank == self._parallel.output_rank
             setup = Setup(self._sender.uses_ring, context.watchdog_seconds, samples)
             with contextlib.suppress(OSError):  # it has ended, which the thread sees
-                send(worker.channel, Kind.SETUP, msgspec.msgpack.encode(setup))
+                send(worker.channel, FrameKind.SETUP, msgspec.msgpack.encode(setup))
         self._sender.started()
         self._watcher = threading.Thread(target=self._watch, name="MultiprocWatch", daemon=True)
         self._watcher.start()
@@ -225,13 +225,13 @@ class WorkerGroup:
         """Take what a worker has sent; return whether it sends no more."""
         reader = self._readers[rank]
         for frame in reader.read():
-            if frame.kind is Kind.RESULT:
+            if frame.kind is FrameKind.RESULT:
                 self._take_answer(rank, frame)
-            elif frame.kind is Kind.PROGRESS:
-                reported = msgspec.msgpack.decode(frame.data, type=Progress)
+            elif frame.kind is FrameKind.PROGRESS:
+                reported = msgspec.msgpack.decode(frame.data, type=LoadingProgress)
                 with self._lock:
                     self._progress[rank] = reported
-            elif frame.kind is Kind.READY:
+            elif frame.kind is FrameKind.READY:
                 with self._changed:
                     self._ready.add(rank)
                     self._changed.notify_all()
@@ -340,7 +340,7 @@ class WorkerGroup:
         """Let no rank wait for another."""
         for worker in self._workers:
             with contextlib.suppress(OSError):  # it has ended
-                send(worker.channel, Kind.ABORT, reason.encode()[:2000])
+                send(worker.channel, FrameKind.ABORT, reason.encode()[:2000])
 
     def close(self) -> None:
         """End the processes. Closing twice does nothing."""

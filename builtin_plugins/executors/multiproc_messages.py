@@ -15,7 +15,7 @@ import msgspec
 _HEADER = struct.Struct("!IBQ")
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """Kinds of frames."""
 
     SETUP = 0
@@ -23,7 +23,7 @@ class Kind(IntEnum):
     READY = 1
     """The worker is open."""
     PROGRESS = 2
-    """How far a worker's loading is: a Progress."""
+    """How far a worker's loading is: a LoadingProgress."""
     RESULT = 3
     """What a call returned or raised; the frame has its number."""
     ABORT = 4
@@ -44,7 +44,7 @@ class Setup(msgspec.Struct, array_like=True, frozen=True):
     samples: bool
 
 
-class Progress(msgspec.Struct, array_like=True, frozen=True):
+class LoadingProgress(msgspec.Struct, array_like=True, frozen=True):
     """How far the loading of a worker is."""
 
     what: str
@@ -59,12 +59,12 @@ class Frame(msgspec.Struct, array_like=True, frozen=True):
         number: number of the call that it answers.
     """
 
-    kind: Kind
+    kind: FrameKind
     number: int
     data: bytes
 
 
-def send(channel: socket.socket, kind: Kind, data: bytes = b"", number: int = 0) -> None:
+def send(channel: socket.socket, kind: FrameKind, data: bytes = b"", number: int = 0) -> None:
     """Send a frame; wait until it is sent."""
     channel.sendall(_HEADER.pack(len(data), kind, number) + data)
 
@@ -73,7 +73,7 @@ def receive(channel: socket.socket) -> Frame | None:
     """Wait for a frame; return None at the end of the channel."""
     try:
         length, kind, number = _HEADER.unpack(exactly(channel, _HEADER.size))
-        return Frame(Kind(kind), number, exactly(channel, length))
+        return Frame(FrameKind(kind), number, exactly(channel, length))
     except (OSError, EOFError):
         return None
 
@@ -120,6 +120,6 @@ class FrameReader:
             end = _HEADER.size + length
             if len(self._received) < end:
                 break
-            frames.append(Frame(Kind(kind), number, bytes(self._received[_HEADER.size : end])))
+            frames.append(Frame(FrameKind(kind), number, bytes(self._received[_HEADER.size : end])))
             del self._received[:end]
         return frames

@@ -16,7 +16,7 @@ _TICK_S = 0.1
 _LEAVE_S = 1.0  # for ranks that wait for others to leave the step, once they are notified
 
 
-class StepWatch:
+class StepWatchdog:
     """Watches the time of steps, if one that takes too long is to be ended. For one thread.
 
     Attributes:

@@ -16,7 +16,7 @@ from hardpoint.plugins.executor import Worker, WorkerLaunch, open_worker
 from hardpoint.toolkit.workers.calls import WorkerServer, has_failed
 
 from .multiproc_calls import CallReceiver, CallsEndedError, open_receiver
-from .multiproc_messages import Kind, Progress, Setup, receive, send
+from .multiproc_messages import FrameKind, LoadingProgress, Setup, receive, send
 
 _log = logging.getLogger("hardpoint")
 
@@ -38,7 +38,7 @@ def run_worker(launch: WorkerLaunch, channel: socket.socket, descriptors: list[i
         service = _Service(worker, channel, receiver, setup)
         threading.Thread(target=service.obey, name="WorkerControl", daemon=True).start()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended
-            send(channel, Kind.READY)
+            send(channel, FrameKind.READY)
             service.serve()
     finally:
         worker.close()
@@ -56,7 +56,11 @@ class _ProgressReports:
         if done < total and now - self._reported_at < _PROGRESS_INTERVAL_S:
             return
         self._reported_at = now
-        send(self._channel, Kind.PROGRESS, msgspec.msgpack.encode(Progress(what, done, total)))
+        send(
+            self._channel,
+            FrameKind.PROGRESS,
+            msgspec.msgpack.encode(LoadingProgress(what, done, total)),
+        )
 
 
 class _Service:
@@ -99,13 +103,13 @@ class _Service:
         result = self._server.run(data)
         self._in_call = False
         if all_answer or self._samples or has_failed(result):
-            send(self._channel, Kind.RESULT, result, number)
+            send(self._channel, FrameKind.RESULT, result, number)
 
     def obey(self) -> None:
         """Fail calls that wait for other ranks, when the executor asks for it and when it ends."""
         reason: str | None = None
         while (frame := receive(self._channel)) is not None:
-            if frame.kind is Kind.ABORT:
+            if frame.kind is FrameKind.ABORT:
                 reason = frame.data.decode()
                 self._worker.abort(reason)
         self._has_ended = True

@@ -18,7 +18,7 @@ from hardpoint.plugins.structured import StructuredFormat, StructuredOutputs
 
 from .validation import validation_error
 from .xgrammar_compiler import GrammarCompiler
-from .xgrammar_process import Answer, Job, Start, tokenizer_info
+from .xgrammar_process import CompilerAnswer, Job, Start, tokenizer_info
 from .xgrammar_schema import spelled_out, unenforced_keywords
 from .xgrammar_tags import TagConverter
 
@@ -205,7 +205,7 @@ class XGrammar(GrammarBackend):
             strict_mode=self.options.strict_mode,
         )
 
-    def _state(self, answer: Answer, tokens: set[int]) -> XGrammarState:
+    def _state(self, answer: CompilerAnswer, tokens: set[int]) -> XGrammarState:
         with self._lock:
             if self._tokenizer_info is None:
                 start = self._start

@@ -18,7 +18,7 @@ import msgspec
 from hardpoint.plugins import HardpointError
 
 from . import xgrammar_process
-from .xgrammar_process import Answer, Job, Start, memory_error, read_frame, write_frame
+from .xgrammar_process import CompilerAnswer, Job, Start, memory_error, read_frame, write_frame
 
 _START_SECONDS = 60.0
 
@@ -46,7 +46,7 @@ class CompileProcess:
         """Id of the process, if there is one."""
         return None if self._process is None else self._process.pid
 
-    def compile(self, job: Job, seconds: float) -> Answer:
+    def compile(self, job: Job, seconds: float) -> CompilerAnswer:
         """Return the answer to a request.
 
         Args:
@@ -127,7 +127,7 @@ class CompileProcess:
                 f"there?"
             )
 
-    def _exchange(self, request: bytes, seconds: float) -> Answer | None:
+    def _exchange(self, request: bytes, seconds: float) -> CompilerAnswer | None:
         """Send a request and return the answer; None, and the process is ended, if none came."""
         process = self._process
         assert process is not None
@@ -146,7 +146,7 @@ class CompileProcess:
             timer.cancel()
             if not answer:  # an interrupt leaves half an answer, too
                 self.end()
-        return msgspec.msgpack.decode(answer, type=Answer) if answer else None
+        return msgspec.msgpack.decode(answer, type=CompilerAnswer) if answer else None
 
 
 class GrammarCompiler:
@@ -183,7 +183,7 @@ class GrammarCompiler:
         """Of the processes there are."""
         return [process.pid for process in self._processes if process.pid is not None]
 
-    def compile(self, job: Job) -> Answer:
+    def compile(self, job: Job) -> CompilerAnswer:
         """Return a compiled grammar, or what is wrong with it.
 
         Raises:

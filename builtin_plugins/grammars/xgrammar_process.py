@@ -61,7 +61,7 @@ class Start(msgspec.Struct):
     max_bytes: int
 
 
-class Answer(msgspec.Struct):
+class CompilerAnswer(msgspec.Struct):
     """A compiled grammar, or what is wrong.
 
     Attributes:
@@ -110,7 +110,7 @@ def compile_grammar(compiler: Any, job: Job) -> Any:
 
 def answer(
     compiler: Any, request: bytes, read_warnings: Callable[[], str], max_bytes: int
-) -> Answer:
+) -> CompilerAnswer:
     """Return the answer to a request.
 
     Args:
@@ -125,13 +125,13 @@ def answer(
     except Exception as error:  # of the library, whose errors have no common class
         read_warnings()
         if isinstance(error, MemoryError) or "bad_alloc" in str(error):
-            return Answer(error=memory_error(max_bytes))
-        return Answer(error=reason(str(error)) or type(error).__name__)
+            return CompilerAnswer(error=memory_error(max_bytes))
+        return CompilerAnswer(error=reason(str(error)) or type(error).__name__)
     if len(grammar) > MAX_GRAMMAR:
         size, limit = len(grammar) >> 20, MAX_GRAMMAR >> 20
-        return Answer(error=f"it has {size} MiB when it is compiled, more than {limit} MiB")
+        return CompilerAnswer(error=f"it has {size} MiB when it is compiled, more than {limit} MiB")
     warnings = [reason(line) for line in read_warnings().splitlines() if "Warning:" in line]
-    return Answer(grammar=grammar, warnings=sorted(set(warnings)))
+    return CompilerAnswer(grammar=grammar, warnings=sorted(set(warnings)))
 
 
 def memory_error(max_bytes: int) -> str:
@@ -169,7 +169,7 @@ def main(seconds: float) -> None:
     compiler.compile_regex("a")  # loads what compiling needs
     _limit_memory(start.max_bytes)
     read_warnings()
-    write_frame(answers, msgspec.msgpack.encode(Answer()))
+    write_frame(answers, msgspec.msgpack.encode(CompilerAnswer()))
     while request := read_frame(requests):
         _alarm(math.ceil(seconds) + 1)  # the caller ends it earlier, unless it has ended itself
         reply = answer(compiler, request, read_warnings, start.max_bytes)

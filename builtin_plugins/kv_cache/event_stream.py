@@ -42,7 +42,7 @@ class _Replay:
     stalled: bool = False
 
 
-class EventStream:
+class KVEventStream:
     """The sending thread and its sockets.
 
     Attributes:

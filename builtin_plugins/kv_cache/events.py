@@ -18,7 +18,7 @@ from hardpoint.plugins import (
     PublisherContext,
 )
 
-from .event_stream import EventStream, Socket, bound_endpoint, release
+from .event_stream import KVEventStream, Socket, bound_endpoint, release
 
 _LINGER_MS = 500  # how long closing waits for slow subscribers
 _MAX_REQUEST_BYTES = 1024  # a client that sends more is disconnected
@@ -94,7 +94,7 @@ class ZmqPublisher(KVEventPublisher):
             raise
         self.endpoint = bound_endpoint(live)
         self.replay_endpoint = bound_endpoint(replay) if replay is not None else None
-        self._stream = EventStream(
+        self._stream = KVEventStream(
             zmq_context,
             live,
             replay,

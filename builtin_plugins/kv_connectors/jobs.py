@@ -17,7 +17,7 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
     hashes: list[bytes]
 
 
-class Transfer(msgspec.Struct, frozen=True, array_like=True):
+class TransferSource(msgspec.Struct, frozen=True, array_like=True):
     """Where blocks of a request come from, that another engine has computed.
 
     Attributes:
@@ -29,7 +29,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
     secret: bytes
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True):
+class BlockLoad(msgspec.Struct, frozen=True, array_like=True):
     """Load the blocks of a request.
 
     Attributes:
@@ -43,7 +43,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     hashes: list[bytes]
     block_ids: list[int]
     in_step: bool = False
-    transfer: Transfer | None = None
+    transfer: TransferSource | None = None
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
@@ -67,7 +67,7 @@ class Renewal(msgspec.Struct, frozen=True, array_like=True):
     """
 
     hashes: list[bytes]
-    transfer: Transfer
+    transfer: TransferSource
 
 
 class Jobs(msgspec.Struct, array_like=True):
@@ -79,7 +79,7 @@ class Jobs(msgspec.Struct, array_like=True):
     """
 
     lookups: list[Lookup] = msgspec.field(default_factory=list)
-    loads: list[Load] = msgspec.field(default_factory=list)
+    loads: list[BlockLoad] = msgspec.field(default_factory=list)
     saves: list[Save] = msgspec.field(default_factory=list)
     renewals: list[Renewal] = msgspec.field(default_factory=list)
     used: list[list[bytes]] = msgspec.field(default_factory=list)

@@ -20,9 +20,9 @@ from hardpoint.plugins.kv_store import PeerKVStore
 
 from .events import TierEvents
 from .jobs import (
+    BlockLoad,
     Handshake,
     Jobs,
-    Load,
     Lookup,
     Renewal,
     Save,
@@ -55,7 +55,7 @@ class _LoadJob:
         ended: whether nothing is written any more.
     """
 
-    def __init__(self, load: Load, num_groups: int, deadline: float) -> None:
+    def __init__(self, load: BlockLoad, num_groups: int, deadline: float) -> None:
         self.load = load
         self.deadline = deadline
         self.lock = threading.Lock()
@@ -301,7 +301,7 @@ class StoresWorker(KVConnectorWorker):
 
     # Loads
 
-    def _start(self, load: Load) -> None:
+    def _start(self, load: BlockLoad) -> None:
         """Load blocks in threads, the groups one after another."""
         job = _LoadJob(load, len(self._groups), time.monotonic() + self._timeout)
         if load.in_step:

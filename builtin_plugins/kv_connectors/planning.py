@@ -22,7 +22,7 @@ from hardpoint.plugins.kv_connector import (
     KVSchedulerContext,
 )
 
-from .jobs import Handshake, Jobs, Load, Lookup, Renewal, Save, Transfer, WorkerMessage
+from .jobs import BlockLoad, Handshake, Jobs, Lookup, Renewal, Save, TransferSource, WorkerMessage
 from .transfer_params import TransferParams, new_secret, offered_params, read_params
 
 _Matched = tuple[int | None, bool]
@@ -209,7 +209,7 @@ class StoresScheduler(KVConnectorScheduler):
         transfer = None if incoming is None else incoming.params.transfer
         in_step = transfer is not None and self._loads_in_step
         blocks = list(block_ids[0][first:end])
-        self._jobs.loads.append(Load(request_id, hashes, blocks, in_step, transfer))
+        self._jobs.loads.append(BlockLoad(request_id, hashes, blocks, in_step, transfer))
         if in_step:
             self._loads_in_next.add(request_id)
         else:
@@ -318,7 +318,7 @@ class StoresScheduler(KVConnectorScheduler):
         for running in self._running.values():
             if running.secret is not None and running.offered and now > running.renew_at:
                 running.renew_at = now + self._lease / 3
-                here = Transfer("", running.secret)
+                here = TransferSource("", running.secret)
                 self._jobs.renewals.append(Renewal(running.offered, here))
         for incoming in self._incoming.values():
             if now > incoming.renew_at:
@@ -351,7 +351,7 @@ class StoresScheduler(KVConnectorScheduler):
         if running.num_saved < request.num_prompt_tokens // self._context.block_size:
             return False, None  # it ended early
         if running.offered:
-            self._jobs.renewals.append(Renewal(running.offered, Transfer("", running.secret)))
+            self._jobs.renewals.append(Renewal(running.offered, TransferSource("", running.secret)))
         num_tokens = len(running.offered) * self._context.block_size
         return False, offered_params(self._engine_id, running.secret, num_tokens)
 

@@ -10,7 +10,7 @@ import msgspec
 from hardpoint.plugins import EngineCoreRequest, RequestError
 from hardpoint.typed import convert
 
-from .jobs import Transfer
+from .jobs import TransferSource
 
 _TOKEN_BYTES = 16
 
@@ -34,11 +34,11 @@ class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     num_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
     @property
-    def transfer(self) -> Transfer:
+    def transfer(self) -> TransferSource:
         """Where the blocks come from."""
         assert self.remote_engine_id is not None
         assert self.transfer_token is not None
-        return Transfer(self.remote_engine_id, bytes.fromhex(self.transfer_token))
+        return TransferSource(self.remote_engine_id, bytes.fromhex(self.transfer_token))
 
 
 def read_params(

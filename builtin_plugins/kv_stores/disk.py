@@ -17,7 +17,7 @@ from hardpoint import plugins
 from hardpoint.builtin_plugins import checksums
 from hardpoint.plugins import ConfigError, KVStore
 
-from .disk_files import NO_ROOM, BusyError, RefusedError, file_system_bytes, open_folder
+from .disk_files import NO_ROOM, LockTimeoutError, RefusedError, file_system_bytes, open_folder
 from .disk_slab import Slab, least_bytes
 
 _OPEN_SECONDS = 30.0  # to wait for another process that opens a large store
@@ -308,7 +308,7 @@ class DiskStore(KVStore):
             return False
         try:
             self.slab.grow()
-        except BusyError:
+        except LockTimeoutError:
             self._grow_at = time.monotonic() + _BUSY_SECONDS
             return False
         except (RefusedError, OSError) as cause:

@@ -29,7 +29,7 @@ class DamagedError(RefusedError):
     """A file is not what it should be, but may be replaced."""
 
 
-class BusyError(RefusedError):
+class LockTimeoutError(RefusedError):
     """Another process has kept something locked for too long."""
 
 

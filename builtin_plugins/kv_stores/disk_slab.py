@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 
 from .disk_files import (
     NO_ROOM,
-    BusyError,
     DamagedError,
     FileLocks,
+    LockTimeoutError,
     RefusedError,
     open_file,
     open_folder,
@@ -227,7 +227,7 @@ class Slab:
         """Allocate some more slots; the caller is the one that may change the index.
 
         Raises:
-            BusyError: others are opening, growing or removing slabs.
+            LockTimeoutError: others are opening, growing or removing slabs.
             RefusedError: slabs of other sizes that are in use have the room.
             OSError: there is no room on the disk.
         """
@@ -274,12 +274,12 @@ def _changing(folder: int, seconds: float) -> Iterator[None]:
     """Keep others from opening and removing slabs.
 
     Raises:
-        BusyError: they did so for too long.
+        LockTimeoutError: they did so for too long.
     """
     locks = FileLocks(open_file("lock", folder))
     try:
         if not locks.lock(_FOLDER_LOCK, seconds):
-            raise BusyError(f"another process has kept it locked for {seconds:g} s")
+            raise LockTimeoutError(f"another process has kept it locked for {seconds:g} s")
         yield
     finally:
         locks.close()

@@ -18,7 +18,7 @@ from hardpoint.plugins import ConfigError
 from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
 
 from .p2p_addresses import (
-    KeyPair,
+    PeerKeys,
     SocketPlace,
     address_of_rank,
     has_socket,
@@ -156,7 +156,7 @@ class PeerToPeerStore(PeerKVStore):
             )
         return size // block
 
-    def _key_pair(self, addresses: Sequence[str]) -> KeyPair | None:
+    def _key_pair(self, addresses: Sequence[str]) -> PeerKeys | None:
         """Return this engine's keys; None if all addresses are for this user only."""
         path, file = f"plugin.{self.name}.secret_key_file", self.options.secret_key_file
         if file is not None:
@@ -168,7 +168,9 @@ class PeerToPeerStore(PeerKVStore):
             )
         return None
 
-    def _listen(self, address: str, pair: KeyPair | None, allowed: frozenset[bytes]) -> BlockServer:
+    def _listen(
+        self, address: str, pair: PeerKeys | None, allowed: frozenset[bytes]
+    ) -> BlockServer:
         path = f"plugin.{self.name}.listen"
         listening, keys = self._zmq.socket(zmq.ROUTER), None
         listening.router_mandatory = True  # raises for clients that are gone or do not read
@@ -200,7 +202,7 @@ class PeerToPeerStore(PeerKVStore):
         )
 
     def _connect(
-        self, address: str, pair: KeyPair | None, key: bytes | None, *, queues: bool = False
+        self, address: str, pair: PeerKeys | None, key: bytes | None, *, queues: bool = False
     ) -> Socket | None:
         """Return a socket that is connected to a peer in the background; see `Connect`."""
         if not is_tcp(address) and not has_socket(address):

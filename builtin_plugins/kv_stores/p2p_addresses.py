@@ -22,7 +22,7 @@ _LOCK_TRIES = 16  # each fails only if another store is closed just then
 
 
 @dataclass(frozen=True)
-class KeyPair:
+class PeerKeys:
     """The CURVE keys of this engine."""
 
     public: bytes
@@ -30,7 +30,7 @@ class KeyPair:
 
     def __repr__(self) -> str:
         """Return the public key only."""
-        return f"<KeyPair {self.public.decode()}>"
+        return f"<PeerKeys {self.public.decode()}>"
 
 
 def address_of_rank(
@@ -194,7 +194,7 @@ def has_socket(address: str) -> bool:
     return True
 
 
-def read_key_pair(file: str, path: str) -> KeyPair:
+def read_key_pair(file: str, path: str) -> PeerKeys:
     """Return the keys of this engine.
 
     Args:
@@ -212,7 +212,7 @@ def read_key_pair(file: str, path: str) -> KeyPair:
             f"{path}: expected a secret key of {_KEY_CHARACTERS} characters in {file!r}, as "
             f"zmq.curve_keypair() makes it"
         )
-    return KeyPair(zmq.curve_public(secret), secret)
+    return PeerKeys(zmq.curve_public(secret), secret)
 
 
 def public_key(text: str, path: str) -> bytes:

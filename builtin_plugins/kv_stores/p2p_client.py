@@ -33,7 +33,7 @@ class Connect(Protocol):
         """
 
 
-class Exchange:
+class PeerExchange:
     """A question to a peer and its answer.
 
     Attributes:
@@ -122,7 +122,7 @@ class PeerClient:
         self.is_closed = False
         self._changed = threading.Condition()
 
-    def begin(self, question: Question, *, even_if_silent: bool = False) -> Exchange | None:
+    def begin(self, question: Question, *, even_if_silent: bool = False) -> PeerExchange | None:
         """Return an exchange, which `end` ends; None if the peer is not to be asked.
 
         Args:
@@ -140,9 +140,9 @@ class PeerClient:
             self._num_used += 1
             self._is_probed = self._is_probed or is_silent
         serial = next(self._serials).to_bytes(8, "big")
-        return Exchange(self, socket, [serial, encode(question)], is_probe=is_silent)
+        return PeerExchange(self, socket, [serial, encode(question)], is_probe=is_silent)
 
-    def end(self, exchange: Exchange) -> None:
+    def end(self, exchange: PeerExchange) -> None:
         """Take the socket back."""
         with self._changed:
             self._num_used -= 1
@@ -229,7 +229,7 @@ def ask(
         even_if_silent: see `PeerClient.begin`.
     """
     began = time.monotonic()
-    exchanges: list[Exchange | None] = []
+    exchanges: list[PeerExchange | None] = []
     try:
         for client, question in questions:
             exchanges.append(client.begin(question, even_if_silent=even_if_silent))
@@ -242,7 +242,7 @@ def ask(
     return [None if exchange is None else exchange.payload for exchange in exchanges]
 
 
-def _run(exchanges: Sequence[Exchange], connected_by: float, until: float) -> None:
+def _run(exchanges: Sequence[PeerExchange], connected_by: float, until: float) -> None:
     """Let exchanges end, each with an answer or without; or none if the store is closed."""
     going = [one for one in exchanges if not one.advance(connected_by, until)]
     while going and not any(exchange.client.is_closed for exchange in exchanges):

@@ -40,7 +40,7 @@ Open = Callable[[Path], Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class ExpertLocation:
     """Where an expert's tensor is.
 
     Attributes:
@@ -72,7 +72,7 @@ class Place:
 
 def stacked_places(
     names: Iterable[str], present: Container[str], *, alternates: bool
-) -> dict[str, Place]:
+) -> dict[str, ExpertLocation]:
     """Return the places of those weights that are stacked.
 
     Args:
@@ -84,7 +84,7 @@ def stacked_places(
     return {name: place for name, place in found.items() if place is not None}
 
 
-def _place(name: str, present: Container[str], alternates: bool) -> Place | None:
+def _place(name: str, present: Container[str], alternates: bool) -> ExpertLocation | None:
     match = _EXPERT.fullmatch(name)
     if match is None:
         return None
@@ -100,7 +100,7 @@ def _place(name: str, present: Container[str], alternates: bool) -> Place | None
     ):
         is_bias = tensors[0].endswith("_bias")
         if is_bias == (kind == "bias") and all(tensor in present for tensor in tensors):
-            return Place(tensors, int(expert), half, alternates, is_transposed)
+            return ExpertLocation(tensors, int(expert), half, alternates, is_transposed)
     return None
 
 
@@ -124,13 +124,13 @@ class StackedExperts:
             with open_shard(shard) as file:
                 self._shard_of |= dict.fromkeys(file.keys(), shard)
 
-    def places(self, names: Iterable[str]) -> dict[str, Place]:
+    def places(self, names: Iterable[str]) -> dict[str, ExpertLocation]:
         """Return the places of those weights that are stacked."""
         return stacked_places(names, self._shard_of, alternates=self._alternates)
 
     def read(
         self,
-        places: Mapping[str, Place],
+        places: Mapping[str, ExpertLocation],
         shapes: Mapping[str, Sequence[int]],
         cuts: Mapping[str, Cut],
     ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
@@ -141,7 +141,7 @@ class StackedExperts:
         Raises:
             ModelError: a tensor is damaged, or another one than the model's.
         """
-        together: dict[tuple[tuple[str, ...], int], dict[str, Place]] = {}
+        together: dict[tuple[tuple[str, ...], int], dict[str, ExpertLocation]] = {}
         for name, place in places.items():
             together.setdefault((place.tensors, place.expert), {})[name] = place
         for (tensors, expert), owners in together.items():
@@ -156,7 +156,7 @@ class StackedExperts:
 
     def formats(
         self,
-        places: Mapping[str, Place],
+        places: Mapping[str, ExpertLocation],
         shapes: Mapping[str, Sequence[int]],
         outline: Callable[[Any, str, Path], torch.Tensor],
     ) -> dict[str, WeightFormat]:

@@ -291,13 +291,13 @@ class NativeOps(Ops):
         """Return gelu(gate) * up."""
         return self._gated(self._gelu_and_mul, x)
 
-    def record(self, run: Callable[[], torch.Tensor]) -> Recorded | None:
+    def record(self, run: Callable[[], torch.Tensor]) -> RecordedCalls | None:
         """Run, and return what repeats it, if kernels did all of the work."""
         with self._library.record() as recording, _Tensors() as tensors:
             result = run()
         if tensors.foreign:
             return None
-        return Recorded(self._library, recording, result, tensors.kept)
+        return RecordedCalls(self._library, recording, result, tensors.kept)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """Return each row's most likely token."""
@@ -463,7 +463,7 @@ class _Experts:
         return y
 
 
-class Recorded:
+class RecordedCalls:
     """A function that repeats recorded calls, and returns the tensor that they write."""
 
     def __init__(

@@ -230,7 +230,7 @@ class DeepSeekV31(FormatParser):
         )
 
 
-class Mistral(FormatParser):
+class MistralParser(FormatParser):
     """Mistral: `[THINK]...[/THINK]`, and `[TOOL_CALLS]` with calls in two forms.
 
     Up to Mistral Small 3.1 a list, `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`; later the
@@ -315,7 +315,7 @@ class _MistralId(ToolName):
         return self.output.tool, text.strip() or None
 
 
-class Granite(FormatParser):
+class GraniteParser(FormatParser):
     """Granite: `<think>...</think><response>...</response>` of 3.3, and the calls of 3.0 to 4.0.
 
     Calls are `<|tool_call|>[{"name": ..., "arguments": {...}}]`, in Granite 4

@@ -129,7 +129,7 @@ class Lfm2(Llama4Pythonic):
     marks = ("<|tool_call_start|>", "<|tool_call_end|>")
 
 
-class Olmo3(FormatParser):
+class Olmo3Parser(FormatParser):
     """OLMo 3: calls as in `pythonic`, a line each, in `<function_calls>...</function_calls>`."""
 
     contract = 2

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from hardpoint import plugins
 from hardpoint.plugins import Load, Meta, PolicyContext, Request, RequestStatus, SchedulingPolicy
 
-from .virtual_counters import Client, VirtualCounters
+from .virtual_counters import ClientCounter, VirtualCounters
 
 Cost = Annotated[float, Meta(ge=0)]
 
@@ -24,7 +24,7 @@ class _Account:
         waiting: whether it counts as a waiting request of its tenant.
     """
 
-    tenant: Client
+    tenant: ClientCounter
     charged: int
     waiting: bool = False
 

@@ -9,7 +9,7 @@ from itertools import count
 
 
 @dataclass(slots=True, eq=False)
-class Client:
+class ClientCounter:
     """A client that has requests, or whose counter is above the level.
 
     Attributes:
@@ -43,12 +43,12 @@ class VirtualCounters:
     def __init__(self, weights: Mapping[str, float]) -> None:
         """`weights` are by client name; the default is 1."""
         self._weights = weights
-        self._clients: dict[str, Client] = {}
-        self._last = Client("", 1.0, 0.0)
+        self._clients: dict[str, ClientCounter] = {}
+        self._last = ClientCounter("", 1.0, 0.0)
         self._num_backlogged = 0
         # Clients that wait or have no requests, and some that only run, by a counter that may be
         # outdated.
-        self._heap: list[tuple[float, int, Client]] = []
+        self._heap: list[tuple[float, int, ClientCounter]] = []
         self._serial = count()
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class VirtualCounters:
         """Return the counter of a client that has requests."""
         return self._clients[name].counter
 
-    def add(self, name: str) -> Client:
+    def add(self, name: str) -> ClientCounter:
         """Add a request of a client, which does not wait yet; return the client."""
         client = self._clients.get(name)
         if client is None:
@@ -67,7 +67,7 @@ class VirtualCounters:
         client.live += 1
         return client
 
-    def wait(self, client: Client, *, lift: bool = True) -> None:
+    def wait(self, client: ClientCounter, *, lift: bool = True) -> None:
         """Count a waiting request; `lift` is False for one that has been waiting all along."""
         if not client.waiting:
             if lift:
@@ -76,14 +76,14 @@ class VirtualCounters:
             self._push(client)
         client.waiting += 1
 
-    def run(self, client: Client) -> None:
+    def run(self, client: ClientCounter) -> None:
         """Uncount a waiting request that starts to run or ends."""
         client.waiting -= 1
         if not client.waiting:
             self._num_backlogged -= 1
             self._last = client
 
-    def remove(self, client: Client) -> None:
+    def remove(self, client: ClientCounter) -> None:
         """Remove a request that does not wait any more."""
         client.live -= 1
         if not client.live:
@@ -117,20 +117,20 @@ class VirtualCounters:
         for name, counter in counters.items():
             self._push(self._new(name, counter))
 
-    def _new(self, name: str, counter: float) -> Client:
-        client = Client(name, self._weights.get(name, 1.0), counter)
+    def _new(self, name: str, counter: float) -> ClientCounter:
+        client = ClientCounter(name, self._weights.get(name, 1.0), counter)
         self._clients[name] = client
         return client
 
-    def _push(self, client: Client) -> None:
+    def _push(self, client: ClientCounter) -> None:
         if not client.in_heap:
             client.in_heap = True
             heapq.heappush(self._heap, self._entry(client))
 
-    def _pop(self) -> Client:
+    def _pop(self) -> ClientCounter:
         _, _, client = heapq.heappop(self._heap)
         client.in_heap = False
         return client
 
-    def _entry(self, client: Client) -> tuple[float, int, Client]:
+    def _entry(self, client: ClientCounter) -> tuple[float, int, ClientCounter]:
         return client.counter, next(self._serial), client

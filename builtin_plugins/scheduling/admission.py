@@ -19,8 +19,8 @@ from hardpoint.plugins import (
 
 from . import wait_reasons
 from .encoder import choose_features, encoder_cache, schedule_features
-from .live_request import LiveRequest
-from .step import Step
+from .live_request import SchedulerRequest
+from .step import StepState
 from .tracker import RequestTracker
 from .transfers import match_external, start_loading
 from .waiting_queue import QueueCursor
@@ -53,7 +53,7 @@ class _Outcome(Enum):
     """It keeps waiting; no further request is admitted in this step."""
 
 
-def poll_blocked(tracker: RequestTracker, step: Step, pause: PauseState) -> None:
+def poll_blocked(tracker: RequestTracker, step: StepState, pause: PauseState) -> None:
     """Enqueue blocked requests that no step part holds back; finish those that can never run.
 
     While all are paused no part is asked, since workers that sleep could not answer it.
@@ -78,7 +78,7 @@ def poll_blocked(tracker: RequestTracker, step: Step, pause: PauseState) -> None
 
 
 def admit_waiting(
-    tracker: RequestTracker, step: Step, pause: PauseState, options: AdmissionOptions
+    tracker: RequestTracker, step: StepState, pause: PauseState, options: AdmissionOptions
 ) -> None:
     """Admit waiting requests in the queue's order while budget, slots and blocks last."""
     if pause is not PauseState.UNPAUSED:
@@ -94,12 +94,12 @@ def admit_waiting(
         _overrule_policy(tracker, step)
 
 
-def has_started(tracker: RequestTracker, request: LiveRequest) -> bool:
+def has_started(tracker: RequestTracker, request: SchedulerRequest) -> bool:
     """Return whether a waiting request has run before, or holds loaded blocks."""
     return request.num_preemptions > 0 or request.request_id in tracker.loaded
 
 
-def _admit_started(tracker: RequestTracker, step: Step) -> None:
+def _admit_started(tracker: RequestTracker, step: StepState) -> None:
     """Admit the waiting requests that have started, oldest first; the policy is not asked."""
     started = [request for request in tracker.waiting if has_started(tracker, request)]
     for request in sorted(started, key=lambda request: request.order):
@@ -115,9 +115,9 @@ def _admit_started(tracker: RequestTracker, step: Step) -> None:
 
 
 def _admit_in_order(
-    tracker: RequestTracker, step: Step, options: AdmissionOptions, cursor: QueueCursor
+    tracker: RequestTracker, step: StepState, options: AdmissionOptions, cursor: QueueCursor
 ) -> None:
-    set_aside: list[LiveRequest] = []
+    set_aside: list[SchedulerRequest] = []
     num_overtaken = 0
     while (request := cursor.head()) is not None:
         if _is_full(tracker, step):
@@ -141,7 +141,7 @@ def _admit_in_order(
         request.num_overtaken += 1
 
 
-def _is_full(tracker: RequestTracker, step: Step) -> bool:
+def _is_full(tracker: RequestTracker, step: StepState) -> bool:
     """Return whether no request at all can be admitted; record the reason if so."""
     if step.budget <= 0:
         step.admission_stopped = wait_reasons.no_budget(1, 0)
@@ -154,14 +154,14 @@ def _is_full(tracker: RequestTracker, step: Step) -> bool:
     return step.admission_stopped is not None
 
 
-def _blocks_queue(request: LiveRequest, step: Step, options: AdmissionOptions) -> bool:
+def _blocks_queue(request: SchedulerRequest, step: StepState, options: AdmissionOptions) -> bool:
     """Return whether a request that was set aside has been overtaken too often to be again."""
     # How often a request that the policy holds back is overtaken is up to the policy.
     reason = step.waiting[request.request_id].waiting_for
     return reason is not WaitingFor.POLICY and request.num_overtaken >= options.max_overtaken
 
 
-def _overrule_policy(tracker: RequestTracker, step: Step) -> None:
+def _overrule_policy(tracker: RequestTracker, step: StepState) -> None:
     """Admit the first request that the policy holds back, since none is running."""
     for request_id, reason in list(step.waiting.items()):
         if reason.waiting_for is not WaitingFor.POLICY:
@@ -177,7 +177,7 @@ def _overrule_policy(tracker: RequestTracker, step: Step) -> None:
 
 
 def _admit(
-    tracker: RequestTracker, request: LiveRequest, step: Step, *, ask_policy: bool = True
+    tracker: RequestTracker, request: SchedulerRequest, step: StepState, *, ask_policy: bool = True
 ) -> _Outcome:
     """Admit a request if every limit allows it; record the reason in the step if not."""
     if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
@@ -205,7 +205,7 @@ def _admit(
 
 
 def _reason_to_wait(
-    tracker: RequestTracker, request: LiveRequest, step: Step, *, ask_policy: bool
+    tracker: RequestTracker, request: SchedulerRequest, step: StepState, *, ask_policy: bool
 ) -> WaitReason | None:
     """Return why a request must wait, budget and blocks aside."""
     gates = tracker.context.gates
@@ -220,10 +220,10 @@ def _reason_to_wait(
 
 def _schedule(
     tracker: RequestTracker,
-    request: LiveRequest,
+    request: SchedulerRequest,
     prefix: CachedPrefix,
     external: int,
-    step: Step,
+    step: StepState,
 ) -> _Outcome:
     """Find tokens, encoder entries and blocks for a request, then move it into `running`."""
     loaded = request.num_loading_tokens if request.request_id in tracker.loaded else external
@@ -249,7 +249,9 @@ def _schedule(
     return _Outcome.ADMITTED
 
 
-def _limit_tokens(tracker: RequestTracker, request: LiveRequest, start: int, step: Step) -> int:
+def _limit_tokens(
+    tracker: RequestTracker, request: SchedulerRequest, start: int, step: StepState
+) -> int:
     """Return how many tokens from `start` on a request can get, blocks and features aside.
 
     Where it can get none, the step's `waiting` has the reason.
@@ -272,7 +274,7 @@ def _limit_tokens(tracker: RequestTracker, request: LiveRequest, start: int, ste
 
 def _allocate_blocks(
     tracker: RequestTracker,
-    request: LiveRequest,
+    request: SchedulerRequest,
     prefix: CachedPrefix,
     external: int,
     tokens: int,
@@ -310,7 +312,7 @@ def _num_reserved(tracker: RequestTracker) -> int:
     return math.ceil(tracker.context.watermark * tracker.cache.num_usable_blocks)
 
 
-def _lack_blocks(tracker: RequestTracker, request: LiveRequest, step: Step) -> _Outcome:
+def _lack_blocks(tracker: RequestTracker, request: SchedulerRequest, step: StepState) -> _Outcome:
     """Record that blocks are lacking; if no request runs, free those of another loaded request."""
     cache, needed = tracker.cache, tracker.blocks_needed(request.num_tokens)
     step.waiting[request.request_id] = wait_reasons.no_blocks(
@@ -325,7 +327,7 @@ def _lack_blocks(tracker: RequestTracker, request: LiveRequest, step: Step) -> _
 
 
 def _start(
-    tracker: RequestTracker, request: LiveRequest, computed: int, tokens: int, step: Step
+    tracker: RequestTracker, request: SchedulerRequest, computed: int, tokens: int, step: StepState
 ) -> None:
     """Move a request into `running`, with its first tokens of this step."""
     request_id = request.request_id

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from hardpoint.plugins import EncoderCache, RequestError
 
 from . import wait_reasons
-from .live_request import LiveRequest
-from .step import Step
+from .live_request import SchedulerRequest
+from .step import StepState
 from .tracker import RequestTracker
 
 
-def check_features(tracker: RequestTracker, request: LiveRequest) -> None:
+def check_features(tracker: RequestTracker, request: SchedulerRequest) -> None:
     """Reject features that no step could encode.
 
     Raises:
@@ -41,7 +41,7 @@ def check_features(tracker: RequestTracker, request: LiveRequest) -> None:
 
 
 def choose_features(
-    tracker: RequestTracker, request: LiveRequest, start: int, tokens: int, step: Step
+    tracker: RequestTracker, request: SchedulerRequest, start: int, tokens: int, step: StepState
 ) -> tuple[int, list[int]]:
     """Choose the features to encode for the `tokens` tokens of a request from position `start` on.
 
@@ -78,7 +78,7 @@ def choose_features(
     return tokens, chosen
 
 
-def _uncut(request: LiveRequest, start: int, tokens: int, step: Step) -> int:
+def _uncut(request: SchedulerRequest, start: int, tokens: int, step: StepState) -> int:
     """Return the number of tokens from `start` on that cut no feature which sees itself."""
     whole = request.source.whole_prefix(start + tokens) - start
     if whole > 0:
@@ -92,7 +92,7 @@ def _uncut(request: LiveRequest, start: int, tokens: int, step: Step) -> int:
 
 
 def schedule_features(
-    tracker: RequestTracker, request: LiveRequest, chosen: Sequence[int], step: Step
+    tracker: RequestTracker, request: SchedulerRequest, chosen: Sequence[int], step: StepState
 ) -> None:
     """Add features to the step, and allocate their entries in the encoder cache."""
     cache = encoder_cache(tracker)
@@ -107,7 +107,7 @@ def schedule_features(
     step.encoder_inputs[request.request_id] = chosen
 
 
-def free_computed_features(tracker: RequestTracker, request: LiveRequest) -> None:
+def free_computed_features(tracker: RequestTracker, request: SchedulerRequest) -> None:
     """Free the cache entries of features whose positions are all computed."""
     cache = encoder_cache(tracker)
     computed = request.num_computed_tokens

@@ -20,7 +20,7 @@ from hardpoint.plugins import (
 _NOTHING: list[Any] = []
 
 
-class LiveRequest(Request):
+class SchedulerRequest(Request):
     """A request that has not finished, with its stop conditions precomputed.
 
     Attributes:

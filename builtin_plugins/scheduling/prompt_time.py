@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from hardpoint.plugins import SchedulerContext
 
-from .live_request import LiveRequest
+from .live_request import SchedulerRequest
 
 _UNTRAINED_BLOCKS = 4
 """Blocks of prompts that a step computes while it is not known what they cost."""
@@ -16,7 +16,7 @@ _PATIENCE_S = 2.0
 """Age at which a prompt may slow down others twice as much as a new one."""
 
 
-def is_prompt(request: LiveRequest) -> bool:
+def is_prompt(request: SchedulerRequest) -> bool:
     """Return whether a running request has more to compute than the token that follows its last."""
     known = request.num_tokens + request.num_output_placeholders
     return known - request.num_computed_tokens > 1
@@ -28,7 +28,7 @@ class PromptTime:
     def __init__(
         self,
         context: SchedulerContext,
-        streams: Collection[LiveRequest],
+        streams: Collection[SchedulerRequest],
         drafts: int,
         now: float,
         max_slowdown: float,
@@ -60,7 +60,7 @@ class PromptTime:
         """Whether a prompt that begins gets no token, however long it has waited."""
         return not self._within(self._limit, 0, self._block_size)
 
-    def num_tokens(self, request: LiveRequest, computed: int, wanted: int) -> int:
+    def num_tokens(self, request: SchedulerRequest, computed: int, wanted: int) -> int:
         """Return how many of the `wanted` tokens after `computed` others a prompt can get.
 
         If it does not get all, it ends with a block.
@@ -91,7 +91,7 @@ class PromptTime:
 _WINDOW_S = 10.0
 
 
-class PrefillRate:
+class PrefillMeter:
     """Measures the prompt tokens of steps while prompts wait."""
 
     def __init__(self) -> None:

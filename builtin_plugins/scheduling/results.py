@@ -18,7 +18,7 @@ from hardpoint.plugins import (
 )
 
 from .encoder import encoder_cache, free_computed_features
-from .live_request import LiveRequest
+from .live_request import SchedulerRequest
 from .step import PlannedStep
 from .tracker import OutputsByClient, RequestTracker
 
@@ -93,7 +93,7 @@ def process_results(
     return outputs
 
 
-def _lacks_token(planned: PlannedStep, request: LiveRequest) -> bool:
+def _lacks_token(planned: PlannedStep, request: SchedulerRequest) -> bool:
     """Return whether a step computed the last known token of a request, for which it got none."""
     plan, request_id = planned.plan, request.request_id
     before: int = plan.num_computed_tokens()[request_id]
@@ -140,7 +140,7 @@ def _has_extras(result: ModelRunnerOutput) -> bool:
 
 
 def _append_tokens(
-    tracker: RequestTracker, request: LiveRequest, tokens: list[int]
+    tracker: RequestTracker, request: SchedulerRequest, tokens: list[int]
 ) -> EngineCoreOutput:
     """Append sampled tokens up to the one that ends the request, if one does."""
     output = EngineCoreOutput(request_id=request.request_id, new_token_ids=tokens)
@@ -158,7 +158,9 @@ def _append_tokens(
     return output
 
 
-def _finish_pooled(tracker: RequestTracker, request: LiveRequest, pooled: Any) -> EngineCoreOutput:
+def _finish_pooled(
+    tracker: RequestTracker, request: SchedulerRequest, pooled: Any
+) -> EngineCoreOutput:
     """Finish a pooling request: its prompt is computed, and it generates no tokens."""
     output = EngineCoreOutput(
         request_id=request.request_id,
@@ -170,7 +172,7 @@ def _finish_pooled(tracker: RequestTracker, request: LiveRequest, pooled: Any) -
     return output
 
 
-def _add_events(request: LiveRequest, output: EngineCoreOutput) -> None:
+def _add_events(request: SchedulerRequest, output: EngineCoreOutput) -> None:
     """Add the request's events, and the prefill statistics to its first output."""
     if not request.prefill_reported:
         request.prefill_reported = True
@@ -185,7 +187,7 @@ def _add_events(request: LiveRequest, output: EngineCoreOutput) -> None:
 
 def _count(
     tracker: RequestTracker,
-    request: LiveRequest,
+    request: SchedulerRequest,
     draft_token_ids: Mapping[str, Sequence[int]],
     tokens: list[int],
     drafts: DraftCounts,
@@ -204,7 +206,7 @@ def _count(
 
 def _add_extras(
     tracker: RequestTracker,
-    request: LiveRequest,
+    request: SchedulerRequest,
     computed_before: int,
     result: ModelRunnerOutput,
     output: EngineCoreOutput | None,
@@ -236,7 +238,7 @@ def _add_extras(
     return output
 
 
-def _new_experts(request: LiveRequest, first: int, routed: Any) -> Any:
+def _new_experts(request: SchedulerRequest, first: int, routed: Any) -> Any:
     """Return the experts of the positions that follow those that were sent.
 
     Args:
@@ -254,7 +256,9 @@ def _new_experts(request: LiveRequest, first: int, routed: Any) -> Any:
     return new
 
 
-def _fail(tracker: RequestTracker, request: LiveRequest, fault: RequestFault) -> EngineCoreOutput:
+def _fail(
+    tracker: RequestTracker, request: SchedulerRequest, fault: RequestFault
+) -> EngineCoreOutput:
     """Finish a request with the error of a plugin."""
     output = tracker.finish_now(request, FinishReason.ERROR, fault.message)
     output.faulty_plugin = fault.plugin

@@ -8,15 +8,15 @@ from hardpoint.plugins import BlockIds, RequestStatus
 
 from . import wait_reasons
 from .encoder import choose_features, schedule_features
-from .live_request import LiveRequest
+from .live_request import SchedulerRequest
 from .prompt_time import PromptTime, is_prompt
-from .step import Step
+from .step import StepState
 from .tracker import RequestTracker
 
 _RUNNING = RequestStatus.RUNNING  # looking up a member of an enumeration takes longer than a call
 
 
-def schedule_running(tracker: RequestTracker, step: Step, max_slowdown: float) -> None:
+def schedule_running(tracker: RequestTracker, step: StepState, max_slowdown: float) -> None:
     """Schedule tokens of running requests, in order of admission, while the budget lasts.
 
     A request that can get none is passed over; one that would have to be preempted itself ends the
@@ -27,7 +27,7 @@ def schedule_running(tracker: RequestTracker, step: Step, max_slowdown: float) -
     if not tracker.limits.step_milliseconds:
         _schedule_each(tracker, requests, step)
         return
-    later: list[LiveRequest] = []
+    later: list[SchedulerRequest] = []
     step.later = later
     goes_on = _schedule_each(tracker, requests, step)
     step.later = None
@@ -37,7 +37,7 @@ def schedule_running(tracker: RequestTracker, step: Step, max_slowdown: float) -
         _schedule_each(tracker, later, step)
 
 
-def _limit_prompts(tracker: RequestTracker, step: Step, max_slowdown: float) -> None:
+def _limit_prompts(tracker: RequestTracker, step: StepState, max_slowdown: float) -> None:
     """Limit the time of prompts in a step with all requests that generate; without any, do not."""
     if not all(is_prompt(request) for request in tracker.running.values()):
         drafts = sum(map(len, step.drafts.values()))
@@ -45,7 +45,9 @@ def _limit_prompts(tracker: RequestTracker, step: Step, max_slowdown: float) -> 
         step.prompt_time = PromptTime(tracker.context, streams, drafts, step.now, max_slowdown)
 
 
-def _schedule_each(tracker: RequestTracker, requests: Sequence[LiveRequest], step: Step) -> bool:
+def _schedule_each(
+    tracker: RequestTracker, requests: Sequence[SchedulerRequest], step: StepState
+) -> bool:
     """Schedule requests one after the other; return whether further ones may get tokens."""
     running, scheduled, size = step.running, step.tokens, tracker.cache.block_size
     in_order = not (tracker.limits.asynchronous or tracker.limits.num_lookahead_tokens)
@@ -78,7 +80,9 @@ def _schedule_each(tracker: RequestTracker, requests: Sequence[LiveRequest], ste
     return True
 
 
-def _extend(tracker: RequestTracker, request: LiveRequest, tokens: int, step: Step) -> int:
+def _extend(
+    tracker: RequestTracker, request: SchedulerRequest, tokens: int, step: StepState
+) -> int:
     """Get the blocks of a running request for tokens; return how many it gets blocks for.
 
     No request is preempted for drafts: without free blocks, there are none in this step.
@@ -100,7 +104,7 @@ def _extend(tracker: RequestTracker, request: LiveRequest, tokens: int, step: St
     return tokens
 
 
-def _in_turn(tracker: RequestTracker, step: Step) -> Sequence[LiveRequest]:
+def _in_turn(tracker: RequestTracker, step: StepState) -> Sequence[SchedulerRequest]:
     """Return the running requests, in a pipeline without those that leave their turn to others.
 
     In a pipeline, a request is in one of the batches under way at most. If the first batch had all
@@ -120,7 +124,7 @@ def _in_turn(tracker: RequestTracker, step: Step) -> Sequence[LiveRequest]:
 
 
 def _limit_tokens(
-    tracker: RequestTracker, request: LiveRequest, step: Step
+    tracker: RequestTracker, request: SchedulerRequest, step: StepState
 ) -> tuple[int, Sequence[int]]:
     """Return how many tokens a request can get, blocks aside, and which features they need.
 
@@ -155,7 +159,7 @@ def _limit_tokens(
 
 
 def _preempt_for(
-    tracker: RequestTracker, request: LiveRequest, tokens: tuple[int, int], step: Step
+    tracker: RequestTracker, request: SchedulerRequest, tokens: tuple[int, int], step: StepState
 ) -> BlockIds | None:
     """Preempt victims until a request gets blocks for tokens and lookahead; None if it gets none.
 
@@ -170,7 +174,7 @@ def _preempt_for(
             continue
         load = tracker.load(step.now, step.budget)
         victim = tracker.policy.victim(tuple(tracker.running.values()), load)
-        assert isinstance(victim, LiveRequest), "the policy's guard returns a running request"
+        assert isinstance(victim, SchedulerRequest), "the policy's guard returns a running request"
         if victim is not request:
             _preempt(tracker, victim, cause, step)
             continue
@@ -187,7 +191,9 @@ def _preempt_for(
     return blocks
 
 
-def _preempt(tracker: RequestTracker, victim: LiveRequest, cause: str, step: Step) -> None:
+def _preempt(
+    tracker: RequestTracker, victim: SchedulerRequest, cause: str, step: StepState
+) -> None:
     """Withdraw a request from the step and preempt it."""
     if victim.request_id in step.running:  # blocks that this step was to fill are cached already
         tracker.uncache_from(victim, victim.num_computed_tokens)
@@ -202,10 +208,10 @@ def _preempt(tracker: RequestTracker, victim: LiveRequest, cause: str, step: Ste
 
 def _schedule_inputs(
     tracker: RequestTracker,
-    request: LiveRequest,
+    request: SchedulerRequest,
     tokens: int,
     features: Sequence[int],
-    step: Step,
+    step: StepState,
 ) -> None:
     """Add features and as many drafts to the step as `tokens` covers; drop the other drafts."""
     num_drafts = tokens - (request.num_tokens - request.num_computed_tokens)

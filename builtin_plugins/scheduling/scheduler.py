@@ -31,11 +31,11 @@ from hardpoint.plugins import (
 from . import wait_reasons
 from .admission import AdmissionOptions, admit_waiting, has_started, poll_blocked
 from .encoder import check_features
-from .live_request import LiveRequest
-from .prompt_time import PrefillRate
+from .live_request import SchedulerRequest
+from .prompt_time import PrefillMeter
 from .results import DraftCounts, lose_plan, process_results
 from .running import schedule_running
-from .step import PlannedStep, Step, make_plan, make_record
+from .step import PlannedStep, StepState, make_plan, make_record
 from .tracker import OutputsByClient, RequestTracker
 from .transfers import process_transfers
 from .waiting_queue import WaitingQueue
@@ -80,7 +80,7 @@ class DefaultScheduler(Scheduler):
         self._planned: dict[int, PlannedStep] = {}
         self._drafts = DraftCounts()
         self._pause = PauseState.UNPAUSED
-        self._prefill_rate = PrefillRate()
+        self._prefill_rate = PrefillMeter()
         self._num_added = 0
         self._num_steps = 0
         self._last_step = self._new_step()  # number 0: that before the first plan
@@ -101,7 +101,7 @@ class DefaultScheduler(Scheduler):
                 f"request_id: {request.request_id!r} ended, but its KV blocks are still being "
                 "moved; expected another id"
             )
-        live = LiveRequest(request, self._num_added, limits.max_model_len)
+        live = SchedulerRequest(request, self._num_added, limits.max_model_len)
         self._check_fits(live)
         if live.features:
             check_features(tracker, live)
@@ -138,7 +138,7 @@ class DefaultScheduler(Scheduler):
             seconds = 1 if rate is None else max(1, math.ceil(min(excess, waiting) / rate))
             raise QueueFullError.of(waiting, num_tokens, limit, seconds)
 
-    def _record_prefill(self, step: Step) -> None:
+    def _record_prefill(self, step: StepState) -> None:
         """Measure how fast prompts are computed, before the step counts as computed."""
         requests = self._tracker.requests
         num_tokens = sum(
@@ -309,9 +309,9 @@ class DefaultScheduler(Scheduler):
             for request in tracker.loading.values():
                 request.skip_transfer = True  # what is being loaded is outdated
 
-    def _new_step(self) -> Step:
+    def _new_step(self) -> StepState:
         self._num_steps += 1
-        return Step(
+        return StepState(
             number=self._num_steps - 1,
             now=self.context.clock(),
             budget=self._limits.max_num_batched_tokens,
@@ -327,7 +327,7 @@ class DefaultScheduler(Scheduler):
         admissible = min(len(tracker.waiting), limits.max_num_seqs - running)
         return -(-(running + admissible) // limits.num_batches)
 
-    def _advance(self, step: Step, plan: SchedulerOutput) -> None:
+    def _advance(self, step: StepState, plan: SchedulerOutput) -> None:
         """Count the planned tokens as computed, so that the next step can be planned."""
         requests = [*step.running.values(), *step.admitted.values()]
         for request, tokens in zip(requests, step.tokens.values(), strict=True):
@@ -345,7 +345,7 @@ class DefaultScheduler(Scheduler):
         self._planned[step.number] = PlannedStep(plan, requests, preemptions, may_load)
         self._last_step, self._num_added_at_last_step = step, self._num_added
 
-    def _is_paused(self, request: LiveRequest) -> bool:
+    def _is_paused(self, request: SchedulerRequest) -> bool:
         """Return whether a request gets no tokens because of a pause."""
         if self._pause is PauseState.PAUSED_NEW:
             running = request.request_id in self._tracker.running
@@ -365,7 +365,7 @@ class DefaultScheduler(Scheduler):
             )
         return False
 
-    def _check_fits(self, request: LiveRequest) -> None:
+    def _check_fits(self, request: SchedulerRequest) -> None:
         """Reject a prompt that no step could ever finish, and outputs that have ended."""
         tokens, limits, cache = request.num_prompt_tokens, self._limits, self._tracker.cache
         generated = int(request.source.pooling_params is None)
@@ -383,7 +383,7 @@ class DefaultScheduler(Scheduler):
             )
 
 
-def _check_resumed(request: LiveRequest, max_model_len: int) -> None:
+def _check_resumed(request: SchedulerRequest, max_model_len: int) -> None:
     """Reject outputs of another engine with which the request has ended."""
     name, count = "resumed.output_token_ids", len(request.output_token_ids)
     if (room := max_model_len - request.num_prompt_tokens) <= count:

@@ -16,12 +16,12 @@ from hardpoint.plugins import (
     WaitReason,
 )
 
-from .live_request import LiveRequest
+from .live_request import SchedulerRequest
 from .prompt_time import PromptTime
 from .tracker import RequestTracker
 
 
-class Step(msgspec.Struct):
+class StepState(msgspec.Struct):
     """A step while it is planned.
 
     Attributes:
@@ -51,11 +51,11 @@ class Step(msgspec.Struct):
     budget: int
     encoder_budget: int
     max_requests: int | None = None
-    later: list[LiveRequest] | None = None
+    later: list[SchedulerRequest] | None = None
     prompt_time: PromptTime | None = None
     tokens: dict[str, int] = {}
-    running: dict[str, LiveRequest] = {}
-    admitted: dict[str, LiveRequest] = {}
+    running: dict[str, SchedulerRequest] = {}
+    admitted: dict[str, SchedulerRequest] = {}
     new_requests: list[NewRequest] = []
     new_blocks: dict[str, BlockIds] = {}
     drafts: dict[str, list[int]] = {}
@@ -66,14 +66,14 @@ class Step(msgspec.Struct):
     waiting: dict[str, WaitReason] = {}
     admission_stopped: WaitReason | None = None
 
-    def assign(self, request: LiveRequest, tokens: int) -> None:
+    def assign(self, request: SchedulerRequest, tokens: int) -> None:
         """Give tokens to a request."""
         self.tokens[request.request_id] = tokens
         self.budget -= tokens
         if self.prompt_time is not None:
             self.prompt_time.spend(request.num_computed_tokens, tokens)
 
-    def withdraw(self, request: LiveRequest) -> list[int]:
+    def withdraw(self, request: SchedulerRequest) -> list[int]:
         """Undo everything that the step scheduled for a running request.
 
         Returns:
@@ -115,7 +115,7 @@ class PlannedStep(msgspec.Struct):
     """
 
     plan: SchedulerOutput
-    requests: list[LiveRequest]
+    requests: list[SchedulerRequest]
     preemptions: list[int]
     may_load: bool = False
 
@@ -127,7 +127,7 @@ class PlannedStep(msgspec.Struct):
             computed |= {new.source.request_id: 0 for new in self.plan.new_requests}
         return computed
 
-    def still_running(self) -> list[LiveRequest]:
+    def still_running(self) -> list[SchedulerRequest]:
         """Return the requests that were neither finished nor preempted since the step's plan."""
         return [
             request
@@ -140,7 +140,7 @@ class PlannedStep(msgspec.Struct):
         return len(self.still_running()) == len(self.requests)
 
 
-def make_plan(tracker: RequestTracker, step: Step) -> SchedulerOutput:
+def make_plan(tracker: RequestTracker, step: StepState) -> SchedulerOutput:
     """Return the plan of a step for the workers; the tracker's unreported changes move into it."""
     finished = frozenset(tracker.unreported_finished)
     preempted = frozenset(tracker.unreported_preempted)
@@ -160,7 +160,7 @@ def make_plan(tracker: RequestTracker, step: Step) -> SchedulerOutput:
     )
 
 
-def make_record(tracker: RequestTracker, step: Step, plan: SchedulerOutput) -> StepRecord:
+def make_record(tracker: RequestTracker, step: StepState, plan: SchedulerOutput) -> StepRecord:
     """Return the record of a step's decisions."""
     return StepRecord(
         step=step.number,

@@ -17,7 +17,7 @@ from hardpoint.plugins import (
     SchedulingPolicy,
 )
 
-from .live_request import LiveRequest
+from .live_request import SchedulerRequest
 from .waiting_queue import WaitingQueue
 
 OutputsByClient = defaultdict[int, list[EngineCoreOutput]]
@@ -54,13 +54,13 @@ class RequestTracker:
         self.limits = context.limits
         self.cache = context.kv_cache
         self.set_policy(context.policy)
-        self.requests: dict[str, LiveRequest] = {}
-        self.running: dict[str, LiveRequest] = {}
+        self.requests: dict[str, SchedulerRequest] = {}
+        self.running: dict[str, SchedulerRequest] = {}
         self.waiting = WaitingQueue(context.policy)
-        self.blocked: dict[str, LiveRequest] = {}
-        self.loading: dict[str, LiveRequest] = {}
-        self.loaded: dict[str, LiveRequest] = {}
-        self.pending_free: dict[str, tuple[LiveRequest, set[str]]] = {}
+        self.blocked: dict[str, SchedulerRequest] = {}
+        self.loading: dict[str, SchedulerRequest] = {}
+        self.loaded: dict[str, SchedulerRequest] = {}
+        self.pending_free: dict[str, tuple[SchedulerRequest, set[str]]] = {}
         self.finished_outputs: OutputsByClient = defaultdict(list)
         self.unreported_finished: set[str] = set()
         self.unreported_preempted: set[str] = set()
@@ -77,7 +77,7 @@ class RequestTracker:
 
     # Arrival and deadlines
 
-    def add(self, request: LiveRequest) -> None:
+    def add(self, request: SchedulerRequest) -> None:
         """Add a new request to `waiting`, or to `blocked` while a step part may hold it back."""
         gates = self.context.gates
         if "added" in self.policy_hooks:
@@ -94,7 +94,7 @@ class RequestTracker:
         if self.context.log_stats:
             request.record_event(EngineCoreEventType.QUEUED, self.context.clock())
 
-    def pop_expired(self, now: float) -> Iterator[LiveRequest]:
+    def pop_expired(self, now: float) -> Iterator[SchedulerRequest]:
         """Yield the live requests whose deadline has passed, each once."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, order, request_id = heapq.heappop(self._deadlines)
@@ -108,7 +108,7 @@ class RequestTracker:
 
     # Transitions
 
-    def start_running(self, request: LiveRequest, now: float) -> None:
+    def start_running(self, request: SchedulerRequest, now: float) -> None:
         """Move a request into `running`; the caller removes it from the queue."""
         request.status = RequestStatus.RUNNING
         self.loaded.pop(request.request_id, None)
@@ -118,13 +118,13 @@ class RequestTracker:
         if self.context.log_stats:
             request.record_event(EngineCoreEventType.SCHEDULED, now)
 
-    def enqueue(self, request: LiveRequest) -> None:
+    def enqueue(self, request: SchedulerRequest) -> None:
         """Move a request from `blocked` or `loading` into `waiting`."""
         if self.blocked.pop(request.request_id, None) is None:
             del self.loading[request.request_id]
         self.waiting.push(request)
 
-    def preempt(self, request: LiveRequest, now: float) -> None:
+    def preempt(self, request: SchedulerRequest, now: float) -> None:
         """Free a running request's blocks and move it into `waiting`."""
         self._remove_running(request)
         request.status = RequestStatus.PREEMPTED
@@ -138,13 +138,13 @@ class RequestTracker:
             request.record_event(EngineCoreEventType.PREEMPTED, now)
         self.waiting.push(request)
 
-    def uncache_from(self, request: LiveRequest, num_tokens: int) -> None:
+    def uncache_from(self, request: SchedulerRequest, num_tokens: int) -> None:
         """Remove a request's blocks from position `num_tokens` on from the prefix cache."""
         first = num_tokens // self.cache.block_size
         tables = self.cache.block_ids(request)
         self.cache.discard(block for table in tables for block in table[first:])
 
-    def reset_progress(self, request: LiveRequest) -> None:
+    def reset_progress(self, request: SchedulerRequest) -> None:
         """Free a request's blocks and drop all computed state; it is computed again."""
         self.cache.free(request)
         if self.context.encoder_cache is not None:
@@ -154,7 +154,7 @@ class RequestTracker:
         request.draft_token_ids = []
         self.loaded.pop(request.request_id, None)
 
-    def reset_last_loaded(self, keep: LiveRequest | None = None) -> bool:
+    def reset_last_loaded(self, keep: SchedulerRequest | None = None) -> bool:
         """Free the blocks of the newest waiting request that holds loaded ones.
 
         For when no other request can go on: waiting requests are never preempted otherwise.
@@ -173,7 +173,7 @@ class RequestTracker:
 
     # Finishing
 
-    def finish(self, request: LiveRequest, output: EngineCoreOutput) -> None:
+    def finish(self, request: SchedulerRequest, output: EngineCoreOutput) -> None:
         """Finish a request; complete `output`, its last one."""
         request_id = request.request_id
         loading = self.loading.pop(request_id, None) is not None
@@ -202,7 +202,7 @@ class RequestTracker:
             heapq.heapify(self._deadlines)
 
     def finish_now(
-        self, request: LiveRequest, reason: FinishReason, error: str | None = None
+        self, request: SchedulerRequest, reason: FinishReason, error: str | None = None
     ) -> EngineCoreOutput:
         """Finish a request without new tokens; return its last output."""
         output = EngineCoreOutput(
@@ -215,13 +215,13 @@ class RequestTracker:
         return output
 
     def finish_in_planning(
-        self, request: LiveRequest, reason: FinishReason, error: str | None = None
+        self, request: SchedulerRequest, reason: FinishReason, error: str | None = None
     ) -> None:
         """Finish a request while a step is planned; the next `update` returns its output."""
         output = self.finish_now(request, reason, error)
         self.finished_outputs[request.client_index].append(output)
 
-    def finish_if_too_long(self, request: LiveRequest) -> bool:
+    def finish_if_too_long(self, request: SchedulerRequest) -> bool:
         """Finish a request that the whole cache cannot hold; return whether it was one."""
         # It would be preempted for ever.
         needed, usable = self.blocks_needed(request.num_tokens), self.cache.num_usable_blocks
@@ -283,13 +283,13 @@ class RequestTracker:
         """Return the number of blocks for `num_tokens` tokens and their lookahead."""
         return self.cache.blocks_needed(num_tokens + self.num_lookahead(num_tokens))
 
-    def _remove_running(self, request: LiveRequest) -> None:
+    def _remove_running(self, request: SchedulerRequest) -> None:
         del self.running[request.request_id]
         if self.context.gates is not None:
             self.context.gates.release(request)
 
     def _free_blocks(
-        self, request: LiveRequest, output: EngineCoreOutput, *, loading: bool
+        self, request: SchedulerRequest, output: EngineCoreOutput, *, loading: bool
     ) -> None:
         """Free the blocks, or keep them in `pending_free` while a step part moves them."""
         transfers = self.context.transfers

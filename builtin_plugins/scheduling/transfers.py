@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from hardpoint.plugins import CachedPrefix, ModelRunnerOutput, RequestStatus
 
 from . import wait_reasons
-from .live_request import LiveRequest
+from .live_request import SchedulerRequest
 from .results import reset_uncertain_cache
-from .step import PlannedStep, Step
+from .step import PlannedStep, StepState
 from .tracker import LOAD, SAVE, RequestTracker
 
 
 def match_external(
-    tracker: RequestTracker, request: LiveRequest, prefix: CachedPrefix
+    tracker: RequestTracker, request: SchedulerRequest, prefix: CachedPrefix
 ) -> tuple[int | None, bool]:
     """Return how many tokens beyond the prefix can be loaded, and whether between steps.
 
@@ -37,7 +37,11 @@ def match_external(
 
 
 def start_loading(
-    tracker: RequestTracker, request: LiveRequest, prefix: CachedPrefix, external: int, step: Step
+    tracker: RequestTracker,
+    request: SchedulerRequest,
+    prefix: CachedPrefix,
+    external: int,
+    step: StepState,
 ) -> bool:
     """Allocate the blocks that are filled between steps, and let the request wait for them.
 
@@ -82,7 +86,7 @@ def process_transfers(
         _finish_transfer(tracker, request_id, SAVE)
 
 
-def _finish_loading(tracker: RequestTracker, request: LiveRequest) -> None:
+def _finish_loading(tracker: RequestTracker, request: SchedulerRequest) -> None:
     """Move a request into the queue after its load has finished or failed."""
     tracker.cache.cache_arrived(request, request.num_computed_tokens)
     if request.skip_transfer:

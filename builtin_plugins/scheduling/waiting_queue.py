@@ -10,7 +10,7 @@ from typing import Any
 
 from hardpoint.plugins import SchedulingPolicy
 
-from .live_request import LiveRequest
+from .live_request import SchedulerRequest
 
 _CHUNK_SIZE = 256
 """Requests; a longer chunk is split. A change moves the requests of one chunk, and `num_ahead` adds
@@ -22,10 +22,10 @@ class _Chunk:
     """Consecutive requests of a group, in order; at least one."""
 
     group: Hashable
-    requests: list[LiveRequest]
+    requests: list[SchedulerRequest]
 
 
-def _place(request: LiveRequest) -> tuple[Any, bool, int]:
+def _place(request: SchedulerRequest) -> tuple[Any, bool, int]:
     """Return the key of a request's place; ties: preempted requests first, then by arrival."""
     return request.queue_key, request.num_preemptions == 0, request.order
 
@@ -48,17 +48,17 @@ class WaitingQueue:
         """Return the number of requests."""
         return len(self._chunk_of)
 
-    def __contains__(self, request: LiveRequest) -> bool:
+    def __contains__(self, request: SchedulerRequest) -> bool:
         """Return whether a request is in the queue."""
         return request.request_id in self._chunk_of
 
-    def __iter__(self) -> Iterator[LiveRequest]:
+    def __iter__(self) -> Iterator[SchedulerRequest]:
         """Yield the requests, group by group."""
         for chunks in self._groups.values():
             for chunk in chunks:
                 yield from chunk.requests
 
-    def push(self, request: LiveRequest) -> None:
+    def push(self, request: SchedulerRequest) -> None:
         """Add a request, under the key and group that the policy gives it now."""
         request.queue_key = self.policy.key(request)
         group = self.policy.group(request) if self._has_groups else None
@@ -78,7 +78,7 @@ class WaitingQueue:
         if len(chunks[index].requests) > _CHUNK_SIZE:
             self._split(chunks, index)
 
-    def remove(self, request: LiveRequest) -> None:
+    def remove(self, request: SchedulerRequest) -> None:
         """Remove a request."""
         chunk = self._chunk_of.pop(request.request_id)
         chunk.requests.remove(request)
@@ -89,7 +89,7 @@ class WaitingQueue:
             if not chunks:
                 del self._groups[chunk.group]
 
-    def num_ahead(self, request: LiveRequest) -> int:
+    def num_ahead(self, request: SchedulerRequest) -> int:
         """Return how many requests of its group come before a request."""
         own = self._chunk_of[request.request_id]
         chunks = self._groups[own.group]
@@ -116,7 +116,7 @@ class WaitingQueue:
         """Return the groups that have waiting requests."""
         return list(self._groups)
 
-    def in_order(self, group: Hashable) -> Iterator[LiveRequest]:
+    def in_order(self, group: Hashable) -> Iterator[SchedulerRequest]:
         """Yield the requests of a group in order, except those removed in the meantime."""
         for chunk in tuple(self._groups[group]):
             for request in tuple(chunk.requests):
@@ -137,12 +137,12 @@ class QueueCursor:
         self._now = now
         self._rest = {group: queue.in_order(group) for group in queue.groups()}
         self._single = len(self._rest) == 1
-        self._ranking: list[tuple[Any, int, int, Hashable, LiveRequest]] = []
+        self._ranking: list[tuple[Any, int, int, Hashable, SchedulerRequest]] = []
         self._num_ranked = 0
         for group in self._rest:
             self._rank(group)
 
-    def head(self) -> LiveRequest | None:
+    def head(self) -> SchedulerRequest | None:
         """Return the next request; None at the end."""
         while self._ranking:
             key, order, number, group, request = self._ranking[0]

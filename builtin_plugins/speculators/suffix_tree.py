@@ -232,12 +232,12 @@ def _rank(node: _Node) -> tuple[int, int, int]:
     return node.count, node.sequence, node.start
 
 
-Tree = SuffixTree | compiled.SuffixTree
+Tree = SuffixTree | compiled.CompiledSuffixTree
 
 
 def make_tree(depth: int) -> Tree:
     """Return an empty tree: the compiled one where there are kernels."""
     try:
-        return compiled.SuffixTree(depth)
+        return compiled.CompiledSuffixTree(depth)
     except cpu.KernelsUnavailableError:
         return SuffixTree(depth)

@@ -27,7 +27,7 @@ from hardpoint.plugins.step_part import EngineHalfContext
 
 from .identity import content_hash, link_files, read_files, remove_links
 from .leases import Leases
-from .messages import Slot, StepAdapters
+from .messages import AdapterSlot, StepAdapters
 from .readings import Readings
 
 _UNASKED_SECONDS = 120.0
@@ -194,7 +194,7 @@ class AdapterSlots(EngineHalf):
                 slots[slot] = content
         if not requests:
             return None
-        listed = [Slot(slot, content) for slot, content in slots.items()]
+        listed = [AdapterSlot(slot, content) for slot, content in slots.items()]
         scales = {name: self._scales[name] for name in self._scales.keys() & requests.keys()}
         return msgspec.msgpack.encode(StepAdapters(listed, requests, scales))
 

@@ -90,7 +90,7 @@ class _Sizes:
 
 
 @dataclass(frozen=True)
-class Change:
+class LowRankUpdate:
     """The change of one matrix W: scale * B A.
 
     Attributes:
@@ -113,7 +113,7 @@ class AdapterFiles:
     """
 
     content: str
-    changes: Mapping[str, Change]
+    changes: Mapping[str, LowRankUpdate]
 
 
 def read_adapter(path: str, max_rank: int) -> AdapterFiles:
@@ -204,7 +204,7 @@ def _tensors(file: Path, data: bytes) -> dict[str, torch.Tensor]:
 
 def _changes(
     file: Path, tensors: Mapping[str, torch.Tensor], sizes: _Sizes, max_rank: int
-) -> dict[str, Change]:
+) -> dict[str, LowRankUpdate]:
     """Return the changes of modules.
 
     Raises:
@@ -227,7 +227,7 @@ def _changes(
 
 def _change(
     file: Path, module: str, halves: Mapping[str, torch.Tensor], sizes: _Sizes, max_rank: int
-) -> Change:
+) -> LowRankUpdate:
     where = f"{file}: {module}"
     if module.rpartition(".")[2] in _EMBEDDINGS:
         raise ModelError(f"{where}: adapters of embeddings and of the head are not supported")
@@ -260,7 +260,7 @@ def _change(
             f"{where}: expected a change whose numbers float32 holds, "
             f"got lora_alpha / r of {scale:g}"
         )
-    return Change(a, b, scale)
+    return LowRankUpdate(a, b, scale)
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class HostAdapter:
     """
 
     content: str
-    changes: Mapping[str, Change]
+    changes: Mapping[str, LowRankUpdate]
     unknown: list[str]
 
     @property
@@ -302,7 +302,7 @@ def load_adapter(
     for name, matrix in matrices.items():
         places.setdefault(matrix.stored_as, []).append(name)
     layers = _layers(places)
-    changes: dict[str, Change] = {}
+    changes: dict[str, LowRankUpdate] = {}
     found: dict[str, str] = {}
     unknown: list[str] = []
     for module, change in files.changes.items():
@@ -337,7 +337,9 @@ def _in_text_model(module: str) -> str:
     return found + after if wraps else module
 
 
-def _cut(where: str, change: Change, matrix: LinearMatrix, dtype: torch.dtype) -> Change:
+def _cut(
+    where: str, change: LowRankUpdate, matrix: LinearMatrix, dtype: torch.dtype
+) -> LowRankUpdate:
     rows, columns = matrix.shape
     got = (change.b.shape[0], change.a.shape[1])
     if got != (rows, columns):
@@ -353,4 +355,4 @@ def _cut(where: str, change: Change, matrix: LinearMatrix, dtype: torch.dtype) -
             raise ModelError(
                 f"{where}.{name}: expected numbers that {dtype} holds, got larger ones"
             )
-    return Change(a, b, change.scale)
+    return LowRankUpdate(a, b, change.scale)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Slot(msgspec.Struct, array_like=True, frozen=True):
+class AdapterSlot(msgspec.Struct, array_like=True, frozen=True):
     """A slot of a step, and the adapter that it has to hold.
 
     Attributes:
@@ -24,7 +24,7 @@ class StepAdapters(msgspec.Struct, array_like=True):
         scales: factors of what adapters change, of requests for which they are not 1.0.
     """
 
-    slots: list[Slot]
+    slots: list[AdapterSlot]
     requests: dict[str, int]
     scales: dict[str, float]
 

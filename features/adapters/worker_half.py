@@ -14,7 +14,7 @@ from hardpoint.plugins import EngineConfig, ModelError, Ops, SchedulerOutput, Wo
 from hardpoint.plugins.worker_half import LoadedModel, StepRows, WorkerHalfContext
 
 from .files import HostAdapter, load_adapter
-from .messages import Ask, Call, Drop, Keep, Progress, Read, Slot, StepAdapters
+from .messages import AdapterSlot, Ask, Call, Drop, Keep, Progress, Read, StepAdapters
 
 _NONE = -1
 
@@ -109,7 +109,7 @@ class AdapterProducts(WorkerHalf):
                 self._fill(slot)
         self._slots.use([slot.index for slot in self._step.slots])
 
-    def _fill(self, slot: Slot) -> None:
+    def _fill(self, slot: AdapterSlot) -> None:
         """Fill a slot; if its adapter cannot be copied, only the requests that have it fail."""
         try:
             self._slots.fill(slot.index, self._host[slot.content])

@@ -29,8 +29,8 @@ from hardpoint.plugins.part_components import ComponentCalls
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.typed import prepared
 
-from .messages import Report, StepData
-from .transfers import EndedLoad, Loads, Saves
+from .messages import StepData, TransferReport
+from .transfers import EndedLoad, PendingLoads, Saves
 
 _COMPUTED = "the engine goes on, and computes what could not be loaded"
 _NONE: tuple[int, bool] = (0, False)
@@ -101,7 +101,7 @@ class TransferPlanner(EngineHalf):
         self._waited, self._counted_at = 0.0, clock()  # without pauses
         self._matched: dict[str, tuple[int, bool]] = {}
         self._without: set[str] = set()  # requests whose lookup took too long
-        self._loads = Loads(ranks, lambda: self._waited, self._config.load_seconds)
+        self._loads = PendingLoads(ranks, lambda: self._waited, self._config.load_seconds)
         self._saves = Saves(ranks, clock, self._config.lease_seconds)
         self._ended: dict[str, EndedLoad] = {}  # the scheduler may not know of
         self._saved: set[str] = set()  # likewise
@@ -292,7 +292,7 @@ class TransferPlanner(EngineHalf):
         reports = result.part_reports.get(self._part, {})
         step.failed |= len(reports) < step.reports  # a worker that sleeps reports nothing
         for rank, data in sorted(reports.items()):
-            report = msgspec.msgpack.decode(data, type=prepared(Report))
+            report = msgspec.msgpack.decode(data, type=prepared(TransferReport))
             invalid.update(report.invalid_block_ids)
             step.failed |= report.failure is not None
             self._process(rank, report, plan.step)
@@ -387,7 +387,7 @@ class TransferPlanner(EngineHalf):
         self._waited += min(now - self._counted_at, _LONGEST_UNPAUSED_S)
         self._counted_at = now
 
-    def _process(self, rank: int, report: Report, step: int) -> None:
+    def _process(self, rank: int, report: TransferReport, step: int) -> None:
         """Process the report of a rank that came with the result of a step."""
         for request_id in report.loaded:
             self._loads.finished(request_id, rank, step)

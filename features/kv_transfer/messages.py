@@ -22,7 +22,7 @@ class StepData(msgspec.Struct, frozen=True, array_like=True):
     cancelled: list[str] = []
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """The transfers and faults of one rank since the last step.
 
     Attributes:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Load:
+class PendingLoad:
     """An asynchronous load.
 
     Attributes:
         blocks: blocks that it fills.
-        deadline: time on the clock of `Loads`; infinity once it is given up.
+        deadline: time on the clock of `PendingLoads`; infinity once it is given up.
         ranks: ranks that have not finished.
         step: step of the plan that starts it; None before that.
         invalid: blocks that could not be loaded.
@@ -57,7 +57,7 @@ class EndedLoad:
     is_error: bool = False
 
 
-class Loads:
+class PendingLoads:
     """Asynchronous loads by request id.
 
     A request whose load was cancelled may be named late. Its id loads nothing again for a while, so
@@ -73,7 +73,7 @@ class Loads:
             seconds: maximum time of a load.
         """
         self._ranks, self._clock, self._seconds = frozenset(ranks), clock, seconds
-        self._loads: dict[str, Load] = {}
+        self._loads: dict[str, PendingLoad] = {}
         self._refused: dict[str, float] = {}  # until when
 
     def __bool__(self) -> bool:
@@ -91,7 +91,7 @@ class Loads:
     def begin(self, request_id: str, blocks: Iterable[int]) -> None:
         """Begin a load, which the next plan starts."""
         deadline = self._clock() + self._seconds
-        self._loads[request_id] = Load(frozenset(blocks), deadline, set(self._ranks))
+        self._loads[request_id] = PendingLoad(frozenset(blocks), deadline, set(self._ranks))
 
     def plan(self, step: int) -> list[str]:
         """Let a plan start what no plan has started; return what it cancels."""

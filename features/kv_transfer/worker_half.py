@@ -32,7 +32,7 @@ from hardpoint.plugins.kv_store import KVStoreContext
 from hardpoint.plugins.worker_half import KVBlocks, WorkerHalfContext
 from hardpoint.typed import prepared
 
-from .messages import Report, StepData
+from .messages import StepData, TransferReport
 
 if TYPE_CHECKING:
     import torch
@@ -269,7 +269,7 @@ class TransferWorker(WorkerHalf):
             self._run("wait_for_save")
 
     def report(self) -> bytes | None:
-        """Return a Report on the time since the last step, as msgpack; None if it is empty."""
+        """Return a TransferReport since the last step, as msgpack; None if it is empty."""
         loaded = saved = frozenset[str]()
         invalid: frozenset[int] = frozenset()
         message: bytes | None = None
@@ -295,7 +295,7 @@ class TransferWorker(WorkerHalf):
         something = (loaded, saved, invalid, tiers, faults, events, self._failure)
         if message is None and not self._has_data and not any(something):
             return None
-        report = Report(
+        report = TransferReport(
             loaded=loaded,
             saved=saved,
             invalid_block_ids=invalid,

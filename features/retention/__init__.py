@@ -1,5 +1,5 @@
 """Retention: blocks of conversations that are worth more than others for a while."""
 
-from .part import Retention
+from .part import PrefixRetention
 
-__all__ = ["Retention"]
+__all__ = ["PrefixRetention"]

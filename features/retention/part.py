@@ -13,7 +13,7 @@ from hardpoint.plugins.step_part import EngineHalfContext
 from .sessions import RetainedSessions, RetainingRequests
 
 
-class Retention(StepPart):
+class PrefixRetention(StepPart):
     """Requests with `retain_seconds`, whose blocks eviction policies keep, if they can.
 
     It is a wish, never a guarantee. A fault costs wishes, and no request.

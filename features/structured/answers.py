@@ -50,7 +50,7 @@ class _At(NamedTuple):
     num_advanced: int
 
 
-class Answer:
+class ConstrainedAnswer:
     """The answer in the output of one request: after the reasoning, its grammar constrains it.
 
     Reasoning may begin where the output does. The prefix of the markers comes before the answer.

@@ -34,7 +34,7 @@ from hardpoint.plugins.part_components import ComponentFactory
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.structured import StructuredOutputs
 
-from .answers import Answer
+from .answers import ConstrainedAnswer
 from .compilations import Compilations, stack_of
 from .requests import StructuredRequests
 
@@ -122,7 +122,7 @@ class GrammarManager(EngineHalf):
         self._compilations = Compilations(config.compile_seconds, clock)
         self._compiled: OrderedDict[str, GrammarState] = OrderedDict()  # newest use last
         self._pending: dict[str, tuple[Request, str]] = {}  # with the key of the grammar
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, ConstrainedAnswer] = {}
         self._faults: dict[str, RequestFault] = {}
         self._backend(config.use)
 
@@ -153,14 +153,14 @@ class GrammarManager(EngineHalf):
             self._forget(request_id)
         self._compiled.move_to_end(key)
         try:
-            answer = Answer(request, state, self._vocab_size, self._describe_fault)
+            answer = ConstrainedAnswer(request, state, self._vocab_size, self._describe_fault)
         except BaseException as cause:
             raise RequestError(self._fault(structured, cause).message) from cause
         self._continue(answer)
         self._answers[request_id] = answer
         return None
 
-    def _continue(self, answer: Answer) -> None:
+    def _continue(self, answer: ConstrainedAnswer) -> None:
         """Follow the output that a request has from another engine.
 
         Raises:

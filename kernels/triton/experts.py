@@ -28,7 +28,7 @@ from .arithmetic import multiply_add, rounded
 from .launch import Variant, power_of_2
 from .layers import sigmoid, silu_times
 
-__all__ = ["VARIANTS", "Experts", "Tiles", "list_tiles", "product_tile", "sum_pairs"]
+__all__ = ["VARIANTS", "ExpertSum", "Tiles", "list_tiles", "product_tile", "sum_pairs"]
 
 # Of products, by the bytes of a number, then by the average number of pairs per expert up to which
 # they are taken: (average, rows, columns, numbers of a row at a time, warps, stages).
@@ -299,7 +299,7 @@ def _sum_tile(per_row: int, columns: int) -> dict[str, int]:
     return {"PER_ROW": power_of_2(per_row), "BLOCK": min(power_of_2(columns), _SUMMED)}
 
 
-class Experts:
+class ExpertSum:
     """The function (x, chosen, weights) -> the weighted sum of experts; see `Ops.experts`."""
 
     def __init__(

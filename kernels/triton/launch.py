@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["KernelsUnavailableError", "Variant", "check_device", "is_interpreted", "power_of_2"]
+__all__ = ["TritonUnavailableError", "Variant", "check_device", "is_interpreted", "power_of_2"]
 
 INTERPRETER = "TRITON_INTERPRET"
 """Environment variable of Triton: with 1 (or "true", "on", "yes"), an interpreter runs kernels."""
 
 
-class KernelsUnavailableError(Exception):
+class TritonUnavailableError(Exception):
     """Triton's kernels cannot run on a device; the message gives the reason."""
 
 
@@ -49,21 +49,21 @@ def check_device(device: torch.device) -> None:
     """Check that kernels can run on tensors of a device; on a GPU, load Triton's driver.
 
     Raises:
-        KernelsUnavailableError: they cannot.
+        TritonUnavailableError: they cannot.
     """
     if is_interpreted() != (device.type == "cpu"):
         if device.type == "cpu":
             message = f"they run on GPUs, and on a CPU in Triton's interpreter ({INTERPRETER}=1)"
         else:
             message = f"{INTERPRETER}=1 has the CPU interpret them, and the device is {device}"
-        raise KernelsUnavailableError(message)
+        raise TritonUnavailableError(message)
     if device.type not in ("cpu", "cuda"):
-        raise KernelsUnavailableError(f"they run on cuda, and the device is {device}")
+        raise TritonUnavailableError(f"they run on cuda, and the device is {device}")
     if device.type == "cuda":
         try:
             triton.runtime.driver.active.get_current_target()
         except Exception as cause:  # a compiler fails in many ways
-            raise KernelsUnavailableError(
+            raise TritonUnavailableError(
                 "Triton cannot load its driver for the GPU, for which it needs a C compiler and "
                 f"Python's headers (Python.h): {type(cause).__name__}: {cause}"
             ) from cause

@@ -107,9 +107,9 @@ def test_a_subscriber_that_does_not_read_loses_batches_and_no_caller_waits(conte
 
 def test_when_the_thread_lags_the_oldest_batches_go(context, open_publisher, monkeypatch):
     held = threading.Event()
-    send = kv_event_stream.EventStream._send_live
+    send = kv_event_stream.KVEventStream._send_live
     monkeypatch.setattr(
-        kv_event_stream.EventStream, "_send_live", lambda self: (held.wait(), send(self))
+        kv_event_stream.KVEventStream, "_send_live", lambda self: (held.wait(), send(self))
     )
     publisher = open_publisher(max_queue=5, replay_endpoint="tcp://127.0.0.1:*")
     for number in range(20):
@@ -211,13 +211,13 @@ def test_a_flood_and_bytes_that_are_not_zeromq_do_no_harm(context, open_publishe
 
 def test_a_client_that_reads_nothing_is_given_up(context, open_publisher, monkeypatch):
     monkeypatch.setattr(kv_event_stream, "_REPLAY_TIMEOUT_S", 0.1)
-    turns, send = [], kv_event_stream.EventStream._continue_replay
+    turns, send = [], kv_event_stream.KVEventStream._continue_replay
 
     def noted(self, identity, replay):
         turns.append((send(self, identity, replay), replay.stalled))
         return turns[-1][0]
 
-    monkeypatch.setattr(kv_event_stream.EventStream, "_continue_replay", noted)
+    monkeypatch.setattr(kv_event_stream.KVEventStream, "_continue_replay", noted)
     publisher = open_publisher(replay_endpoint="tcp://127.0.0.1:*")
     for number in range(3000):
         publisher.publish(batch(number, tokens=2000))

@@ -18,7 +18,7 @@ from support.waiting import wait_until
 
 from hardpoint.builtin_plugins.executors import multiproc_group
 from hardpoint.builtin_plugins.executors.multiproc_calls import SocketSender
-from hardpoint.builtin_plugins.executors.multiproc_group import WorkerGroup
+from hardpoint.builtin_plugins.executors.multiproc_group import RankProcesses
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.kernels.shared_memory import BroadcastRing
 from hardpoint.plugins import ModelError, ModelRunnerOutput
@@ -283,7 +283,7 @@ def test_a_fork_closes_without_the_locks_that_a_thread_had(monkeypatch):
         patch.setattr(
             multiproc_group, "threading", SimpleNamespace(**{**vars(threading), "Lock": lock})
         )
-        group = WorkerGroup(executor(2).context, SocketSender(2))
+        group = RankProcesses(executor(2).context, SocketSender(2))
         patch.setattr(os, "getpid", lambda: -1)
         for one in made:
             one.acquire()

@@ -13,7 +13,7 @@ from support.builtins.scheduler_harness import (
 )
 from support.searching import searches_long
 
-from hardpoint.builtin_plugins.scheduling.live_request import LiveRequest
+from hardpoint.builtin_plugins.scheduling.live_request import SchedulerRequest
 from hardpoint.builtin_plugins.scheduling.waiting_queue import WaitingQueue
 from hardpoint.plugins import EngineCoreRequest, SamplingParams, SchedulingPolicy, WaitingFor
 
@@ -137,7 +137,7 @@ def test_the_queue_is_in_order_after_thousands_of_arrivals_and_ends():
         source = EngineCoreRequest(
             request_id=str(name), prompt_token_ids=[1], params=SamplingParams()
         )
-        request = LiveRequest(source, order, 100)
+        request = SchedulerRequest(source, order, 100)
         request.num_preemptions = random.randrange(2)
         queue.push(request)
         naive[name % 2].append((name // 3, request.num_preemptions == 0, order, request))

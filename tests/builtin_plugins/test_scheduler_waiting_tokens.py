@@ -7,7 +7,7 @@ from support.builtins.scheduler_harness import Simulator
 from support.core.serial_engine import slowed
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.builtin_plugins.scheduling.prompt_time import PrefillRate
+from hardpoint.builtin_plugins.scheduling.prompt_time import PrefillMeter
 from hardpoint.errors import ConfigError, OverloadedError, QueueFullError
 from hardpoint.plugins import FinishReason
 from hardpoint.testing import scripted_config
@@ -53,7 +53,7 @@ def test_those_that_end_wait_no_more():
 
 
 def test_the_rate_is_measured_while_prompts_are_computed():
-    rate = PrefillRate()
+    rate = PrefillMeter()
     assert rate.tokens_per_second is None
     rate.record(0.0, 0)
     rate.record(10.0, 100)

@@ -22,7 +22,7 @@ from support.parallel import write_random_model
 from support.waiting import wait_until
 
 from hardpoint import LLM, ConfigError, RequestError, SamplingParams
-from hardpoint.builtin_plugins.kv_connectors.jobs import Transfer
+from hardpoint.builtin_plugins.kv_connectors.jobs import TransferSource
 from hardpoint.builtin_plugins.kv_connectors.planning import StoresScheduler
 from hardpoint.builtin_plugins.kv_stores import p2p
 from hardpoint.builtin_plugins.kv_stores.p2p import PeerToPeerStore
@@ -406,7 +406,7 @@ class TestLeases:
         for number in range(1, 4):
             now[0] += 1.1
             (renewal,) = half.build_connector_meta(SchedulerOutput(step=number)).renewals
-            assert renewal.transfer == Transfer(PREFILL, bytes.fromhex(TOKEN))
+            assert renewal.transfer == TransferSource(PREFILL, bytes.fromhex(TOKEN))
             assert renewal.hashes == HASHES[:1]
 
     def test_one_that_ends_early_offers_nothing(self, split):

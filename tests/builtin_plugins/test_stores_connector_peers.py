@@ -8,7 +8,7 @@ import pytest
 from support.builtins.kv_store_fakes import ScriptedPeers, ScriptedStore, opened
 from support.waiting import wait_until
 
-from hardpoint.builtin_plugins.kv_connectors.jobs import Load, Renewal, Save, Transfer
+from hardpoint.builtin_plugins.kv_connectors.jobs import BlockLoad, Renewal, Save, TransferSource
 
 SIZES = (128, 48, 48)
 SECRET = b"s" * 16
@@ -30,9 +30,9 @@ def open_rank(**options):
 
 
 def load(name, peer=None, hashes=HASHES[:3], first=10):
-    transfer = None if peer is None else Transfer(peer, SECRET)
+    transfer = None if peer is None else TransferSource(peer, SECRET)
     blocks = list(range(first, first + len(hashes)))
-    return Load(name, list(hashes), blocks, transfer=transfer)
+    return BlockLoad(name, list(hashes), blocks, transfer=transfer)
 
 
 def offer(rank, hashes=HASHES[:3]):
@@ -73,7 +73,7 @@ def test_renewals_are_one_call_for_each_peer_and_delay_nothing(gate):
         rank.until_saved(Save(HASHES[:3], BLOCKS[:3]), stores=2)
         rank.step(load("bad", "bad"))
         renewals = [
-            Renewal(HASHES[:count], Transfer(peer, SECRET))
+            Renewal(HASHES[:count], TransferSource(peer, SECRET))
             for peer in ("bad", "good", "")
             for count in (1, 2, 3)
         ]

@@ -9,9 +9,9 @@ import pytest
 
 from hardpoint import SamplingParams
 from hardpoint.builtin_plugins.kv_connectors.jobs import (
+    BlockLoad,
     Handshake,
     Jobs,
-    Load,
     Lookup,
     Save,
     WorkerMessage,
@@ -233,12 +233,12 @@ def test_kv_transfer_params_need_a_store_that_exchanges_blocks(engine):
 def test_prompts_with_media_are_stored_and_loaded_as_others(engine):
     seen = request("a", PROMPT, features=[MultiModalFeature("f", 0, 2)])
     load = engine.loading(seen, 2)
-    assert load == Load("a", hashes_of(seen, 2), engine.blocks["a"][:2])
+    assert load == BlockLoad("a", hashes_of(seen, 2), engine.blocks["a"][:2])
 
 
 def test_what_is_there_is_loaded(engine, a):
     load = engine.loading(a, 2)
-    assert load == Load("a", hashes_of(a, 2), engine.blocks["a"][:2])
+    assert load == BlockLoad("a", hashes_of(a, 2), engine.blocks["a"][:2])
     assert engine.jobs() is None
 
 

@@ -13,7 +13,7 @@ from support.builtins.kv_store_fakes import NUM_BLOCKS, identity, opened
 from support.kv_stores import scripted_clock
 from support.waiting import wait_until
 
-from hardpoint.builtin_plugins.kv_connectors.jobs import Jobs, Load, Lookup, Save
+from hardpoint.builtin_plugins.kv_connectors.jobs import BlockLoad, Jobs, Lookup, Save
 from hardpoint.builtin_plugins.kv_connectors.staging import Buffer, BufferPool, CacheBlocks
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 from hardpoint.plugins import ConfigError
@@ -47,7 +47,7 @@ def saved(rank, groups):
 
 def test_what_was_saved_is_loaded(rank, saved, groups):
     others = {block: rank.content(block) for block in range(NUM_BLOCKS)}
-    errors = rank.until_loaded(Load("a", hashes(2, 0, 1), [10, 11, 12]))
+    errors = rank.until_loaded(BlockLoad("a", hashes(2, 0, 1), [10, 11, 12]))
     assert errors == set()
     assert [rank.content(block) for block in (10, 11, 12)] == [saved[b] for b in (7, 3, 1)]
     for block in set(range(NUM_BLOCKS)) - {10, 11, 12}:
@@ -74,7 +74,7 @@ def test_lookup_counts_leading_blocks(rank, saved):
 def test_blocks_from_the_first_that_is_missing_on_are_reported(rank, saved, missing):
     wanted = hashes(0, 1, 2)
     wanted[missing] = hashes(9)[0]
-    errors = rank.until_loaded(Load("a", wanted, [10, 11, 12]))
+    errors = rank.until_loaded(BlockLoad("a", wanted, [10, 11, 12]))
     assert errors == set(range(10 + missing, 13))
     for index in range(missing):
         assert rank.content(10 + index) == saved[SAVED[index]]
@@ -89,7 +89,7 @@ def test_parts_that_are_missing_make_the_block_missing(saved, rank, groups):
         return len(lost) != groups and MemoryStore.load(rank.store, key, buffer)
 
     rank.store.instead["load"] = load
-    assert rank.until_loaded(Load("a", hashes(0), [10])) == {10}
+    assert rank.until_loaded(BlockLoad("a", hashes(0), [10])) == {10}
 
 
 def test_blocks_are_saved_as_they_are_in_their_step(rank, saved, groups):
@@ -102,7 +102,7 @@ def test_blocks_are_saved_as_they_are_in_their_step(rank, saved, groups):
     rank.wipe()
     hold.set()
     wait_until(lambda: rank.kept == 4 * groups)
-    assert rank.until_loaded(Load("a", hashes(4), [21])) == set()
+    assert rank.until_loaded(BlockLoad("a", hashes(4), [21])) == set()
     assert rank.content(21) == saved[20]
 
 
@@ -119,7 +119,7 @@ def test_layers_are_saved_as_they_are_computed():
                 rank.caches[3][0].fill_(9)
         rank.half.wait_for_save()
         wait_until(lambda: rank.kept == 2)
-        assert rank.until_loaded(Load("a", hashes(0), [6])) == set()
+        assert rank.until_loaded(BlockLoad("a", hashes(0), [6])) == set()
         after = rank.content(6)
         assert after[:3] == before[:3]
         assert after[3][:32] == bytes([9]) * 32
@@ -161,7 +161,7 @@ def test_a_cancelled_load_writes_no_more(rank, saved, groups):
         return MemoryStore.load(rank.store, key, buffer)
 
     rank.store.instead["load"] = load
-    assert rank.step(Load("a", hashes(0, 1), [10, 11])) == (frozenset(), set())
+    assert rank.step(BlockLoad("a", hashes(0, 1), [10, 11])) == (frozenset(), set())
     assert began.wait(60.0)
     rank.half.cancel_loads(["a", "unknown"])
     assert rank.step() == ({"a"}, {10, 11})
@@ -175,13 +175,13 @@ def test_a_load_that_is_late_is_given_up():
     with opened(load_seconds=0.05) as rank:
         hold = threading.Event()
         rank.store.instead["load"] = lambda *_: hold.wait(60.0)
-        errors = rank.until_loaded(Load("a", hashes(0, 1), [10, 11]))
+        errors = rank.until_loaded(BlockLoad("a", hashes(0, 1), [10, 11]))
         assert errors == {10, 11}
         hold.set()
 
 
 def test_each_load_is_reported_once(rank, saved):
-    rank.until_loaded(Load("a", hashes(0, 9), [10, 11]))
+    rank.until_loaded(BlockLoad("a", hashes(0, 9), [10, 11]))
     assert rank.step() == (frozenset(), set())
 
 
@@ -191,11 +191,11 @@ def test_a_load_that_begins_again(rank, saved):
     rank.store.instead["load"] = lambda key, buffer: (
         hold.wait(60.0) and MemoryStore.load(rank.store, key, buffer)
     )
-    rank.step(Load("a", hashes(0), [10]))
-    assert rank.step(Load("a", hashes(1), [11]))[0] == frozenset()
+    rank.step(BlockLoad("a", hashes(0), [10]))
+    assert rank.step(BlockLoad("a", hashes(1), [11]))[0] == frozenset()
     before = rank.content(10)
     hold.set()
-    assert rank.until_loaded(Load("b", hashes(2), [12])) == set()
+    assert rank.until_loaded(BlockLoad("b", hashes(2), [12])) == set()
     wait_until(lambda: rank.content(11) == saved[1])
     assert rank.content(10) == before
 
@@ -205,7 +205,7 @@ def test_the_cache_is_released_while_blocks_are_loaded(rank, saved):
     rank.store.instead["load"] = lambda key, buffer: (
         hold.wait(60.0) and MemoryStore.load(rank.store, key, buffer)
     )
-    rank.step(Load("a", hashes(0, 1), [10, 11]))
+    rank.step(BlockLoad("a", hashes(0, 1), [10, 11]))
     before = rank.content(10)
     rank.half.release_kv_caches()
     hold.set()
@@ -213,13 +213,13 @@ def test_the_cache_is_released_while_blocks_are_loaded(rank, saved):
     assert rank.step() == ({"a"}, {10, 11})
     assert rank.content(10) == before
     rank.store.instead.clear()
-    assert rank.until_loaded(Load("a", hashes(0, 1), [10, 11])) == set()
+    assert rank.until_loaded(BlockLoad("a", hashes(0, 1), [10, 11])) == set()
 
 
 def test_a_load_ends_if_a_thread_fails(rank, saved):
     """As it does if there is no memory for its buffer, or the device fails."""
     rank.half.register_kv_caches([[torch.zeros(1, 1, dtype=torch.uint8)]] * 4)
-    assert rank.until_loaded(Load("a", hashes(0), [10])) == {10}
+    assert rank.until_loaded(BlockLoad("a", hashes(0), [10])) == {10}
     wait_until(lambda: rank.faults, what="the fault, which the thread reports after its part")
     assert rank.faults[0][0] == "stores"
     assert "KVLoad: " in rank.faults[0][1]
@@ -247,8 +247,8 @@ def test_what_a_late_future_writes_is_not_used():
             return found
 
         rank.store.instead["load"] = load
-        assert rank.until_loaded(Load("a", hashes(0), [10])) == {10}
-        assert rank.until_loaded(Load("b", hashes(1), [11])) == set()
+        assert rank.until_loaded(BlockLoad("a", hashes(0), [10])) == {10}
+        assert rank.until_loaded(BlockLoad("b", hashes(1), [11])) == set()
         assert rank.content(11) == expected
 
 
@@ -386,9 +386,9 @@ def test_blocks_of_another_identity_are_not_there(change):
         one.until_saved(Save(hashes(0), [3]))
         one.store.instead["close"] = lambda: None  # others use it first
         with opened(stores=one.stores, identity_changes=change) as other:
-            assert other.until_loaded(Load("a", hashes(0), [10])) == {10}
+            assert other.until_loaded(BlockLoad("a", hashes(0), [10])) == {10}
         with opened(stores=one.stores) as other:
-            assert other.until_loaded(Load("a", hashes(0), [10])) == set()
+            assert other.until_loaded(BlockLoad("a", hashes(0), [10])) == set()
         del one.store.instead["close"]
 
 
@@ -396,7 +396,7 @@ def test_parts_of_other_groups_are_not_there():
     with opened(layers=4, layer_groups=2) as one:
         one.until_saved(Save(hashes(0), [3]), stores=2)
         with opened(layers=4, layer_groups=4, stores=one.stores) as other:
-            assert other.until_loaded(Load("a", hashes(0), [10])) == {10}
+            assert other.until_loaded(BlockLoad("a", hashes(0), [10])) == {10}
 
 
 # Buffers

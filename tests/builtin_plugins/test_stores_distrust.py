@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.waiting import wait_until
 
-from hardpoint.builtin_plugins.kv_connectors.jobs import Jobs, Load, Save
+from hardpoint.builtin_plugins.kv_connectors.jobs import BlockLoad, Jobs, Save
 from hardpoint.builtin_plugins.kv_connectors.stores import StoresConnector
 from hardpoint.plugins import Executor, KVConnectorContext, KVStore, KVStoreContext
 from hardpoint.plugins.config_tables import KVConnectorConfig
@@ -88,7 +88,7 @@ def save(number):
 
 def test_blocks_after_a_failed_load_of_the_step_are_not_stored(half):
     half, store = half
-    failing = Jobs(loads=[Load("r", [b"x"], [1], in_step=True)], saves=[Save([b"after"], [2])])
+    failing = Jobs(loads=[BlockLoad("r", [b"x"], [1], in_step=True)], saves=[Save([b"after"], [2])])
     errors, unsaved = run_step(half, failing)
     assert errors == {1}
     assert unsaved == [b"after"]
@@ -104,13 +104,13 @@ def test_without_a_kv_cache_all_loads_fail(half):
     half, store = half
     cache = torch.zeros(8, 16, dtype=torch.uint8)
     half.register_kv_caches([[cache]])
-    job = Jobs(loads=[Load("r", [b"x"], [1])])
+    job = Jobs(loads=[BlockLoad("r", [b"x"], [1])])
     store.seconds = 0.2
     half.start_load_kv(job)
     half.release_kv_caches()
     half.get_finished(frozenset())
     assert half.load_errors() == {1}
-    half.start_load_kv(Jobs(loads=[Load("asleep", [b"y"], [2])]))
+    half.start_load_kv(Jobs(loads=[BlockLoad("asleep", [b"y"], [2])]))
     wait_until(lambda: "asleep" in half.get_finished(frozenset()).loaded)
     assert half.load_errors() == {2}
     assert not cache.any()

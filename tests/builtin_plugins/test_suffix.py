@@ -35,7 +35,7 @@ def new_tree(request):
         cpu.load()
     except cpu.KernelsUnavailableError as cause:
         pytest.skip(str(cause))
-    return compiled.SuffixTree
+    return compiled.CompiledSuffixTree
 
 
 def counted(texts, depth, pattern, extent):
@@ -136,7 +136,7 @@ def long_texts(count=40, length=400):
 
 def test_both_trees_draft_the_same_while_texts_come_and_go():
     try:
-        trees = [SuffixTree(24), compiled.SuffixTree(24)]
+        trees = [SuffixTree(24), compiled.CompiledSuffixTree(24)]
     except cpu.KernelsUnavailableError as cause:
         pytest.skip(str(cause))
     for number, text in enumerate(long_texts()):
@@ -181,7 +181,7 @@ def allocated(native):
 @pytest.mark.parametrize(("count", "length"), [(2, 4000), (20, 400), (300, 30)])
 def test_a_tree_occupies_at_most_its_num_bytes(request, new_tree, count, length):
     texts = list(long_texts(count, length))
-    native = new_tree is compiled.SuffixTree
+    native = new_tree is compiled.CompiledSuffixTree
     compiled_first = make_tree(24)  # what is allocated once
     compiled_first.append(compiled_first.begin(), texts[0])
     if not native:

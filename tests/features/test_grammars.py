@@ -15,7 +15,7 @@ from support.waiting import wait_until
 
 from hardpoint.boundary.parts.components import describe_fault
 from hardpoint.builtin_plugins.grammars.llguidance import LLGuidance
-from hardpoint.features.structured.answers import Answer
+from hardpoint.features.structured.answers import ConstrainedAnswer
 from hardpoint.features.structured.grammars import GrammarManager
 from hardpoint.plugins import (
     EngineCoreRequest,
@@ -81,7 +81,7 @@ class LiveRequest:
 
 
 def answer_of(request, compiled=None):
-    return Answer(request, compiled or Counting(), VOCAB_SIZE, describe_fault)
+    return ConstrainedAnswer(request, compiled or Counting(), VOCAB_SIZE, describe_fault)
 
 
 def rows_of(answer, drafts=()):

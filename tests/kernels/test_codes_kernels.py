@@ -12,7 +12,7 @@ from support.searching import examples
 
 from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
 from hardpoint.kernels import cpu
-from hardpoint.kernels.twins import AffineCodes, dequantize, linear_codes
+from hardpoint.kernels.twins import AffineMatrix, dequantize, linear_codes
 from hardpoint.plugins import OpsContext, quantization
 
 BF16, FLOAT = torch.bfloat16, torch.float32
@@ -70,7 +70,7 @@ def random_factors(rows, columns, group, dtype, generator):
     return inner, outer.to(torch.float16)
 
 
-def random_codes(form: Form, columns: int, generator: torch.Generator) -> AffineCodes:
+def random_codes(form: Form, columns: int, generator: torch.Generator) -> AffineMatrix:
     low, high, dtype = (-128, 128, torch.int8) if form.bits == 8 else (0, 2**form.bits, torch.uint8)
     codes = random_integers((form.rows, columns), low, high, generator).to(dtype)
     scales, outer_scales = random_factors(form.rows, columns, form.group, form.scales, generator)
@@ -84,7 +84,7 @@ def random_codes(form: Form, columns: int, generator: torch.Generator) -> Affine
         values = torch.arange(2.0**form.bits) - 2 ** (form.bits - 1)
         if form.values == "table":
             values = values[torch.randperm(2**form.bits, generator=generator)] / 8
-    return AffineCodes(
+    return AffineMatrix(
         codes, form.bits, form.group, scales, offsets, outer_scales, outer_offsets, values
     )
 
@@ -191,7 +191,7 @@ def test_scales_of_16_bits_are_read_as_they_are(library):
     bits = torch.tensor([0, 1, 0x3FF, 0x400, 0x3C00, 0x7BFF, 0x7C00, 0x7E00], dtype=torch.int16)
     scales = torch.cat([bits, bits | -0x8000]).view(torch.float16).unsqueeze(1)
     codes = torch.ones(16, 32, dtype=torch.uint8)
-    part = AffineCodes(codes, 4, 32, scales)
+    part = AffineMatrix(codes, 4, 32, scales)
     x = torch.zeros(1, 32)
     x[0, 5] = 1
     y = Product(library, [part], None, FLOAT)(x)

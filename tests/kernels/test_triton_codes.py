@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from hardpoint.builtin_plugins.ops.triton import TritonOps
 from hardpoint.kernels.triton import code_experts, code_tiles, launch, packed_codes
 from hardpoint.kernels.triton import codes as kernels
-from hardpoint.kernels.twins import AffineCodes, dequantize, linear_codes
+from hardpoint.kernels.twins import AffineMatrix, dequantize, linear_codes
 from hardpoint.plugins import OpsContext, quantization
 from hardpoint.testing.ops.code_matrices import FORMS
 
@@ -69,7 +69,7 @@ def random_factors(
     return inner, outer.half()
 
 
-def random_codes(form: Form, columns: int, generator: torch.Generator) -> AffineCodes:
+def random_codes(form: Form, columns: int, generator: torch.Generator) -> AffineMatrix:
     low, high, dtype = (-128, 128, torch.int8) if form.bits == 8 else (0, 2**form.bits, torch.uint8)
     codes = torch.randint(low, high, (form.rows, columns), generator=generator).to(dtype)
     scales, outer_scales = random_factors(form, columns, form.scales, generator)
@@ -78,16 +78,16 @@ def random_codes(form: Form, columns: int, generator: torch.Generator) -> Affine
         offsets, outer_offsets = random_factors(form, columns, form.offsets, generator)
     if form.has_values and form.bits < 8:
         values = torch.randn(2**form.bits, generator=generator).bfloat16().float()
-    return AffineCodes(
+    return AffineMatrix(
         codes, form.bits, form.group, scales, offsets, outer_scales, outer_offsets, values
     )
 
 
-def drawn(kind, rows: int, columns: int) -> AffineCodes:
+def drawn(kind, rows: int, columns: int) -> AffineMatrix:
     """Return a matrix of one of the forms that operations may get."""
     generator = torch.Generator().manual_seed(columns)
     matrix = kind.draw(rows, columns, generator)
-    return AffineCodes(**{f.name: getattr(matrix, f.name) for f in dataclasses.fields(matrix)})
+    return AffineMatrix(**{f.name: getattr(matrix, f.name) for f in dataclasses.fields(matrix)})
 
 
 def check_product(parts, x, bias, out_dtype) -> None:
@@ -205,7 +205,7 @@ def test_scales_of_16_bits_are_read_as_they_are():
     """Subnormal and largest scales are those that torch reads."""
     bits = torch.tensor([0, 1, 0x3FF, 0x400, 0x3C00, 0x7BFF, 0x7C00], dtype=torch.int16)
     scales = torch.cat([bits, bits | -0x8000]).view(HALF).unsqueeze(1)
-    part = AffineCodes(torch.ones(14, 32, dtype=torch.uint8), 4, 32, scales)
+    part = AffineMatrix(torch.ones(14, 32, dtype=torch.uint8), 4, 32, scales)
     gather = kernels.gather_codes(kernels.pack([part], DEVICE), (14, 32), FLOAT)
     expected = scales.float().expand(14, 32)
     assert torch.equal(gather(torch.arange(14, device=DEVICE)).cpu(), expected)

@@ -69,7 +69,7 @@ def test_any_choice(rows, hidden, width, count, per_row, missing, form, seed):
     if is_gpt_oss:
         sides = (torch.randn(count, size, generator=generator) for size in (2 * width, hidden))
         biases, clamped = tuple(list(side.to(dtype).unbind()) for side in sides), CLAMPED
-    kernels = experts.Experts(
+    kernels = experts.ExpertSum(
         *(there(gate_up), there(down), (hidden, width)),
         biases and tuple(there(side) for side in biases),
         clamped and (clamped.alpha, clamped.limit),
@@ -131,7 +131,7 @@ def test_columns_in_parts(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     gate_up = matrices(generator, 2, 6, 1030, torch.float32)
     down = matrices(generator, 2, 1030, 3, torch.float32)
-    layer = experts.Experts(there(gate_up), there(down), (1030, 3))
+    layer = experts.ExpertSum(there(gate_up), there(down), (1030, 3))
     x = torch.randn(3, 1030, generator=generator).to(DEVICE)
     chosen = torch.tensor([[0, 1], [1, 5], [1, 0]], device=DEVICE)
     weights = torch.rand(3, 2, generator=generator).to(DEVICE)
@@ -147,7 +147,7 @@ def test_matrices_that_are_parts_of_others(dtype):
     gate_up, down = [whole[1:11], whole[11:21]], [whole.T[:, 30:35], whole.T[:, 31:36]]
     x, chosen = whole[:4], torch.tensor([[0, 1], [1, 5], [1, 0], [-1, -1]], device=DEVICE)
     weights = torch.rand(4, 2, generator=generator).to(DEVICE)
-    result = experts.Experts(gate_up, down, (7, 5))(x, chosen, weights)
+    result = experts.ExpertSum(gate_up, down, (7, 5))(x, chosen, weights)
     expected = Ops.experts(TORCH[dtype], gate_up, down, (7, 5))(x, chosen, weights)
     torch.testing.assert_close(result, expected, rtol=0.01, atol=0.05)
 
@@ -156,7 +156,7 @@ def test_matrices_whose_memory_moved():
     generator = torch.Generator().manual_seed(0)
     gate_up = there([part.clone() for part in matrices(generator, 3, 8, 16, torch.float32)])
     down = there([part.clone() for part in matrices(generator, 3, 16, 4, torch.float32)])
-    layer = experts.Experts(gate_up, down, (16, 4))
+    layer = experts.ExpertSum(gate_up, down, (16, 4))
     x = torch.randn(3, 16, generator=generator).to(DEVICE)
     chosen = torch.tensor([[0, 1], [2, 0], [1, 2]], device=DEVICE)
     weights = torch.rand(3, 2, generator=generator).to(DEVICE)

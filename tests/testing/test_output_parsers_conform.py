@@ -12,10 +12,10 @@ from hardpoint.builtin_plugins.parsers.harmony import Harmony
 from hardpoint.builtin_plugins.parsers.headed_calls import (
     DeepSeekV3,
     DeepSeekV31,
-    Granite,
     Granite32,
+    GraniteParser,
     KimiK2,
-    Mistral,
+    MistralParser,
 )
 from hardpoint.builtin_plugins.parsers.json_calls import Json, Llama3Json
 from hardpoint.builtin_plugins.parsers.json_sections import Hermes
@@ -309,7 +309,7 @@ class TestDeepSeekV31(OutputParserSuite):
 
 class TestMistral(OutputParserSuite):
     examples = kit_examples(0.3)
-    parser = Mistral
+    parser = MistralParser
     special_tokens = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
     samples = (
         OutputSample(
@@ -340,7 +340,7 @@ class TestMistral(OutputParserSuite):
 
 class TestOldMistral(OutputParserSuite):
     examples = kit_examples(0.3)
-    parser = Mistral
+    parser = MistralParser
     special_tokens = ("[TOOL_CALLS]",)
     samples = (
         OutputSample(
@@ -352,7 +352,7 @@ class TestOldMistral(OutputParserSuite):
 
 class TestGranite(OutputParserSuite):
     examples = kit_examples(0.3)
-    parser = Granite
+    parser = GraniteParser
     samples = (
         OutputSample("<think>So</think><response>Yes</response>", "So", "Yes"),
         OutputSample("No <response> here", content="No <response> here"),

@@ -23,7 +23,7 @@ from hardpoint.builtin_plugins.parsers.json_sections import (
     Nemotron,
     Phi4Mini,
 )
-from hardpoint.builtin_plugins.parsers.python_calls import Lfm2, Olmo3
+from hardpoint.builtin_plugins.parsers.python_calls import Lfm2, Olmo3Parser
 from hardpoint.builtin_plugins.parsers.xml_calls import DeepSeekV32, Glm45, MiniMaxM2, Step3
 from hardpoint.testing import OutputParserSuite, OutputSample
 from hardpoint.testing.text import output_parser_suite
@@ -371,7 +371,7 @@ class TestPhi4Mini(OutputParserSuite):
 
 class TestOlmo3(OutputParserSuite):
     examples = kit_examples(0.3)
-    parser = Olmo3
+    parser = Olmo3Parser
     samples = (
         OutputSample(
             "Ok.<function_calls>\nget_weather(city='Paris, <b>', days=[1, 2.5], unit=null)\nnow()\n"

@@ -28,7 +28,7 @@ from hardpoint.features.kv_transfer import KVTransfer
 from hardpoint.features.pooling import Pooling
 from hardpoint.features.prompt_embeddings import PromptEmbeddings
 from hardpoint.features.recording import RecordedSteps
-from hardpoint.features.retention import Retention
+from hardpoint.features.retention import PrefixRetention
 from hardpoint.features.speculation import Speculation
 from hardpoint.features.structured import StructuredOutput
 from hardpoint.features.taps import ActivationTaps
@@ -386,7 +386,7 @@ def test_all_builtins_are_tested():
 
 class TestRetention(StepPartSuite):
     examples = kit_examples()
-    part = Retention
+    part = PrefixRetention
     options = {"share": 0.5, "max_seconds": 60}
 
     def requests(self):

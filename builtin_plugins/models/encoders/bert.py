@@ -12,7 +12,7 @@ from hardpoint.plugins import ForwardBatch, ModelContext
 from hardpoint.toolkit.hf_config import short
 from hardpoint.toolkit.layers import Embedding, Linear, PackedLayer
 
-from .encoder import Encoder, LayerNorm
+from .encoder import EncoderModel, LayerNorm
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class _Layer:
         return [self.qkv, self.output, self.attention_norm, self.up, self.down, self.norm]
 
 
-class Bert(Encoder):
+class Bert(EncoderModel):
     """Learned positions and types of tokens, norms after attention and MLP."""
 
     contract = 1

@@ -78,7 +78,7 @@ class LayerNorm:
         return F.layer_norm(x, (self._size,), self._tensors[weight], bias, self._eps)
 
 
-class Encoder(Model):
+class EncoderModel(Model):
     """Base of encoders: their layers, whose tensors are loaded and packed, and their attention."""
 
     generates: ClassVar[bool] = False

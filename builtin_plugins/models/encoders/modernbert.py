@@ -13,7 +13,7 @@ from hardpoint.plugins import ForwardBatch, ModelContext
 from hardpoint.toolkit.hf_config import short
 from hardpoint.toolkit.layers import Embedding, Linear, PackedLayer, RotaryEmbedding
 
-from .encoder import Encoder, LayerNorm
+from .encoder import EncoderModel, LayerNorm
 
 _THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
 """The field of each type of layer, and its value where the config has none."""
@@ -34,7 +34,7 @@ class _Layer:
         return [*norm, self.qkv, self.output, self.mlp_norm, self.up, self.down]
 
 
-class ModernBert(Encoder):
+class ModernBert(EncoderModel):
     """Rotary positions, norms before attention and MLP, a gated MLP; most layers see a window."""
 
     contract = 1

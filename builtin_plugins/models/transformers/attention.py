@@ -30,7 +30,7 @@ _KNOWN = {"s_aux", "position_ids", "cache_position"}
 
 
 @dataclass(eq=False)
-class Step:
+class SharedStep:
     """State of a step that the attention layers of a model share.
 
     Attributes:
@@ -45,7 +45,7 @@ class Step:
 
 
 @dataclass(eq=False)
-class Layer:
+class AttentionLayer:
     """One attention layer.
 
     Attributes:
@@ -61,7 +61,7 @@ class Layer:
     index: int
     spec: KVSpec
     value_size: int
-    step: Step = field(repr=False)
+    step: SharedStep = field(repr=False)
     sinks: Callable[[], torch.Tensor] | None = field(default=None, repr=False)
 
     def load_sinks(self) -> None:
@@ -119,7 +119,7 @@ def _attend(
     attention_mask: torch.Tensor | None = None,  # noqa: ARG001 - the backend's is that of the spec
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    layer: Layer = getattr(module, _SLOT)
+    layer: AttentionLayer = getattr(module, _SLOT)
     return layer.attend(query, key, value), None
 
 
@@ -187,9 +187,9 @@ def observing(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
 class Specs:
     """Observes what each layer needs of attention, and refuses what a `KVSpec` has no word for."""
 
-    def __init__(self, model: PreTrainedModel, step: Step, max_model_len: int) -> None:
+    def __init__(self, model: PreTrainedModel, step: SharedStep, max_model_len: int) -> None:
         """`step` is what the layers will share."""
-        self.layers: list[Layer] = []
+        self.layers: list[AttentionLayer] = []
         self.num_calls = 0
         self._step, self._longest = step, max_model_len
         self._config = model.config.get_text_config(decoder=True)
@@ -249,7 +249,7 @@ class Specs:
             None if softcap is None else float(softcap),
             None if sinks is None else torch.zeros(heads, device=self._step.device),
         )
-        layer = Layer(path, len(self.layers), spec, value_size, self._step, sinks)
+        layer = AttentionLayer(path, len(self.layers), spec, value_size, self._step, sinks)
         self.layers.append(layer)
         setattr(module, _SLOT, layer)
         return q.new_zeros(1, tokens, heads, value_size)
@@ -325,9 +325,9 @@ class Specs:
         )
 
 
-def layer_of(module: nn.Module) -> Layer:
+def layer_of(module: nn.Module) -> AttentionLayer:
     """Return the layer that was observed of an attention module."""
-    layer: Layer = getattr(module, _SLOT)
+    layer: AttentionLayer = getattr(module, _SLOT)
     return layer
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hardpoint.plugins import KVSpec, ModelContext, ModelError
 
-from .attention import Step, layer_of, observing
+from .attention import SharedStep, layer_of, observing
 
 _TOKENS = 12
 _LARGEST = 1e-4
@@ -37,7 +37,7 @@ class MixedTokensError(ModelError):
 
 def compare(
     model: PreTrainedModel,
-    step: Step,
+    step: SharedStep,
     hidden: Hidden,
     logits: Callable[[torch.Tensor], torch.Tensor],
     context: ModelContext,

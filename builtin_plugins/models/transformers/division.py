@@ -25,7 +25,7 @@ _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 _HEADS = {"num_attention_heads": "attention heads", "num_key_value_heads": "key and value heads"}
 
 
-class Division:
+class ShardingPlan:
     """How ranks divide the modules of a model; not at all, if there is one rank.
 
     A rank has some rows of a "colwise" matrix, and some columns of a "rowwise" one, whose results

@@ -13,7 +13,7 @@ from hardpoint.plugins import ModelContext, ModelError
 from hardpoint.plugins.parallel import Cut
 from hardpoint.toolkit.layers import Embedding, Linear, RMSNorm
 
-from .attention import Step
+from .attention import SharedStep
 
 _NAME = "RMSNorm"
 _ROWS = 3
@@ -77,7 +77,7 @@ class PackedLinear(_Called):
         self,
         linear: Linear,
         shape: tuple[int, int],
-        step: Step,
+        step: SharedStep,
         dtype: torch.dtype,
         share: tuple[int, int],
     ) -> None:
@@ -111,7 +111,7 @@ class PackedEmbedding(_Called):
     """The table of embedded tokens, `nn.Embedding` of transformers."""
 
     def __init__(
-        self, table: Embedding, shape: tuple[int, int], step: Step, dtype: torch.dtype
+        self, table: Embedding, shape: tuple[int, int], step: SharedStep, dtype: torch.dtype
     ) -> None:
         """`shape` is that of the table; the others are as in `PackedLinear`."""
         super().__init__()
@@ -131,7 +131,7 @@ class PackedEmbedding(_Called):
 class PackedNorm(_Called):
     """Root mean square normalisation by the operations of the engine."""
 
-    def __init__(self, norm: RMSNorm, size: int, step: Step) -> None:
+    def __init__(self, norm: RMSNorm, size: int, step: SharedStep) -> None:
         """`norm` computes it, of `size` elements; `step` has whether there are weights yet."""
         super().__init__()
         self.norm, self._size, self._step = norm, size, step

@@ -16,7 +16,7 @@ from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedMatrix
 
 from . import comparison
-from .attention import Layer, Specs, Step, experts_one_by_one, observing
+from .attention import AttentionLayer, SharedStep, Specs, experts_one_by_one, observing
 from .building import body, build, plugin_of, text_modules, text_part
 from .layers import WeightReadError
 from .modules import Modules
@@ -48,7 +48,7 @@ class ThroughTransformers(Model):
             ModelError: they cannot run over a KV cache of blocks, naming layer, what and value.
         """
         super().__init__(context)
-        self._step = Step(context.device)
+        self._step = SharedStep(context.device)
         self._given: torch.Tensor | None = None
         self._first_position = 0
         kept: list[str] = []
@@ -166,7 +166,7 @@ class ThroughTransformers(Model):
         """Return the result of the body for hidden states that are there."""
         return Hidden(given)
 
-    def _observe(self) -> list[Layer]:
+    def _observe(self) -> list[AttentionLayer]:
         """Return the attention layers, from a step without weights.
 
         Raises:

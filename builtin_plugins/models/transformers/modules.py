@@ -26,8 +26,8 @@ from hardpoint.toolkit.layers import (
     weight_shapes,
 )
 
-from .attention import Step
-from .division import Division
+from .attention import SharedStep
+from .division import ShardingPlan
 from .layers import (
     PackedEmbedding,
     PackedLinear,
@@ -49,7 +49,7 @@ class Modules:
     """
 
     def __init__(
-        self, model: PreTrainedModel, context: ModelContext, step: Step, kept: Collection[str]
+        self, model: PreTrainedModel, context: ModelContext, step: SharedStep, kept: Collection[str]
     ) -> None:
         """Replace the modules of a model that has no weights yet.
 
@@ -76,7 +76,7 @@ class Modules:
         self._head: Linear | None = None
         self._table: torch.Tensor | None = None  # of a head that shares it, until that is loaded
         self._head_name = self._find(model.get_output_embeddings())
-        self._division = Division(model, context.parallel, tensors, self._head_name)
+        self._division = ShardingPlan(model, context.parallel, tensors, self._head_name)
         self._replace_modules(kept)
         self._keep_tensors(tensors)
         self._owners = {n: layer for layer in self._stored() for n in layer.shapes()}

@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where a tensor of a checkpoint is in the one that is made of it and others.
 
     Attributes:
@@ -44,7 +44,7 @@ class Place:
     start: int
     stop: int
 
-    def within(self, part: Cut) -> tuple[Place, Cut]:
+    def within(self, part: Cut) -> tuple[TensorLocation, Cut]:
         """Return the place in a part of the made one, and which part of the tensor is there."""
         dim = part.dim - (self.index is not None)
         if part.dim != self.dim:
@@ -54,7 +54,9 @@ class Place:
         found = [(a, b) for a, b in inside if a < b] or [(0, 0)]
         start = sum(max(min(b, self.start) - a, 0) for a, b in bounds)
         stop = start + sum(b - a for a, b in found)
-        return Place(self.index, self.dim, start, stop), Cut(dim, *found[0], tuple(found[1:]))
+        return TensorLocation(self.index, self.dim, start, stop), Cut(
+            dim, *found[0], tuple(found[1:])
+        )
 
     def put(self, tensor: torch.Tensor, made: torch.Tensor) -> None:
         """Write the tensor to its place."""
@@ -76,7 +78,7 @@ class Conversion:
     """
 
     sources: dict[str, Shape]
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, TensorLocation] = field(default_factory=dict)
     cuts: dict[str, Cut] = field(default_factory=dict)
     arrived: dict[str, torch.Tensor | None] = field(default_factory=dict)
     made: torch.Tensor | None = None
@@ -123,7 +125,7 @@ class StoredNames:
         found.places = self._places(found.sources)
         return found
 
-    def _places(self, sources: Mapping[str, Shape]) -> dict[str, Place]:
+    def _places(self, sources: Mapping[str, Shape]) -> dict[str, TensorLocation]:
         """Return the places of tensors that are stacked or joined; none of others."""
         patterns = {name: self._target(name)[1] for name in sources}
         converter = self._by_pattern.get(next(iter(patterns.values())) or "")
@@ -137,12 +139,12 @@ class StoredNames:
         ):
             return {}
         dim = joined[0][1] if joined else int(is_stacked)
-        places, start = dict[str, Place](), 0
+        places, start = dict[str, TensorLocation](), 0
         for pattern in converter.source_patterns:
             of_pattern = [name for name in sources if patterns[name] == pattern]
             for index, name in enumerate(of_pattern):
                 stop = start + sources[name][dim - is_stacked]
-                places[name] = Place(index if is_stacked else None, dim, start, stop)
+                places[name] = TensorLocation(index if is_stacked else None, dim, start, stop)
                 start = start if is_stacked and index < len(of_pattern) - 1 else stop
         return places
 

@@ -31,7 +31,7 @@ from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.errors import PluginContractError
-from hardpoint.features.structured.answers import Answer
+from hardpoint.features.structured.answers import ConstrainedAnswer
 from hardpoint.plugins import (
     Added,
     BatchLogitsProcessor,
@@ -217,10 +217,10 @@ class Thirds:
         return Thirds(self.count)
 
 
-def answers_of(requests: list[LogitsRequest]) -> dict[str, Answer]:
+def answers_of(requests: list[LogitsRequest]) -> dict[str, ConstrainedAnswer]:
     """Return the answers of the requests of even rows."""
     return {
-        request.request_id: Answer(
+        request.request_id: ConstrainedAnswer(
             SimpleNamespace(
                 source=EngineCoreRequest(
                     request_id=request.request_id,

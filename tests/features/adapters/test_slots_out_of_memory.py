@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hardpoint.features.adapters.files import Change, HostAdapter
+from hardpoint.features.adapters.files import HostAdapter, LowRankUpdate
 from hardpoint.features.adapters.worker_half import _Slots
 
 MATRIX = SimpleNamespace(rows=range(6), columns=range(8))
@@ -15,7 +15,7 @@ NAMES = ["first", "second", "third"]
 
 
 def adapter(value, *names):
-    change = Change(torch.full((2, 8), value), torch.full((6, 2), value), value)
+    change = LowRankUpdate(torch.full((2, 8), value), torch.full((6, 2), value), value)
     return HostAdapter(f"content {value}", dict.fromkeys(names, change), [])
 
 
@@ -52,7 +52,7 @@ def test_nothing_is_left_of_an_adapter_that_was_copied_in_part(slots):
     slots.fill(0, adapter(1.0, "first"))
     slots.fill(1, adapter(4.0, *NAMES))
     broken = adapter(2.0, *NAMES)
-    broken.changes["third"] = Change(torch.ones(2, 8), torch.ones(99, 2), 1.0)
+    broken.changes["third"] = LowRankUpdate(torch.ones(2, 8), torch.ones(99, 2), 1.0)
     with pytest.raises(RuntimeError):
         slots.fill(0, broken)
     assert slots.contents == [None, "content 4.0"]

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hardpoint.features.kv_transfer.messages import Report
+from hardpoint.features.kv_transfer.messages import TransferReport
 from hardpoint.plugins import KVTierStats
 from hardpoint.plugins.kv_cache import AllBlocksCleared, BlockRemoved
 
@@ -16,7 +16,7 @@ hashes = st.lists(st.binary(max_size=4), max_size=2)
 
 @given(
     st.builds(
-        Report,
+        TransferReport,
         loaded=names,
         saved=names,
         invalid_block_ids=st.frozensets(st.integers(0, 9), max_size=3),
@@ -32,4 +32,4 @@ hashes = st.lists(st.binary(max_size=4), max_size=2)
     )
 )
 def test_a_report_arrives_as_it_was_sent(report):
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=Report) == report
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=TransferReport) == report

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hardpoint.features.kv_transfer.transfers import Loads, Saves
+from hardpoint.features.kv_transfer.transfers import PendingLoads, Saves
 from hardpoint.testing import ScriptedClock
 
 
@@ -17,7 +17,7 @@ def clock():
 
 @pytest.fixture
 def loads(clock):
-    return Loads(range(2), clock, seconds=10)
+    return PendingLoads(range(2), clock, seconds=10)
 
 
 def begun(loads, step=1):
@@ -146,7 +146,7 @@ class Model:
 
     def __init__(self):
         self.clock = ScriptedClock()
-        self.loads = Loads(range(2), self.clock, seconds=10)
+        self.loads = PendingLoads(range(2), self.clock, seconds=10)
         self.open, self.finished_ranks, self.bad = {}, {}, set()
 
     def begin(self, name):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from hardpoint.builtin_plugins.kv_connectors.jobs import (
+    BlockLoad,
     Jobs,
-    Load,
     Lookup,
     Renewal,
     Save,
@@ -27,7 +27,7 @@ from hardpoint.plugins.stats import KVTierStats
 from support.waiting import wait_until
 
 NUM_BLOCKS = 32
-_FIELDS = {Lookup: "lookups", Load: "loads", Save: "saves", Renewal: "renewals"}
+_FIELDS = {Lookup: "lookups", BlockLoad: "loads", Save: "saves", Renewal: "renewals"}
 
 
 class ScriptedStore(MemoryStore):
@@ -192,7 +192,7 @@ class Rank:
         return self.stores[0]
 
     def step(
-        self, *jobs: Lookup | Load | Save | Renewal, layers: bool | None = None
+        self, *jobs: Lookup | BlockLoad | Save | Renewal, layers: bool | None = None
     ) -> tuple[Any, set[int]]:
         """Run a step; return the results of `get_finished` and `load_errors`."""
         metadata = Jobs()
@@ -206,7 +206,7 @@ class Rank:
         self.half.wait_for_save()
         return frozenset(self.half.get_finished(frozenset()).loaded), self.half.load_errors()
 
-    def until_loaded(self, load: Load) -> set[int]:
+    def until_loaded(self, load: BlockLoad) -> set[int]:
         """Load; return the blocks that could not be loaded, once the load has ended."""
         loaded, errors = self.step(load)
         while load.request_id not in loaded:

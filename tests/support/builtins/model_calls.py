@@ -12,10 +12,10 @@ from hardpoint.builtin_plugins.parsers.harmony import Harmony
 from hardpoint.builtin_plugins.parsers.headed_calls import (
     DeepSeekV3,
     DeepSeekV31,
-    Granite,
     Granite32,
+    GraniteParser,
     KimiK2,
-    Mistral,
+    MistralParser,
 )
 from hardpoint.builtin_plugins.parsers.json_calls import Json, Llama3Json
 from hardpoint.builtin_plugins.parsers.json_sections import (
@@ -29,7 +29,12 @@ from hardpoint.builtin_plugins.parsers.json_sections import (
     Nemotron,
     Phi4Mini,
 )
-from hardpoint.builtin_plugins.parsers.python_calls import Lfm2, Llama4Pythonic, Olmo3, Pythonic
+from hardpoint.builtin_plugins.parsers.python_calls import (
+    Lfm2,
+    Llama4Pythonic,
+    Olmo3Parser,
+    Pythonic,
+)
 from hardpoint.builtin_plugins.parsers.xml_calls import (
     DeepSeekV32,
     Glm45,
@@ -66,9 +71,9 @@ PARSERS = {
     "json behind text": (JsonAfterText, ()),
     "llama3_json": (Llama3Json, ("<|python_tag|>",)),
     "llama3_json, text": (Llama3Json, ()),
-    "mistral": (Mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")),
-    "mistral, old": (Mistral, ("[TOOL_CALLS]",)),
-    "granite": (Granite, ()),
+    "mistral": (MistralParser, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")),
+    "mistral, old": (MistralParser, ("[TOOL_CALLS]",)),
+    "granite": (GraniteParser, ()),
     "granite_3_2": (Granite32, ("<|tool_call|>",)),
     "kimi_k2": (KimiK2, KimiK2.required_tokens),
     "kimi_k2, singular": (KimiK2, (*KimiK2.required_tokens, *SINGULAR)),
@@ -93,7 +98,7 @@ PARSERS = {
     "phi4_mini": (Phi4Mini, ("<|tool_call|>", "<|/tool_call|>")),
     "cohere": (Cohere, (*Cohere.required_tokens, "<|START_RESPONSE|>")),
     "lfm2": (Lfm2, ("<|tool_call_start|>", "<|tool_call_end|>")),
-    "olmo3": (Olmo3, ()),
+    "olmo3": (Olmo3Parser, ()),
     "pythonic": (Pythonic, ()),
     "llama4_pythonic": (Llama4Pythonic, ("<|python_start|>", "<|python_end|>")),
     "llama4_pythonic, text": (Llama4Pythonic, ()),

@@ -60,7 +60,7 @@ class Add(NamedTuple):
 
 
 class Do(NamedTuple):
-    """Do something that needs no more than a number: see `Session.play`."""
+    """Do something that needs no more than a number: see `ConnectorSession.play`."""
 
     what: str
     number: int = 1
@@ -143,7 +143,7 @@ class Live:
     error: str | None = None
 
 
-class Session:
+class ConnectorSession:
     """An engine on the scripted model, with the connector under test.
 
     Attributes:

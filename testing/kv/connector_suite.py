@@ -30,10 +30,10 @@ from .connector_session import (
     SLOTS,
     TOKENS,
     Add,
+    ConnectorSession,
     Do,
     Live,
     Operation,
-    Session,
     scenarios,
     session_config,
     write_model,
@@ -265,7 +265,7 @@ class KVConnectorSuite(ComponentSuite):
         model: str = "model",
         *,
         is_quiet: bool = True,
-    ) -> Iterator[Session]:
+    ) -> Iterator[ConnectorSession]:
         """Open an engine with the connector for the body."""
         config = session_config(self._engine_config(folder), is_quiet=is_quiet) | dict(extra or {})
         disturb = functools.partial(self.disturb, folder)
@@ -273,7 +273,7 @@ class KVConnectorSuite(ComponentSuite):
         level = logger.level
         logger.setLevel(logging.CRITICAL)  # what the storage does is logged for operators
         try:
-            session = Session(self.connector, config, folder.parent / model, disturb)
+            session = ConnectorSession(self.connector, config, folder.parent / model, disturb)
             try:
                 yield session
             finally:
@@ -309,14 +309,14 @@ class KVConnectorSuite(ComponentSuite):
         key = add.family, add.length
         if key not in self._expected:
             with tempfile.TemporaryDirectory() as folder:
-                session = Session(None, session_config({}), write_model(Path(folder)))
+                session = ConnectorSession(None, session_config({}), write_model(Path(folder)))
                 live = session.add(Add(*key, MAX_TOKENS))
                 session.finish()
                 session.close()
                 self._expected[key] = list(live.tokens)
         return self._expected[key]
 
-    def _check_results(self, session: Session, *, is_quiet: bool) -> None:
+    def _check_results(self, session: ConnectorSession, *, is_quiet: bool) -> None:
         """Check all that a session has seen.
 
         Args:
@@ -335,7 +335,9 @@ class KVConnectorSuite(ComponentSuite):
 
     # Checks.
 
-    def _expect_loaded(self, session: Session, add: Add, expected: int, after: str) -> None:
+    def _expect_loaded(
+        self, session: ConnectorSession, add: Add, expected: int, after: str
+    ) -> None:
         """Add a request until its blocks are loaded, which may be stored in the background."""
         limit = time.monotonic() + _STORE_SECONDS
         while True:

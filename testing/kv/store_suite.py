@@ -70,7 +70,7 @@ _THREADS = 4
 
 
 @dataclass(frozen=True)
-class Call:
+class StoreCall:
     """A step of a history: a method of the store, or `reopen`.
 
     Attributes:
@@ -93,11 +93,11 @@ class Call:
 
 _STORED_KEY = st.integers(0, _KEYS - _ABSENT - 1)
 _ANY_KEY = st.integers(0, _KEYS - 1)
-_CALLS: st.SearchStrategy[Call] = st.one_of(
-    st.builds(Call, st.just("store"), st.tuples(_STORED_KEY), st.integers(0, 2)),
-    st.builds(Call, st.just("load"), st.tuples(_ANY_KEY)),
-    st.builds(Call, st.just("lookup"), st.lists(_ANY_KEY, max_size=6).map(tuple)),
-    st.sampled_from([Call("drain"), Call("reopen")]),
+_CALLS: st.SearchStrategy[StoreCall] = st.one_of(
+    st.builds(StoreCall, st.just("store"), st.tuples(_STORED_KEY), st.integers(0, 2)),
+    st.builds(StoreCall, st.just("load"), st.tuples(_ANY_KEY)),
+    st.builds(StoreCall, st.just("lookup"), st.lists(_ANY_KEY, max_size=6).map(tuple)),
+    st.sampled_from([StoreCall("drain"), StoreCall("reopen")]),
 )
 
 
@@ -162,7 +162,7 @@ class KVStoreSuite(ComponentSuite):
         each key up to the first that is not there. Nothing raises; no fault is reported.
         """
 
-        def check(sizes: Sequence[int], calls: Sequence[Call]) -> None:
+        def check(sizes: Sequence[int], calls: Sequence[StoreCall]) -> None:
             with self._place(sizes) as place:
                 place.run(lambda: self._play(place, calls))
 
@@ -363,7 +363,7 @@ class KVStoreSuite(ComponentSuite):
                 raise
             place.close()
 
-    def _play(self, place: Place, calls: Sequence[Call]) -> None:
+    def _play(self, place: Place, calls: Sequence[StoreCall]) -> None:
         for call in calls:
             session = place.session
             if call.method == "store":

@@ -11,7 +11,7 @@ from hardpoint.plugins import Added, BatchUpdate, LogitsRequest, Move, Moved
 from hardpoint.testing.engine_access import ProcessorFailedError, ProcessorPipeline
 from hardpoint.testing.suite import Violation
 
-from .subject import Case, Subject
+from .subject import RequestCase, Subject
 
 LOGITS_KINDS = ("plain", "ties", "masked")
 """Kinds of logits that a model, and the masks before a processor, may produce."""
@@ -28,7 +28,7 @@ class BatchFixture:
     def __init__(
         self,
         subject: Subject,
-        cases: Sequence[Case],
+        cases: Sequence[RequestCase],
         *,
         pipeline: ProcessorPipeline | None = None,
     ) -> None:
@@ -106,7 +106,7 @@ class BatchFixture:
 
 
 def run_alone(
-    subject: Subject, case: Case, outputs: Sequence[int], logits: torch.Tensor
+    subject: Subject, case: RequestCase, outputs: Sequence[int], logits: torch.Tensor
 ) -> torch.Tensor:
     """Return a new processor's result for one request, started on its whole history.
 
@@ -116,7 +116,9 @@ def run_alone(
         outputs: all of its output tokens.
         logits: [vocab].
     """
-    whole = Case(case.arguments, case.params, case.prompt, tuple(outputs), case.stop_token_ids)
+    whole = RequestCase(
+        case.arguments, case.params, case.prompt, tuple(outputs), case.stop_token_ids
+    )
     return BatchFixture(subject, [whole]).process(logits.unsqueeze(0))[0]
 
 

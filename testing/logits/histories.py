@@ -24,7 +24,7 @@ from .batch import (
     run_alone,
     start_request,
 )
-from .subject import MAX_ROWS, Case, Subject
+from .subject import MAX_ROWS, RequestCase, Subject
 
 _MIN_STEPS, _MAX_STEPS = 10, 30
 _MAX_LENGTH = 64
@@ -32,7 +32,7 @@ _RUN = 3  # tokens of a request that follow each other in its arguments, now and
 
 
 @dataclass(frozen=True)
-class Step:
+class HistoryStep:
     """The events of one step.
 
     Attributes:
@@ -47,12 +47,12 @@ class Step:
     reverse: bool
 
 
-def steps() -> st.SearchStrategy[list[Step]]:
+def steps() -> st.SearchStrategy[list[HistoryStep]]:
     """Return a strategy for histories."""
     name = st.sampled_from(["add", "add", "finish", "preempt", "resume"])
     events = st.lists(st.tuples(name, st.integers(0, MAX_ROWS - 1)), max_size=4).map(tuple)
     skipped_rows = st.just(0) | st.integers(0, 2**MAX_ROWS - 1)
-    step = st.builds(Step, events, skipped_rows, st.booleans())
+    step = st.builds(HistoryStep, events, skipped_rows, st.booleans())
     return st.lists(step, min_size=_MIN_STEPS, max_size=_MAX_STEPS)
 
 
@@ -65,7 +65,7 @@ class _HistoryRequest:
     """
 
     number: int
-    case: Case
+    case: RequestCase
     outputs: list[int]
     request: LogitsRequest | None = None
     alone: BatchFixture | None = None
@@ -83,14 +83,14 @@ class SimulatedBatch:
         self._batch = create_batch(MAX_ROWS, _MAX_LENGTH)
         self._count = 0
 
-    def apply_events(self, step: Step, cases: Sequence[Case]) -> None:
+    def apply_events(self, step: HistoryStep, cases: Sequence[RequestCase]) -> None:
         """Remove and add the requests of a step; removals come first, as in the engine."""
         self._remove_requests(step)
         self._add_requests(step, cases)
         self.pipeline.update(self._batch.settle())
         check_update_state(self.pipeline)
 
-    def sampled_requests(self, step: Step) -> list[_HistoryRequest]:
+    def sampled_requests(self, step: HistoryStep) -> list[_HistoryRequest]:
         """Return the requests that get a token in a step, in the order of its rows."""
         chosen = [entry for i, entry in enumerate(self.running) if not step.skipped_rows >> i & 1]
         return chosen[::-1] if step.reverse else chosen
@@ -119,7 +119,7 @@ class SimulatedBatch:
         requests = [entry.request for entry in sampled if entry.request is not None]
         advance_requests(self.pipeline, requests, tokens, processed)
 
-    def _remove_requests(self, step: Step) -> None:
+    def _remove_requests(self, step: HistoryStep) -> None:
         for name, number in step.events:
             if name in ("finish", "preempt") and self.running:
                 entry = self.running.pop(number % len(self.running))
@@ -130,7 +130,7 @@ class SimulatedBatch:
                 else:
                     self.pipeline.finish(str(entry.number))
 
-    def _add_requests(self, step: Step, cases: Sequence[Case]) -> None:
+    def _add_requests(self, step: HistoryStep, cases: Sequence[RequestCase]) -> None:
         for name, number in step.events:
             if len(self.running) == MAX_ROWS:
                 break
@@ -153,7 +153,7 @@ class SimulatedBatch:
         self.running.append(entry)
 
 
-def check_history(subject: Subject, cases: list[Case], history: list[Step]) -> None:
+def check_history(subject: Subject, cases: list[RequestCase], history: list[HistoryStep]) -> None:
     """Run a history; raise a Violation at the first row that differs from its request alone."""
     batch = SimulatedBatch(subject)
     for number, step in enumerate(history):

@@ -45,7 +45,7 @@ class RequestRejectedError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class RequestCase:
     """A request to create.
 
     Attributes:
@@ -195,7 +195,7 @@ class Subject:
         prompt: Sequence[int] = (1,),
         outputs: Sequence[int] = (),
         tokenizer: Tokenizer | None = None,
-    ) -> Case:
+    ) -> RequestCase:
         """Return a request with prepared arguments; `given` None does not ask for the processor.
 
         Raises:
@@ -211,7 +211,7 @@ class Subject:
         if given is not None:
             converted = self.convert_arguments(given)
             arguments = self._prepared(converted, params, prompt, tokenizer)
-        return Case(arguments, params, tuple(prompt), tuple(outputs), self.stop_token_ids)
+        return RequestCase(arguments, params, tuple(prompt), tuple(outputs), self.stop_token_ids)
 
     def _requesting_params(self, given: Any, base: SamplingParams) -> SamplingParams:
         """Return parameters that ask for the processor: by plugin_args or by its own fields."""
@@ -267,7 +267,7 @@ class Subject:
         *,
         users_only: bool = False,
         sampled_only: bool = False,
-    ) -> st.SearchStrategy[Case]:
+    ) -> st.SearchStrategy[RequestCase]:
         """Return a strategy for requests.
 
         Args:
@@ -291,7 +291,7 @@ class Subject:
             prompt: list[int],
             outputs: list[int],
             tokenizers: list[Tokenizer | None],
-        ) -> Case:
+        ) -> RequestCase:
             params = msgspec.structs.replace(params, temperature=temperature)
             case = None
             for tokenizer in tokenizers:
@@ -323,13 +323,13 @@ class Subject:
         prompt: list[int],
         outputs: list[int],
         tokenizer: Tokenizer | None,
-    ) -> Case:
+    ) -> RequestCase:
         """Return `case`, with the arguments' ids in the place of negative numbers.
 
         It is made again if `prepare` found other ids than were given, such as those of a text.
         """
 
-        def make(ids: tuple[int, ...]) -> Case:
+        def make(ids: tuple[int, ...]) -> RequestCase:
             begun = [_meeting_token(number, ids) for number in prompt]
             generated = [_meeting_token(number, ids) for number in outputs]
             case = self.case(given, params, begun, generated, tokenizer)
@@ -348,8 +348,8 @@ def drawn_tokens(
 ) -> st.SearchStrategy[list[int]]:
     """Return a strategy for lists of token ids, in which small ones are frequent, as in arguments.
 
-    Negative numbers stand for the ids in a request's arguments (`Case.token`), and often follow
-    each other: so prompt, outputs and arguments often have the same ids, in the same order,
+    Negative numbers stand for the ids in a request's arguments (`RequestCase.token`), and often
+    follow each other: so prompt, outputs and arguments often have the same ids, in the same order,
     whatever an author draws for the latter.
 
     Args:

@@ -32,7 +32,7 @@ from hardpoint.testing.suite import (
 from .histories import check_history, steps
 from .host_sync import UndecidableError
 from .rules import claims, results, states
-from .subject import MAX_ROWS, Case, Subject, drawn_tokens
+from .subject import MAX_ROWS, RequestCase, Subject, drawn_tokens
 
 _SEEDS = st.integers(0, 2**16)
 _DRAFTED = 4  # ids of drafts are less, or the arguments'
@@ -352,16 +352,16 @@ class LogitsProcessorSuite(ConformanceSuite):
             rejections=self._rejections,
         )
 
-    def _some_users(self, min_size: int, max_size: int) -> st.SearchStrategy[list[Case]]:
+    def _some_users(self, min_size: int, max_size: int) -> st.SearchStrategy[list[RequestCase]]:
         """Return a strategy for requests of which some use the processor: at least one."""
         cases = self._subject.cases(self.arguments, self.params)
         drawn = st.lists(cases, min_size=min_size, max_size=max_size)
         return drawn.filter(lambda cases: any(case.uses for case in cases))
 
-    def _users(self) -> st.SearchStrategy[Case]:
+    def _users(self) -> st.SearchStrategy[RequestCase]:
         return self._subject.cases(self.arguments, self.params, users_only=True, sampled_only=True)
 
-    def _several_users(self) -> st.SearchStrategy[list[Case]]:
+    def _several_users(self) -> st.SearchStrategy[list[RequestCase]]:
         return st.lists(self._users(), min_size=1, max_size=3)
 
     def _skip_without_drafts(self) -> None:

@@ -112,7 +112,7 @@ MOST_ROWS = 16
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """Steps to run.
 
     Attributes:

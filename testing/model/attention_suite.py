@@ -38,7 +38,7 @@ from .attention_cases import (
     SOFTCAP,
     VALUES,
     WINDOW,
-    Case,
+    AttentionCase,
     RowsCase,
     check_output,
     copied,
@@ -449,7 +449,7 @@ class AttentionBackendSuite(ComponentSuite):
         if grouped:
             pairs = st.sampled_from(heads).map(lambda pair: (pair,) * layers)
         cases = st.builds(
-            Case,
+            AttentionCase,
             block_size=st.sampled_from(self.block_sizes),
             head_size=st.sampled_from(self.head_sizes),
             heads=pairs,
@@ -471,7 +471,7 @@ class AttentionBackendSuite(ComponentSuite):
         self._search(rule.text, 60, lambda case: self._play(rule, case, dtype), case=cases)
 
     @torch.inference_mode()
-    def _play(self, rule: Rule, case: Case, dtype: torch.dtype | None = None) -> None:
+    def _play(self, rule: Rule, case: AttentionCase, dtype: torch.dtype | None = None) -> None:
         """Run the steps of a case; compare each layer of each step."""
         backend, device = self._make(case.block_size, dtype, case.cache_dtype), self._device()
         blocks = SequenceBlocks(_NUM_BLOCKS, case.block_size, device, shuffled=case.shuffled)

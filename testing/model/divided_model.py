@@ -18,8 +18,8 @@ from .shared_model import (
     REFUSED,
     SHARED,
     Division,
+    DivisionRefusedError,
     RankResult,
-    RefusedError,
     check_coverage,
     check_cut_weights,
     check_sizes,
@@ -53,7 +53,7 @@ class DividedModel:
         """Compare the ranks with the whole model.
 
         Raises:
-            RefusedError: the model refuses it.
+            DivisionRefusedError: the model refuses it.
             Violation: they differ.
         """
         whole = self.make()
@@ -125,7 +125,7 @@ class DividedModel:
         try:
             size = self.division.tensor
             return [run(None)] if size == 1 else run_ranks(size, run)
-        except (Violation, RefusedError):
+        except (Violation, DivisionRefusedError):
             raise
         except Exception as cause:
             raise SHARED.violation(
@@ -145,7 +145,7 @@ class DividedModel:
         except ModelError as cause:
             if "parallel." not in str(cause):
                 raise REFUSED.violation(f"the constructor raised a ModelError: {cause}") from cause
-            raise RefusedError(str(cause)) from cause
+            raise DivisionRefusedError(str(cause)) from cause
         whole = {name: tuple(weight.shape) for name, weight in weights.items()}
         shapes, cuts = model.weight_shapes(), model.weight_cuts()
         result = RankResult(parallel.stage, parallel.tensor.rank, shapes, cuts, (), (), None)

@@ -40,7 +40,7 @@ from .sequences import ordered, softmax_attention
 from .shared_model import (
     SHARED,
     Division,
-    RefusedError,
+    DivisionRefusedError,
 )
 
 _MAX_TOKENS = 8  # of a sequence in a drawn step
@@ -508,7 +508,7 @@ class ModelSuite(ComponentSuite):
         def check() -> None:
             try:
                 model.compare()
-            except RefusedError as refused:
+            except DivisionRefusedError as refused:
                 refusals.append(str(refused))
 
         self._run_checks(SHARED.text, check)

@@ -42,7 +42,7 @@ HIDDEN_SIZE = Rule(
 _REPLICATED = 0.25  # of the weights: norms, tables of positions, heads that several ranks have
 
 
-class RefusedError(Exception):
+class DivisionRefusedError(Exception):
     """The model refuses to be divided in this way; the message is the model's."""
 
 

@@ -35,8 +35,8 @@ from . import executor_rules as rules
 from .scripted_worker import (
     REPORTING_PART,
     Order,
-    Script,
     StepHistory,
+    WorkerScript,
     scripted_launch,
     step_message,
 )
@@ -51,7 +51,7 @@ _CACHE_BLOCKS = 8
 _UNORDERED = ("abort", "close", "defect")
 
 
-class Session:
+class ExecutorSession:
     """An executor and its workers.
 
     Attributes:
@@ -79,7 +79,7 @@ class Session:
         self.parallel = parallel
         self._all_report = all_report
         self._folder = Path(tempfile.mkdtemp(prefix="hardpoint-executor-"))
-        self.script = Script(self._folder)
+        self.script = WorkerScript(self._folder)
         if order is not None:
             self.script.set_order(order)
         self._history = StepHistory()

@@ -24,7 +24,7 @@ from hardpoint.testing.threads import in_thread, until
 
 from . import executor_rules as rules
 from . import executor_session
-from .executor_session import Session, wait
+from .executor_session import ExecutorSession, wait
 from .scripted_worker import Does, Order
 
 _CLOSE_SECONDS = 1.0
@@ -56,7 +56,7 @@ class ExecutorSuite(ComponentSuite):
     communicator: ClassVar[str] = "auto"
     failure_seconds: ClassVar[float] = 1.0
 
-    _open: ClassVar[dict[tuple[int, int], Session]] = {}
+    _open: ClassVar[dict[tuple[int, int], ExecutorSession]] = {}
     """Sessions that tests share, since processes take long to start."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -246,14 +246,14 @@ class ExecutorSuite(ComponentSuite):
 
     def _new(
         self, size: tuple[int, int], order: Order | None = None, *, all_report: bool = False
-    ) -> Session:
+    ) -> ExecutorSession:
         """Return an executor that has not been started."""
         tensor, pipeline = size
         config = ParallelConfig(tensor=tensor, pipeline=pipeline, communicator=self.communicator)
-        return Session(config, self._build, order, all_report=all_report)
+        return ExecutorSession(config, self._build, order, all_report=all_report)
 
     @contextmanager
-    def _fresh(self, size: tuple[int, int]) -> Iterator[Session]:
+    def _fresh(self, size: tuple[int, int]) -> Iterator[ExecutorSession]:
         """Start an executor for the body."""
         session = self._new(size)
         try:
@@ -266,7 +266,7 @@ class ExecutorSuite(ComponentSuite):
             session.close()
 
     @contextmanager
-    def _shared(self, size: tuple[int, int]) -> Iterator[Session]:
+    def _shared(self, size: tuple[int, int]) -> Iterator[ExecutorSession]:
         """Use an executor that other tests use too, unless one of them fails; all ranks report."""
         try:
             is_new = size not in self._open
@@ -338,7 +338,7 @@ class ExecutorSuite(ComponentSuite):
         size = self._size()
         rank = size[0] * size[1] - 1
         order = Order(method, Does.FAIL, (rank,), others_wait=method != "open")
-        made: list[Session] = []
+        made: list[ExecutorSession] = []
 
         def call() -> None:
             made.append(self._new(size, order))  # the constructor may open workers already
@@ -481,13 +481,13 @@ class ExecutorSuite(ComponentSuite):
         finally:
             session.close()
 
-    def _until_called(self, session: Session, rank: int, method: str) -> None:
+    def _until_called(self, session: ExecutorSession, rank: int, method: str) -> None:
         if not until(
             lambda: session.script.was_called(rank, method), executor_session.START_SECONDS
         ):
             raise rules.RESULTS.violation(f"{method} was not called in rank {rank}")
 
-    def _lose(self, session: Session, rank: int) -> None:
+    def _lose(self, session: ExecutorSession, rank: int) -> None:
         """End a worker as a crash would, or skip the test."""
         process = session.process_of(rank)
         if type(self).lose_worker is not ExecutorSuite.lose_worker:
@@ -516,7 +516,7 @@ class ExecutorSuite(ComponentSuite):
                 f"name 'rank {rank}'"
             )
 
-    def _check_later(self, session: Session, lost: BaseException) -> None:
+    def _check_later(self, session: ExecutorSession, lost: BaseException) -> None:
         """Check that calls after a loss raise its error."""
         later = in_thread(lambda: session.executor.collective_rpc("stop_profile"))
         what = "a collective_rpc after the loss of a worker"

@@ -72,7 +72,7 @@ class Order(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-class Call(msgspec.Struct, frozen=True):
+class RecordedCall(msgspec.Struct, frozen=True):
     """A call that a worker got.
 
     Attributes:
@@ -89,7 +89,7 @@ class Call(msgspec.Struct, frozen=True):
     thread: int
 
 
-class Script:
+class WorkerScript:
     """The calls that the workers of an executor got, and the orders to them."""
 
     def __init__(self, folder: Path) -> None:
@@ -98,18 +98,18 @@ class Script:
 
     def note(self, rank: int, method: str, what: str = "") -> None:
         """Add a call of a worker."""
-        call = Call(method, what, os.getpid(), threading.get_ident())
+        call = RecordedCall(method, what, os.getpid(), threading.get_ident())
         with (self._folder / f"rank-{rank}").open("ab") as file:
             file.write(msgspec.json.encode(call) + b"\n")
 
-    def calls(self, rank: int) -> list[Call]:
+    def calls(self, rank: int) -> list[RecordedCall]:
         """Return the calls that a worker got, in their order."""
         try:
             lines = (self._folder / f"rank-{rank}").read_bytes().splitlines(keepends=True)
         except FileNotFoundError:
             return []
         whole = [line for line in lines if line.endswith(b"\n")]
-        return [msgspec.json.decode(line, type=Call) for line in whole]
+        return [msgspec.json.decode(line, type=RecordedCall) for line in whole]
 
     def was_called(self, rank: int, method: str) -> bool:
         """Return whether a worker was called for a method."""
@@ -183,7 +183,7 @@ class ScriptedWorker:
         data = msgspec.msgpack.decode(launch.data, type=tuple[str, int, bool])
         folder, self._output_rank, self._reports = data
         self.rank, self._world_size = launch.rank, launch.world_size
-        self._script = Script(Path(folder))
+        self._script = WorkerScript(Path(folder))
         self._history, self._waiting = StepHistory(), 0
         self._level = 0
         self._aborted = ""

@@ -20,9 +20,9 @@ from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.testing.engine_access import check_plugin_class
 from hardpoint.testing.logits.batch import BatchFixture, make_logits
-from hardpoint.testing.logits.histories import SimulatedBatch, Step
+from hardpoint.testing.logits.histories import HistoryStep, SimulatedBatch
 from hardpoint.testing.logits.host_sync import META, HostSyncError, UndecidableError, no_values
-from hardpoint.testing.logits.subject import MAX_ROWS, Case, Subject
+from hardpoint.testing.logits.subject import MAX_ROWS, RequestCase, Subject
 from hardpoint.testing.pace import TENSORS, cost_of, own_seconds
 from hardpoint.testing.snapshots import count_elements
 from hardpoint.testing.suite import Violation, short_repr
@@ -38,14 +38,14 @@ def check_contract(subject: Subject) -> None:
     subject.build().processor.close()
 
 
-def check_round_trip(subject: Subject, case: Case) -> None:
+def check_round_trip(subject: Subject, case: RequestCase) -> None:
     """Check that arguments survive pickling and conversion from plain data."""
     _check_round_trip(
         "the arguments that prepare returned", case.arguments, prepared_type(subject.cls)
     )
 
 
-def check_reads(subject: Subject, cases: list[Case], seed: int) -> None:
+def check_reads(subject: Subject, cases: list[RequestCase], seed: int) -> None:
     """Check that a processor that declares no host ids does not read them."""
     reads, cls = subject.cls.reads, subject.cls
     if reads is Reads.HOST_IDS:
@@ -79,7 +79,7 @@ def check_reads(subject: Subject, cases: list[Case], seed: int) -> None:
         raise
 
 
-def check_no_sync(subject: Subject, cases: list[Case]) -> None:
+def check_no_sync(subject: Subject, cases: list[RequestCase]) -> None:
     """Check that a step reads no device values on the host.
 
     Raises:
@@ -102,7 +102,7 @@ def check_no_sync(subject: Subject, cases: list[Case]) -> None:
         ) from None
 
 
-def check_memory(subject: Subject, cases: list[Case], waves: int) -> None:
+def check_memory(subject: Subject, cases: list[RequestCase], waves: int) -> None:
     """Check that finished requests leave nothing behind.
 
     Args:
@@ -111,9 +111,9 @@ def check_memory(subject: Subject, cases: list[Case], waves: int) -> None:
         waves: number of full batches; each takes a few steps and finishes.
     """
     batch = SimulatedBatch(subject)
-    fill = Step(tuple(("add", i) for i in range(MAX_ROWS)), 0, False)
-    stay = Step((), 0, False)
-    leave = Step(tuple(("finish", 0) for _ in range(MAX_ROWS)), 0, False)
+    fill = HistoryStep(tuple(("add", i) for i in range(MAX_ROWS)), 0, False)
+    stay = HistoryStep((), 0, False)
+    leave = HistoryStep(tuple(("finish", 0) for _ in range(MAX_ROWS)), 0, False)
     finished: list[weakref.ref[Any]] = []
     sizes = []
     for wave in range(2 * waves):
@@ -147,7 +147,7 @@ def check_memory(subject: Subject, cases: list[Case], waves: int) -> None:
         )
 
 
-def check_speed(subject: Subject, cases: list[Case], budget: float) -> None:
+def check_speed(subject: Subject, cases: list[RequestCase], budget: float) -> None:
     """Check the cost of a row against a budget in microseconds."""
     cost = microseconds_per_row(subject, cases, budget)
     if cost > budget:
@@ -159,7 +159,7 @@ def check_speed(subject: Subject, cases: list[Case], budget: float) -> None:
         )
 
 
-def microseconds_per_row(subject: Subject, cases: list[Case], budget: float) -> float:
+def microseconds_per_row(subject: Subject, cases: list[RequestCase], budget: float) -> float:
     """Return the cost of a row in microseconds: the median step of the best round."""
     batch = BatchFixture(subject, cases)
     logits = make_logits(0, len(cases), subject.vocab_size)

@@ -12,7 +12,7 @@ from hardpoint.testing.logits.batch import (
     difference,
     make_logits,
 )
-from hardpoint.testing.logits.subject import Case, Subject
+from hardpoint.testing.logits.subject import RequestCase, Subject
 from hardpoint.testing.suite import EndOfSearchError, Violation
 
 EFFECT = "effect: the processor runs, changes logits and uses its state"
@@ -43,7 +43,7 @@ class Effects:
             starts or cls.device_state is not LogitsPlugin.device_state
         )
 
-    def add(self, cases: list[Case], tokens: list[int], seed: int) -> None:
+    def add(self, cases: list[RequestCase], tokens: list[int], seed: int) -> None:
         """Run cases, each advanced over some tokens, and note what happens.
 
         Raises:
@@ -92,7 +92,7 @@ class Effects:
             )
 
 
-def check_bystanders(subject: Subject, cases: list[Case], seed: int) -> None:
+def check_bystanders(subject: Subject, cases: list[RequestCase], seed: int) -> None:
     """Check that rows of requests that do not use the processor keep their bits."""
     batch = BatchFixture(subject, cases)
     logits = make_logits(seed, len(cases), subject.vocab_size, "masked")
@@ -105,7 +105,9 @@ def check_bystanders(subject: Subject, cases: list[Case], seed: int) -> None:
         _check_not_called(subject, bystanders, logits[: len(bystanders)])
 
 
-def _check_not_called(subject: Subject, bystanders: list[Case], logits: torch.Tensor) -> None:
+def _check_not_called(
+    subject: Subject, bystanders: list[RequestCase], logits: torch.Tensor
+) -> None:
     batch = BatchFixture(subject, bystanders)
     num_steps = batch.pipeline.num_steps
     given = logits.clone()
@@ -118,7 +120,7 @@ def _check_not_called(subject: Subject, bystanders: list[Case], logits: torch.Te
         )
 
 
-def check_argmax_claim(subject: Subject, cases: list[Case], seed: int, kind: str) -> None:
+def check_argmax_claim(subject: Subject, cases: list[RequestCase], seed: int, kind: str) -> None:
     """Check that the most likely token, the lowest of equals, does not change."""
     batch = BatchFixture(subject, cases)
     logits = make_logits(seed, len(cases), subject.vocab_size, kind)
@@ -133,7 +135,7 @@ def check_argmax_claim(subject: Subject, cases: list[Case], seed: int, kind: str
             )
 
 
-def check_valid_logits(subject: Subject, cases: list[Case], seed: int, kind: str) -> None:
+def check_valid_logits(subject: Subject, cases: list[RequestCase], seed: int, kind: str) -> None:
     """Check that a token can be chosen from every row, for any arguments."""
     batch = BatchFixture(subject, cases)
     logits = make_logits(seed, len(cases), subject.vocab_size, kind)
@@ -159,7 +161,7 @@ def check_valid_logits(subject: Subject, cases: list[Case], seed: int, kind: str
             )
 
 
-def check_deterministic(subject: Subject, cases: list[Case], seed: int) -> None:
+def check_deterministic(subject: Subject, cases: list[RequestCase], seed: int) -> None:
     """Check that two new instances give equal logits for equal inputs."""
     logits = make_logits(seed, len(cases), subject.vocab_size)
     results = []
@@ -176,7 +178,7 @@ def check_deterministic(subject: Subject, cases: list[Case], seed: int) -> None:
             )
 
 
-def check_masks_stay(subject: Subject, cases: list[Case], seed: int) -> None:
+def check_masks_stay(subject: Subject, cases: list[RequestCase], seed: int) -> None:
     """Check that a token at -inf, masked before, stays at -inf."""
     if subject.cls.phase is Phase.FORCE:
         return
@@ -194,7 +196,9 @@ def check_masks_stay(subject: Subject, cases: list[Case], seed: int) -> None:
             )
 
 
-def _compare_bystanders(cases: list[Case], result: torch.Tensor, logits: torch.Tensor) -> None:
+def _compare_bystanders(
+    cases: list[RequestCase], result: torch.Tensor, logits: torch.Tensor
+) -> None:
     for row, case in enumerate(cases):
         if case.uses:
             continue

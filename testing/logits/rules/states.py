@@ -14,7 +14,7 @@ from hardpoint.testing.logits.batch import (
     make_logits,
     run_alone,
 )
-from hardpoint.testing.logits.subject import MAX_ROWS, Case, Subject
+from hardpoint.testing.logits.subject import MAX_ROWS, RequestCase, Subject
 from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import Violation, short_repr
 
@@ -24,7 +24,7 @@ _RESUME_ADVICE = (
 )
 
 
-def check_pure(subject: Subject, cases: list[Case], seed: int) -> None:
+def check_pure(subject: Subject, cases: list[RequestCase], seed: int) -> None:
     """Check that `apply` or `edits` is repeatable and changes nothing but its result."""
     batch = BatchFixture(subject, cases)
     logits = make_logits(
@@ -57,7 +57,7 @@ def check_pure(subject: Subject, cases: list[Case], seed: int) -> None:
                 )
 
 
-def check_advance(subject: Subject, cases: list[Case], tokens: list[int], seed: int) -> None:
+def check_advance(subject: Subject, cases: list[RequestCase], tokens: list[int], seed: int) -> None:
     """Check that an advanced state equals one started on the whole history."""
     batch = BatchFixture(subject, cases)
     for token in tokens:
@@ -77,7 +77,7 @@ def check_advance(subject: Subject, cases: list[Case], tokens: list[int], seed: 
             )
 
 
-def check_fork(subject: Subject, case: Case, drafts: list[int], seed: int) -> None:
+def check_fork(subject: Subject, case: RequestCase, drafts: list[int], seed: int) -> None:
     """Check that advancing a forked state over drafts does not change the original."""
     batch, drafts = BatchFixture(subject, [case]), [case.token(draft) for draft in drafts]
     (request,) = batch.requests
@@ -93,7 +93,9 @@ def check_fork(subject: Subject, case: Case, drafts: list[int], seed: int) -> No
         )
 
 
-def check_drafts(subject: Subject, cases: list[Case], drafts: list[list[int]], seed: int) -> None:
+def check_drafts(
+    subject: Subject, cases: list[RequestCase], drafts: list[list[int]], seed: int
+) -> None:
     """Check that a draft's row equals that of a request that generated the draft."""
     batch = BatchFixture(subject, cases)
     drafts = [[case.token(n) for n in own] for case, own in zip(cases, drafts, strict=False)]
@@ -115,7 +117,9 @@ def check_drafts(subject: Subject, cases: list[Case], drafts: list[list[int]], s
             )
 
 
-def check_observed_drafts(subject: Subject, case: Case, drafts: list[int], seed: int) -> None:
+def check_observed_drafts(
+    subject: Subject, case: RequestCase, drafts: list[int], seed: int
+) -> None:
     """Check that states after drafts equal those after the same tokens, and change no others."""
     batch, alone = BatchFixture(subject, [case]), BatchFixture(subject, [case])
     drafts = [case.token(draft) for draft in drafts]
@@ -147,7 +151,7 @@ def check_observed_drafts(subject: Subject, case: Case, drafts: list[int], seed:
         )
 
 
-def check_resumed(subject: Subject, case: Case, tokens: list[int], seed: int) -> None:
+def check_resumed(subject: Subject, case: RequestCase, tokens: list[int], seed: int) -> None:
     """Check that tokens and their logprobs are all that another engine needs for the state."""
     batch, observed = BatchFixture(subject, [case]), []
     for depth, token in enumerate(tokens):
@@ -170,7 +174,7 @@ def check_resumed(subject: Subject, case: Case, tokens: list[int], seed: int) ->
 
 
 def check_swaps(
-    subject: Subject, cases: list[Case], swaps: list[tuple[int, int]], seed: int
+    subject: Subject, cases: list[RequestCase], swaps: list[tuple[int, int]], seed: int
 ) -> None:
     """Check that requests that exchange rows keep their state."""
     batch = BatchFixture(subject, cases)

@@ -11,7 +11,7 @@ from hardpoint.plugins import EngineHalf, GrammarBitmask, SchedulerOutput, StepP
 from hardpoint.testing.reporting.calls import CLOSE, call
 from hardpoint.testing.suite import Rule
 
-from .session import RequestScript, Trace
+from .session import CallTrace, RequestScript
 
 __all__ = ["Halves", "PlainHalf", "block_hashes", "compare"]
 
@@ -42,7 +42,12 @@ class PlainHalf(EngineHalf):
 
 
 def compare(
-    script: RequestScript, first: Trace, second: Trace, rule: Rule, where: str, elsewhere: str
+    script: RequestScript,
+    first: CallTrace,
+    second: CallTrace,
+    rule: Rule,
+    where: str,
+    elsewhere: str,
 ) -> None:
     """Compare what a request got in two sessions.
 

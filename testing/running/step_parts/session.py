@@ -29,7 +29,7 @@ from . import rules
 from .encoding import FeaturePlans
 from .worker import Rows, WorkerSteps
 
-__all__ = ["RequestScript", "StepPartSession", "Trace", "with_id", "without_features"]
+__all__ = ["CallTrace", "RequestScript", "StepPartSession", "with_id", "without_features"]
 
 _MAX_RUNNING = 8
 _MAX_STEPS = 2000
@@ -61,7 +61,7 @@ class RequestScript:
 
 
 @dataclass
-class Trace:
+class CallTrace:
     """The calls of a part for one request.
 
     Attributes:
@@ -87,7 +87,7 @@ class _Live:
 
     script: RequestScript
     request: Request
-    trace: Trace
+    trace: CallTrace
     ready: bool = False
     running: bool = False
     sent: bool = False  # workers have it
@@ -140,7 +140,7 @@ class StepPartSession:
         self._lost, self._watch = frozenset(lost), watch
         self._worker, self._change_weights = worker, change_weights
         self._features = FeaturePlans(half)
-        self.traces: dict[str, Trace] = {}
+        self.traces: dict[str, CallTrace] = {}
         self.call_seconds: list[float] = []
         self._waiting: list[_Live] = []
         self._running: dict[str, _Live] = {}
@@ -150,7 +150,7 @@ class StepPartSession:
         self._seconds = 0.0
         self._step = 0
 
-    def play(self, scripts: Sequence[RequestScript]) -> dict[str, Trace]:
+    def play(self, scripts: Sequence[RequestScript]) -> dict[str, CallTrace]:
         """Play scripts to their ends; return their traces by id.
 
         Raises:
@@ -184,7 +184,7 @@ class StepPartSession:
 
     def _add(self, script: RequestScript) -> None:
         """Let a request arrive."""
-        name, trace = script.request.request_id, Trace()
+        name, trace = script.request.request_id, CallTrace()
         self.traces[name] = trace
         uses = self._call(rules.USES, "uses", script.request)
         if not isinstance(uses, bool):

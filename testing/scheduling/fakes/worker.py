@@ -28,7 +28,7 @@ from .memory import KVContent, KVMemory, history_hashes
 
 
 @dataclass
-class Row:
+class WorkerRow:
     """A request in the worker's batch.
 
     Attributes:
@@ -68,7 +68,7 @@ class Row:
 class _Span:
     """The tokens of one row that a step computes: positions `start` to `end`, exclusive."""
 
-    row: Row
+    row: WorkerRow
     start: int
     end: int
     drafts: Sequence[int]
@@ -97,7 +97,7 @@ class SimulatedWorker:
         next_token: Callable[[Sequence[int]], int],
     ) -> None:
         """`next_token` continues a token history; `windows` has one entry per KV cache group."""
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, WorkerRow] = {}
         self.memory = KVMemory(block_size)
         self.embeddings: set[str] = set()
         self.transfers = WorkerTransfers(self.memory)
@@ -174,7 +174,7 @@ class SimulatedWorker:
             for group, blocks in enumerate(plan.cached_requests.new_block_ids.get(request_id, ())):
                 row.tables[group] += blocks
 
-    def _rewind(self, row: Row, computed: int) -> None:
+    def _rewind(self, row: WorkerRow, computed: int) -> None:
         if row.invalid_from is not None and computed <= row.invalid_from:
             del row.token_ids[row.num_valid :]
             row.computed, row.invalid_from = computed, None
@@ -199,7 +199,7 @@ class SimulatedWorker:
             )
         token_ids = [*new.source.prompt_token_ids, *new.output_token_ids]
         tables = [list(table) for table in new.block_ids]
-        self.rows[request_id] = Row(new.source, token_ids, tables, new.num_computed_tokens)
+        self.rows[request_id] = WorkerRow(new.source, token_ids, tables, new.num_computed_tokens)
 
     def _has_no_fault(self, request_id: str) -> bool:
         """Return whether a row did not fail, in a step whose result may not be delivered yet."""

@@ -26,7 +26,7 @@ from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.testing import ScriptedClock
 from hardpoint.testing.scheduling.checks.plan import check_record
-from hardpoint.testing.scheduling.fakes.worker import Row, SimulatedWorker
+from hardpoint.testing.scheduling.fakes.worker import SimulatedWorker, WorkerRow
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 from hardpoint.typed import convert
 from support.core.engine_harness import next_token
@@ -132,7 +132,7 @@ class Executor(SimulatedWorker):
 
     def fill(self, request, block_ids, num_tokens):
         """Write what a connector would load."""
-        row = Row(request.source, request.token_ids(0, num_tokens), block_ids, num_tokens)
+        row = WorkerRow(request.source, request.token_ids(0, num_tokens), block_ids, num_tokens)
         for table, contents in zip(block_ids, row.contents(row.token_ids), strict=True):
             for content in contents:
                 self.memory.write(table, content, row.request_id)

@@ -78,7 +78,7 @@ class ServeClient(OneEngine, UtilityCalls):
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._is_closed = False
-        self._runs: dict[str, _Run] = {}  # by request
+        self._runs: dict[str, _ClientCall] = {}  # by request
         self._work: set[Future[Any]] = set()
         self._call_ids = itertools.count()
         opened = self._opened(_launch(start), start.config.engine.start_timeout_seconds)
@@ -136,7 +136,7 @@ class ServeClient(OneEngine, UtilityCalls):
             frames = encoded(list(requests))
         except WireError as cause:
             raise RequestError(str(cause)) from None
-        run = _Run({request.request_id for request in requests})
+        run = _ClientCall({request.request_id for request in requests})
         with self._lock:
             self._runs |= dict.fromkeys(run.waiting, run)
         run.future = self._spawn(self._read(run, frames))
@@ -155,7 +155,7 @@ class ServeClient(OneEngine, UtilityCalls):
 
         return attempt
 
-    async def _read(self, run: _Run, frames: Frames) -> None:
+    async def _read(self, run: _ClientCall, frames: Frames) -> None:
         """Hand on the outputs of a call until all its requests have ended."""
         try:
             async with contextlib.aclosing(
@@ -180,7 +180,7 @@ class ServeClient(OneEngine, UtilityCalls):
         finally:
             self._forget(run)
 
-    def _forget(self, run: _Run) -> None:
+    def _forget(self, run: _ClientCall) -> None:
         with self._lock:
             for request_id in run.request_ids:
                 if self._runs.get(request_id) is run:
@@ -289,7 +289,7 @@ class ServeClient(OneEngine, UtilityCalls):
             work.cancel()
 
 
-class _Run:
+class _ClientCall:
     """One call in flight.
 
     Attributes:

@@ -46,7 +46,7 @@ class _Engine(Protocol):
     def _adapter_folders(self) -> TensorFolders: ...
 
 
-class _Caller(_Engine, Protocol):
+class _AdapterCaller(_Engine, Protocol):
     def call_part(
         self, part: str, method: str, arguments: Mapping[str, Any] | None = None
     ) -> Any: ...
@@ -59,7 +59,7 @@ class _Caller(_Engine, Protocol):
     ) -> LoRARequest: ...
 
 
-class _AsyncCaller(_Engine, Protocol):
+class _AsyncAdapterCaller(_Engine, Protocol):
     async def call_part(
         self, part: str, method: str, arguments: Mapping[str, Any] | None = None
     ) -> Any: ...
@@ -80,7 +80,7 @@ class SyncAdapterCalls:
         return TensorFolders(_PREFIX, "tensors")
 
     def add_lora(
-        self: _Caller,
+        self: _AdapterCaller,
         lora: LoRARequest,
         tensors: Tensors | None = None,
         config: Mapping[str, Any] | None = None,
@@ -114,7 +114,7 @@ class SyncAdapterCalls:
                 time.sleep(pause)
         return msgspec.convert(added, LoRARequest)
 
-    def remove_lora(self: _Caller, lora_id: int, mode: RemoveMode = "drain") -> bool:
+    def remove_lora(self: _AdapterCaller, lora_id: int, mode: RemoveMode = "drain") -> bool:
         """Unload an adapter; return whether there was one.
 
         Args:
@@ -129,13 +129,13 @@ class SyncAdapterCalls:
             return False
         return bool(self.call_part(_PART, "remove", _number(lora_id) | {"mode": mode}))
 
-    def list_loras(self: _Caller) -> list[LoRARequest]:
+    def list_loras(self: _AdapterCaller) -> list[LoRARequest]:
         """Return the loaded adapters, with the hashes of their contents."""
         if not self.config.adapters.max_loras:
             return []
         return msgspec.convert(self.call_part(_PART, "list"), list[LoRARequest])
 
-    def pin_lora(self: _Caller, lora_id: int) -> bool:
+    def pin_lora(self: _AdapterCaller, lora_id: int) -> bool:
         """Keep an adapter in CPU memory until it is removed; return whether there is one.
 
         Raises:
@@ -145,7 +145,7 @@ class SyncAdapterCalls:
             return False
         return bool(self.call_part(_PART, "pin", _number(lora_id)))
 
-    def _with_adapters(self: _Caller, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _with_adapters(self: _AdapterCaller, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return options of requests, of which adapters have the hashes of their contents.
 
         Those that are not loaded are loaded.
@@ -174,7 +174,7 @@ class AsyncAdapterCalls:
         return TensorFolders(_PREFIX, "tensors")
 
     async def add_lora(
-        self: _AsyncCaller,
+        self: _AsyncAdapterCaller,
         lora: LoRARequest,
         tensors: Tensors | None = None,
         config: Mapping[str, Any] | None = None,
@@ -191,25 +191,29 @@ class AsyncAdapterCalls:
                 await asyncio.sleep(pause)
         return msgspec.convert(added, LoRARequest)
 
-    async def remove_lora(self: _AsyncCaller, lora_id: int, mode: RemoveMode = "drain") -> bool:
+    async def remove_lora(
+        self: _AsyncAdapterCaller, lora_id: int, mode: RemoveMode = "drain"
+    ) -> bool:
         """Do what `LLM.remove_lora` does."""
         if not self.config.adapters.max_loras:
             return False
         return bool(await self.call_part(_PART, "remove", _number(lora_id) | {"mode": mode}))
 
-    async def list_loras(self: _AsyncCaller) -> list[LoRARequest]:
+    async def list_loras(self: _AsyncAdapterCaller) -> list[LoRARequest]:
         """Do what `LLM.list_loras` does."""
         if not self.config.adapters.max_loras:
             return []
         return msgspec.convert(await self.call_part(_PART, "list"), list[LoRARequest])
 
-    async def pin_lora(self: _AsyncCaller, lora_id: int) -> bool:
+    async def pin_lora(self: _AsyncAdapterCaller, lora_id: int) -> bool:
         """Do what `LLM.pin_lora` does."""
         if not self.config.adapters.max_loras:
             return False
         return bool(await self.call_part(_PART, "pin", _number(lora_id)))
 
-    async def _with_adapters(self: _AsyncCaller, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _with_adapters(
+        self: _AsyncAdapterCaller, options: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         """Do what `SyncAdapterCalls._with_adapters` does."""
         given, listed = _adapters_in(options)
         if not listed:

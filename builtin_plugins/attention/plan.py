@@ -128,7 +128,7 @@ class WindowPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
+class _QueryLayout:
     """Where the queries of a step belong: rows of the step, or positions in `WindowPlan.merged`.
 
     Attributes:
@@ -171,7 +171,7 @@ class AttentionPlan:
             own_starts[sequences] = end * step.block_size
         shares = own_starts > 0
         begins = step.query_starts[:-1]
-        layout = _Layout(begins, begins, own_starts)
+        layout = _QueryLayout(begins, begins, own_starts)
         single = np.arange(len(counts)) < step.num_single
         decodes = self._groups(np.flatnonzero(single & ~shares), window, layout)
         chunks = self._groups(np.flatnonzero(~single & ~shares), window, layout)
@@ -180,7 +180,7 @@ class AttentionPlan:
             return WindowPlan(decodes, chunks, None, decodes[0] if in_order else None, (), ())
         merged = np.flatnonzero(np.repeat(shares, counts))
         targets = np.cumsum(np.where(shares, counts, 0)) - counts
-        layout = _Layout(begins, targets, own_starts)
+        layout = _QueryLayout(begins, targets, own_starts)
         own = self._groups(np.flatnonzero(single & shares), window, layout)
         own += self._groups(np.flatnonzero(~single & shares), window, layout)
         return WindowPlan(
@@ -208,7 +208,7 @@ class AttentionPlan:
         return Prefix(self._index(rows), self._step.block_table[int(sequences[0]), first:end])
 
     def _groups(
-        self, sequences: IntArray, window: int | None, layout: _Layout
+        self, sequences: IntArray, window: int | None, layout: _QueryLayout
     ) -> tuple[PaddedSequences, ...]:
         """Return the groups of some sequences, which have either one query or several each."""
         if not len(sequences):
@@ -224,7 +224,9 @@ class AttentionPlan:
             for group in groups
         )
 
-    def _group(self, sequences: IntArray, window: int | None, layout: _Layout) -> PaddedSequences:
+    def _group(
+        self, sequences: IntArray, window: int | None, layout: _QueryLayout
+    ) -> PaddedSequences:
         step, size = self._step, self._step.block_size
         counts, totals = self._counts[sequences], step.seq_lens[sequences]
         queries = int(counts.max())

@@ -71,7 +71,7 @@ class _Rank:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _RankCall:
     """A call of a rank that is under way."""
 
     method: str
@@ -129,9 +129,9 @@ class RayExecutor(Executor):
         self._ranks: list[_Rank] = []
         self._watches: list[Any] = []
         self._folder = ""
-        self._calls: set[_Call] = set()
+        self._calls: set[_RankCall] = set()
         self._lock = threading.Lock()
-        self._results: queue.SimpleQueue[tuple[_Call, Any] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[_RankCall, Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._callback: Callable[[BaseException], None] | None = None
         self._failed: BaseException | None = None
@@ -389,7 +389,7 @@ class RayExecutor(Executor):
                 return [self._lost() for _ in self._ranks]
             if len(data) > _INLINE_BYTES:
                 data = self._ray.put(data)
-            calls = [_Call(method, rank, Future()) for rank in self._ranks]
+            calls = [_RankCall(method, rank, Future()) for rank in self._ranks]
             self._calls.update(calls)
             for call in calls:
                 sent = call.rank.actor.run.remote(data).future()
@@ -403,7 +403,7 @@ class RayExecutor(Executor):
         )
         return future
 
-    def _answered(self, call: _Call, sent: Future[Any]) -> None:
+    def _answered(self, call: _RankCall, sent: Future[Any]) -> None:
         self._results.put((call, sent))
 
     def _complete(self) -> None:

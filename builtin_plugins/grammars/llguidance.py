@@ -163,7 +163,7 @@ class LLGuidance(GrammarBackend):
         with self._lock:
             if self._made is None:
                 self._made = LLTokenizer(
-                    TokenizerWrapper(_Tokens(self.context.vocabulary)), slices=None
+                    TokenizerWrapper(_Vocabulary(self.context.vocabulary)), slices=None
                 )
             return self._made
 
@@ -174,7 +174,7 @@ def _is_in_schema(matcher: Any) -> bool:
     return _OF_SCHEMA in error and not any(limit in error for limit in _LIMITS)
 
 
-class _Tokens:
+class _Vocabulary:
     """The vocabulary as llguidance wants it, with a token more: the end of the text."""
 
     bos_token_id = None

@@ -81,7 +81,7 @@ class _BadAnswerError(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
+class _TierCall:
     """A call that has not returned, or whose future is not done.
 
     Attributes:
@@ -131,7 +131,7 @@ class Tier:
         self._events = events
         self._reports_size = type(store).used_bytes is not KVStore.used_bytes
         self._lock = threading.Lock()
-        self._calls: dict[_Call, None] = {}
+        self._calls: dict[_TierCall, None] = {}
         self._local = threading.local()
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
@@ -276,7 +276,7 @@ class Tier:
         """Return a result after `check`; None if it failed, or the store is left out."""
         if not self._breaker.allows(method) or self._is_stuck(method):
             return None
-        running = _Call(time.monotonic(), views)
+        running = _TierCall(time.monotonic(), views)
         self._calls[running] = None
         try:
             result = check(self._result(call(), running))
@@ -296,7 +296,7 @@ class Tier:
         self._breaker.succeeded(method)
         return result
 
-    def _result(self, result: Any, call: _Call) -> Any:
+    def _result(self, result: Any, call: _TierCall) -> Any:
         """Return the result of a future; one that is not done in time keeps its call."""
         if not isinstance(result, Future):
             return result

@@ -36,7 +36,7 @@ class NativeOps(Ops):
         super().__init__(context)
         library = self._library = load_kernels(context, "ops.use")
         dtype = self._dtype = context.dtype
-        self._memory = _Memory()
+        self._memory = _PackedMemory()
         self._results = Results(library)
         self._rms_norm = {
             torch.float32: library.function("rms_norm_float", dtype),
@@ -366,7 +366,7 @@ class NativeOps(Ops):
         return y
 
 
-class _Memory:
+class _PackedMemory:
     """Memory of packed matrices, in huge pages; most matrices are smaller than one."""
 
     def __init__(self) -> None:

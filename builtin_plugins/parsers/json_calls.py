@@ -50,10 +50,10 @@ class Json(FormatParser):
         """Return the first character's state, call and content."""
         content = _TextWithCalls if self.options.after_text else Content
         return {
-            "start": ParserState(_First, {}),
+            "start": ParserState(_FirstText, {}),
             "content": ParserState(content, {}),
             "call": ParserState(_Call, {}, then="after"),
-            "after": ParserState(_Between, {}),
+            "after": ParserState(_BetweenCalls, {}),
         }
 
     def call_format(
@@ -105,7 +105,7 @@ class Llama3Json(Json):
         states, marker = super().states(), {"<|python_tag|>": "call"}
         return {
             **states,
-            "start": ParserState(_First, marker),
+            "start": ParserState(_FirstText, marker),
             "content": ParserState(states["content"].body, marker),
         }
 
@@ -128,7 +128,7 @@ _STARTS = tuple(
 )
 
 
-class _First(Beginning):
+class _FirstText(Beginning):
     begins = {"{": "call", "[": "call"}
 
 
@@ -155,7 +155,7 @@ class _Call(JsonCalls):
             self.output.feed_call(self, head, events)
 
 
-class _Between(Body):
+class _BetweenCalls(Body):
     """Text between calls: white space and separators; else it and the rest are content."""
 
     is_start = True

@@ -58,7 +58,7 @@ class Pythonic(FormatParser):
         return self._states_of({})
 
     def _states_of(self, markers: Mapping[str, str]) -> Mapping[str, ParserState]:
-        content = _TextWithCalls if self.options.after_text else Content
+        content = _TextWithPythonCalls if self.options.after_text else Content
         return {
             "call": ParserState(_PythonCalls, markers, then="content"),
             "content": ParserState(content, markers),
@@ -228,7 +228,7 @@ _TEXT = {quote: re.compile(rf"[^{quote}\\]+") for quote in "\"'"}
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
-class _TextWithCalls(TextWithCalls):
+class _TextWithPythonCalls(TextWithCalls):
     bracket = re.compile(r"\[")
     head = re.compile(r"\[\s*(?P<tool>[A-Za-z_][\w.-]*)\s*\(")
 

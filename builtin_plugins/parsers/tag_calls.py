@@ -116,12 +116,12 @@ class TagCalls(FormatParser):
         parameters = {tags.key: "key", tags.end: "end", **cut}
         return {
             "call": ParserState(Between, {tags.name: "name", **over}),
-            "name": ParserState(_Name, {">": "opened"}),
-            "opened": ParserState(_Opened, parameters),
+            "name": ParserState(_TagName, {">": "opened"}),
+            "opened": ParserState(_OpenedCall, parameters),
             "parameters": ParserState(Parameters, parameters),
             "key": ParserState(Key, {">": "value"}),
             "value": ParserState(partial(Value, around=tags.around), value),
-            "end": ParserState(_End, {**content, tags.name: "name", **over}),
+            "end": ParserState(_CallEnd, {**content, tags.name: "name", **over}),
             "after": ParserState(After, content),
             "behind": ParserState(AfterCall, content),
         }
@@ -287,7 +287,7 @@ def head_of(text: str) -> tuple[str, bool | None]:
 _ATTRIBUTES = re.compile(r"\s*(?:string=[\"'](true|false)[\"'])?\s*")
 
 
-class _Name(ToolName):
+class _TagName(ToolName):
     """The name of the tool, in quotes or alone."""
 
     def parse(self, text: str) -> tuple[str, str | None]:
@@ -300,7 +300,7 @@ class Parameters(Between):
     reason = "there is text outside of its parameters"
 
 
-class _Opened(Parameters):
+class _OpenedCall(Parameters):
     """Behind the name of a call."""
 
     def open(self, events: list[OutputEvent]) -> None:
@@ -367,7 +367,7 @@ class Value(Whole):
         notes["separator"] = ", "
 
 
-class _End(Body):
+class _CallEnd(Body):
     """White space behind the last parameter of a call; other text is content."""
 
     next = "behind"

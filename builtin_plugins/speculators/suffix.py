@@ -77,10 +77,10 @@ class Suffix(Speculator):
         self._depth = options.max_tree_depth
         self._outputs = Outputs(self._depth, options.max_cached_requests, options.max_bytes)
 
-    def start(self, request: DraftRequest) -> _Text:
+    def start(self, request: DraftRequest) -> _RequestText:
         """Return an empty tree of the request, and where its output is going to be."""
         prompt = ids_after_embeddings(request.prompt_token_ids)
-        return _Text(make_tree(self._depth), Output(request.scope), prompt)
+        return _RequestText(make_tree(self._depth), Output(request.scope), prompt)
 
     def propose(self, requests: Sequence[DraftRequest], budget: int) -> list[list[int]]:
         """Return the drafts with the highest scores."""
@@ -104,20 +104,20 @@ class Suffix(Speculator):
 
     def _read(self, request: DraftRequest) -> None:
         """Append new tokens of a request to its trees."""
-        text: _Text = request.state
+        text: _RequestText = request.state
         if not text.num_tokens:
             text.append(text.prompt)
         text.append(request.output_token_ids[text.num_tokens - len(text.prompt) :])
         self._keep(request)
 
     def _keep(self, request: DraftRequest) -> None:
-        text: _Text = request.state
+        text: _RequestText = request.state
         self._outputs.append(text.output, request.output_token_ids[text.num_kept :])
         text.num_kept = len(request.output_token_ids)
 
     def _draft(self, request: DraftRequest) -> tuple[list[int], float]:
         """Return the drafts of a request, and their score."""
-        text: _Text = request.state
+        text: _RequestText = request.state
         longest = self._depth - 1
         pattern = request.output_token_ids[-longest:]
         if missing := longest - len(pattern):
@@ -155,7 +155,7 @@ class Output:
 
 
 @dataclass(slots=True, eq=False)
-class _Text:
+class _RequestText:
     """The text of a request.
 
     Attributes:

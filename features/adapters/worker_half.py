@@ -19,7 +19,7 @@ from .messages import AdapterSlot, Ask, Call, Drop, Keep, Progress, Read, StepAd
 _NONE = -1
 
 
-class _Reading(threading.Thread):
+class _ReaderThread(threading.Thread):
     """Reads an adapter while steps run."""
 
     def __init__(self, read: Callable[[], HostAdapter]) -> None:
@@ -50,7 +50,7 @@ class AdapterProducts(WorkerHalf):
         self._config, self._device = config, context.device
         self._dtype = self._loaded.ops.context.dtype
         self._host: dict[str, HostAdapter] = {}
-        self._readings: dict[int, _Reading] = {}
+        self._readings: dict[int, _ReaderThread] = {}
         self._slots = _Slots(config.max_loras, config.max_lora_rank, self._loaded, self._device)
         self._step = StepAdapters([], {}, {})
         self._rows: tuple[StepRows, _Rows] | None = None
@@ -69,7 +69,7 @@ class AdapterProducts(WorkerHalf):
         call = msgspec.msgpack.decode(message, type=Call)
         match call:
             case Read(ticket, path):
-                self._readings[ticket] = _Reading(functools.partial(self._read, path))
+                self._readings[ticket] = _ReaderThread(functools.partial(self._read, path))
             case Ask(ticket):
                 return msgspec.msgpack.encode(self._progress(ticket))
             case Keep(ticket, forgotten):

@@ -42,7 +42,7 @@ class _Pooler:
 
 
 @dataclass
-class _Prompt:
+class _PooledPrompt:
     """A prompt that is pooled.
 
     Attributes:
@@ -82,8 +82,8 @@ class PoolingWorker(WorkerHalf):
                 )
         self._dense = [_Dense(layer, context.device) for layer in model.dense]
         self._poolers: dict[str, _Pooler] = {}
-        self._prompts: dict[str, _Prompt] = {}
-        self._pooled: dict[_Alike, list[tuple[str, _Prompt, torch.Tensor]]] = {}
+        self._prompts: dict[str, _PooledPrompt] = {}
+        self._pooled: dict[_Alike, list[tuple[str, _PooledPrompt, torch.Tensor]]] = {}
         self._report = PoolingReport()
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
@@ -98,7 +98,7 @@ class PoolingWorker(WorkerHalf):
         pooler = self._pooler(name)
         plain = source.plugin_args.get(f"{KIND}/{name}", {})
         missing = len(source.prompt_token_ids) - new.num_computed_tokens
-        prompt = _Prompt(params, pooler, None, missing)
+        prompt = _PooledPrompt(params, pooler, None, missing)
         self._prompts[source.request_id] = prompt
         prompt.state = self._called(
             source.request_id,
@@ -141,7 +141,7 @@ class PoolingWorker(WorkerHalf):
         if self._pooled:
             self._report_pooled()
 
-    def _finish(self, name: str, prompt: _Prompt, state: PromptPooler) -> None:
+    def _finish(self, name: str, prompt: _PooledPrompt, state: PromptPooler) -> None:
         """Keep the result of a prompt, which is reported with those of the same step."""
         pooled = self._called(name, "finish", prompt, state.finish)
         if prompt.state is None:
@@ -193,7 +193,7 @@ class PoolingWorker(WorkerHalf):
             )
         return values[0] if params.task == "score" else values
 
-    def _defect(self, pooled: Any, prompt: _Prompt) -> str | None:
+    def _defect(self, pooled: Any, prompt: _PooledPrompt) -> str | None:
         """Return the defect of a pooler's result; None if it has none."""
         import torch  # noqa: PLC0415 - halves elsewhere load without it
 
@@ -206,7 +206,9 @@ class PoolingWorker(WorkerHalf):
             return f"{shape} of {pooled.dtype}, expected {expected}"
         return None
 
-    def _called(self, name: str, method: str, prompt: _Prompt, function: Any, *args: Any) -> Any:
+    def _called(
+        self, name: str, method: str, prompt: _PooledPrompt, function: Any, *args: Any
+    ) -> Any:
         """Return the result of a pooler's method; None if it fails, which ends the request."""
         try:
             return prompt.pooler.calls.run(method, function, *args)
@@ -215,7 +217,7 @@ class PoolingWorker(WorkerHalf):
             self._fail(name, prompt, f"{method}() failed: {described}")
             return None
 
-    def _fail(self, name: str, prompt: _Prompt, defect: str) -> None:
+    def _fail(self, name: str, prompt: _PooledPrompt, defect: str) -> None:
         prompt.state = None
         pooler = prompt.pooler.pooler.name
         source = self._components.source(KIND, pooler)

@@ -73,7 +73,7 @@ class _Figures(msgspec.Struct):
 
 
 @dataclass
-class _Live:
+class _SpeculatingRequest:
     """A request that has a speculator.
 
     Attributes:
@@ -139,7 +139,7 @@ class DraftPlanner(EngineHalf):
         self.num_draft_tokens = config.speculation.num_draft_tokens
         self._adaptive = config.speculation.adaptive
         self._most_tokens = config.scheduler.max_num_batched_tokens
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _SpeculatingRequest] = {}
         self._drafts: dict[str, list[int]] = {}
 
     def uses(self, request: EngineCoreRequest) -> bool:
@@ -149,7 +149,7 @@ class DraftPlanner(EngineHalf):
     def gate(self, request: Request) -> None:
         """Keep the request, whose output grows."""
         speculator = request.source.params.speculator or self._default
-        live = self._live[request.request_id] = _Live(request, speculator)
+        live = self._live[request.request_id] = _SpeculatingRequest(request, speculator)
         resumed = request.source.resumed
         if resumed is not None and resumed.part_figures:
             live.add_figures(resumed.part_figures.get(self._name, {}))

@@ -46,7 +46,7 @@ _TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
 
 
 @dataclass
-class _Request:
+class _TapRequest:
     """A request of a test.
 
     Attributes:
@@ -120,7 +120,7 @@ class ActivationTapSuite(ComponentSuite):
     def test_shape(self) -> None:
         """Results have a row per token; changed hidden states are finite."""
 
-        def check(call: Callable[..., Any], method: str, requests: list[_Request]) -> None:
+        def check(call: Callable[..., Any], method: str, requests: list[_TapRequest]) -> None:
             values = self._hidden(requests)
             found = call(values, requests)
             if found is None:
@@ -139,7 +139,7 @@ class ActivationTapSuite(ComponentSuite):
     def test_alone(self) -> None:
         """A token comes to the same in chunks of its request, and next to other requests."""
 
-        def check(call: Callable[..., Any], method: str, requests: list[_Request]) -> None:
+        def check(call: Callable[..., Any], method: str, requests: list[_TapRequest]) -> None:
             together = call(self._hidden(requests), requests)
             alone = [
                 call(self._hidden([request], span), [request], span)
@@ -165,7 +165,7 @@ class ActivationTapSuite(ComponentSuite):
     def test_again(self) -> None:
         """The same call gives the same, whatever was called between."""
 
-        def check(call: Callable[..., Any], method: str, requests: list[_Request]) -> None:
+        def check(call: Callable[..., Any], method: str, requests: list[_TapRequest]) -> None:
             first = call(self._hidden(requests), requests)
             for request in requests:
                 call(self._hidden([request]), [request])
@@ -180,7 +180,7 @@ class ActivationTapSuite(ComponentSuite):
     def test_in_place(self) -> None:
         """It does not change the hidden states that it gets."""
 
-        def check(call: Callable[..., Any], method: str, requests: list[_Request]) -> None:
+        def check(call: Callable[..., Any], method: str, requests: list[_TapRequest]) -> None:
             values = self._hidden(requests)
             before = values.clone()
             call(values, requests)
@@ -194,7 +194,7 @@ class ActivationTapSuite(ComponentSuite):
         if "change" not in self._methods():
             pytest.skip("it does not override change()")
 
-        def check(first: Any, second: Any, requests: list[_Request]) -> None:
+        def check(first: Any, second: Any, requests: list[_TapRequest]) -> None:
             keys = [self.tap.cache_key(arguments) for arguments in (first, second)]
             for key in keys:
                 if not isinstance(key, bytes):
@@ -224,7 +224,7 @@ class ActivationTapSuite(ComponentSuite):
     ) -> None:
         """Check calls of each method at each site of drawn arguments."""
 
-        def check_calls(arguments: Any, requests: list[_Request]) -> None:
+        def check_calls(arguments: Any, requests: list[_TapRequest]) -> None:
             tap = self._make()
             for site in self.tap.sites(arguments):
                 for method in self._methods():
@@ -243,7 +243,7 @@ class ActivationTapSuite(ComponentSuite):
         self, tap: ActivationTap, method: str, site: TapSite, arguments: Any
     ) -> Callable[..., Any]:
         def call(
-            values: torch.Tensor, requests: list[_Request], span: tuple[int, int] | None = None
+            values: torch.Tensor, requests: list[_TapRequest], span: tuple[int, int] | None = None
         ) -> Any:
             sizes = [request.num_tokens for request in requests]
             if span is not None:
@@ -260,7 +260,7 @@ class ActivationTapSuite(ComponentSuite):
 
         return call
 
-    def _effect(self, arguments: Any, requests: list[_Request]) -> dict[TapSite, torch.Tensor]:
+    def _effect(self, arguments: Any, requests: list[_TapRequest]) -> dict[TapSite, torch.Tensor]:
         """Return the hidden states of each site as they are changed."""
         tap, found = self._make(), {}
         for site in self.tap.sites(arguments):
@@ -270,9 +270,9 @@ class ActivationTapSuite(ComponentSuite):
         tap.close()
         return found
 
-    def _requests(self) -> st.SearchStrategy[list[_Request]]:
+    def _requests(self) -> st.SearchStrategy[list[_TapRequest]]:
         request = st.builds(
-            _Request,
+            _TapRequest,
             first_position=st.integers(0, 40),
             num_tokens=st.integers(1, 9),
             prompt_len=st.integers(1, 50),
@@ -282,7 +282,7 @@ class ActivationTapSuite(ComponentSuite):
         return st.lists(request, min_size=1, max_size=3)
 
     def _hidden(
-        self, requests: list[_Request], span: tuple[int, int] | None = None
+        self, requests: list[_TapRequest], span: tuple[int, int] | None = None
     ) -> torch.Tensor:
         """Return hidden states of requests, or of a span of one, which depend on the place."""
         parts = []

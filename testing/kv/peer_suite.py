@@ -92,7 +92,7 @@ class PeerKVStoreSuite(KVStoreSuite):
         )
 
     def _in_pair(
-        self, check: Callable[[_Engine, _Engine], None], *, may_report: bool = False
+        self, check: Callable[[_PeerEngine, _PeerEngine], None], *, may_report: bool = False
     ) -> Callable[[], None]:
         """Return a function that checks two engines.
 
@@ -110,7 +110,9 @@ class PeerKVStoreSuite(KVStoreSuite):
         return run
 
     @contextmanager
-    def _pair(self, folder: Path, sizes: Sequence[int]) -> Iterator[tuple[_Engine, _Engine]]:
+    def _pair(
+        self, folder: Path, sizes: Sequence[int]
+    ) -> Iterator[tuple[_PeerEngine, _PeerEngine]]:
         """Open the stores of two engines."""
         if not issubclass(self.store, PeerKVStore):
             raise Violation(f"{self.store.__name__} is no PeerKVStore", "test it by KVStoreSuite")
@@ -121,7 +123,7 @@ class PeerKVStoreSuite(KVStoreSuite):
             for engine_id, peer in (("one", "two"), ("two", "one")):
                 given = self.peer_options(folder, engine_id, peer)
                 open_store = functools.partial(self._open, given, engine_id=engine_id)
-                engine = _Engine(open_store, sizes, keys, 0, self.timeout_seconds)
+                engine = _PeerEngine(open_store, sizes, keys, 0, self.timeout_seconds)
                 engine.id, engine.offered = engine_id, offered
                 engine.open()
                 engines.append(engine)
@@ -131,7 +133,7 @@ class PeerKVStoreSuite(KVStoreSuite):
                 if engine.is_open:
                     engine.close()
 
-    def _check_peers(self, one: _Engine, two: _Engine) -> None:
+    def _check_peers(self, one: _PeerEngine, two: _PeerEngine) -> None:
         for engine, other in ((one, two), (two, one)):
             if engine.session.peers != frozenset({other.id}):
                 raise OFFERS.violation(
@@ -140,7 +142,7 @@ class PeerKVStoreSuite(KVStoreSuite):
                     "return the ids that the options name, without the engine's own",
                 )
 
-    def _check_offers(self, one: _Engine, two: _Engine) -> None:
+    def _check_offers(self, one: _PeerEngine, two: _PeerEngine) -> None:
         for giver, taker in ((one, two), (two, one)):
             for index in range(_COUNT):
                 if not giver.session.offer(index, _LONG):
@@ -155,7 +157,7 @@ class PeerKVStoreSuite(KVStoreSuite):
                 if taker.session.fetch(giver.id, index, _SHORT / 6):
                     raise OFFERS.violation(f"key {index} could be fetched twice")
 
-    def _check_one_of_many(self, one: _Engine, two: _Engine) -> None:
+    def _check_one_of_many(self, one: _PeerEngine, two: _PeerEngine) -> None:
         """Let threads fetch the same blocks."""
         for index in range(_COUNT):
             one.session.offer(index, _LONG)
@@ -168,7 +170,7 @@ class PeerKVStoreSuite(KVStoreSuite):
             if sum(found) != 1:
                 raise OFFERS.violation(f"of {_THREADS} threads, {sum(found)} fetched one block")
 
-    def _check_end(self, one: _Engine, two: _Engine) -> None:
+    def _check_end(self, one: _PeerEngine, two: _PeerEngine) -> None:
         one.session.offer(0, _SHORT)
         one.session.offer(1, _LONG)
         time.sleep(2 * _SHORT)
@@ -179,7 +181,7 @@ class PeerKVStoreSuite(KVStoreSuite):
         if not two.session.fetch(one.id, 1, _LONG):
             raise LEASES.violation(f"a block that was offered for {_LONG} s was not there")
 
-    def _check_renewal(self, one: _Engine, two: _Engine) -> None:
+    def _check_renewal(self, one: _PeerEngine, two: _PeerEngine) -> None:
         for index in (0, 1):
             one.session.offer(index, 2 * _SHORT)
         for _ in range(6):
@@ -194,7 +196,7 @@ class PeerKVStoreSuite(KVStoreSuite):
         if two.session.fetch(one.id, 2, _SHORT):
             raise LEASES.violation("renew made a block of one that was not offered")
 
-    def _check_early_fetch(self, one: _Engine, two: _Engine) -> None:
+    def _check_early_fetch(self, one: _PeerEngine, two: _PeerEngine) -> None:
         found: list[bool] = []
 
         def offer() -> None:
@@ -210,14 +212,14 @@ class PeerKVStoreSuite(KVStoreSuite):
             )
         self._fetch_in_vain(two, one, "of a block that was never offered")
 
-    def _check_loss(self, one: _Engine, two: _Engine) -> None:
+    def _check_loss(self, one: _PeerEngine, two: _PeerEngine) -> None:
         one.session.offer(0, _LONG)
         if not two.session.fetch(one.id, 0, _LONG):
             raise OFFERS.violation("fetch did not find what was offered")
         one.close()
         self._fetch_in_vain(two, one, "from an engine that has ended")
 
-    def _fetch_in_vain(self, two: _Engine, one: _Engine, what: str) -> None:
+    def _fetch_in_vain(self, two: _PeerEngine, one: _PeerEngine, what: str) -> None:
         began = time.monotonic()
         try:
             is_there = two.session.fetch(one.id, 1, _SHORT)
@@ -284,7 +286,7 @@ class _PeerSession(StoreSession):
             self._peer_store.renew([self._blocks.keys[index]], peer)
 
 
-class _Engine(Place):
+class _PeerEngine(Place):
     """The store of one engine."""
 
     id: str

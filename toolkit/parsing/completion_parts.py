@@ -22,7 +22,7 @@ __all__ = ["CompletionParts"]
 
 
 @dataclass
-class _Call:
+class _PartialCall:
     """A call so far, and whether an output has shown it."""
 
     index: int
@@ -62,7 +62,7 @@ class CompletionParts:
         self._content: list[str] = []
         self._space: list[str] = []  # that waits
         self._in_content = False
-        self._calls: list[_Call] = []
+        self._calls: list[_PartialCall] = []
         self._num_calls = 0
         self._in_call = self.has_calls = False
         self.warning: str | None = None
@@ -81,7 +81,7 @@ class CompletionParts:
                 case ToolCallBegin(name, call_id):
                     call_id = call_id or f"call_{secrets.token_hex(12)}"
                     place = sum(map(len, self._content))
-                    self._calls.append(_Call(self._num_calls, call_id, name, place))
+                    self._calls.append(_PartialCall(self._num_calls, call_id, name, place))
                     self._num_calls += 1
                     self._in_call, self._in_content, self._space = True, False, []
                 case MalformedText(text, reason):
@@ -136,7 +136,7 @@ class CompletionParts:
                 call.content_before = 0
         return reasoning or None, content or None, calls or None
 
-    def _part_of(self, call: _Call) -> ToolCall | None:
+    def _part_of(self, call: _PartialCall) -> ToolCall | None:
         arguments = "".join(call.arguments)
         first = not (self._delta and call.shown)
         if not first and not arguments:

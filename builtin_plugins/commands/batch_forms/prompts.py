@@ -22,7 +22,7 @@ from hardpoint.plugins.commands import ConfigSources, Generator, Prompt
 from .form import Answered, EarlierAnswer
 
 
-class _Answer(msgspec.Struct):
+class _SavedAnswer(msgspec.Struct):
     """The fields of an answer that a continued run needs."""
 
     id: str | int
@@ -47,7 +47,7 @@ class Prompts:
 
     def read_answer(self, line: bytes) -> EarlierAnswer:
         """Return the request of a line of an answer file."""
-        answer = msgspec.json.decode(line, type=_Answer)
+        answer = msgspec.json.decode(line, type=_SavedAnswer)
         failed = answer.error is not None
         return EarlierAnswer(answer.id, int(answer.request, 16), answer.model, failed)
 

@@ -27,7 +27,7 @@ class _Usage(msgspec.Struct):
     prompt_tokens: int
 
 
-class _Answer(msgspec.Struct):
+class _TraceAnswer(msgspec.Struct):
     choices: list[_Choice]
     usage: _Usage
 
@@ -66,7 +66,7 @@ def _asked(candidates: int | None) -> bool | dict[str, int]:
     return True if candidates is None else {"candidates": candidates}
 
 
-def _read(url: str, answer: HttpAnswer) -> _Answer:
+def _read(url: str, answer: HttpAnswer) -> _TraceAnswer:
     """Return the answer of a server.
 
     Raises:
@@ -74,7 +74,7 @@ def _read(url: str, answer: HttpAnswer) -> _Answer:
     """
     if answer.status == http.HTTPStatus.OK:
         try:
-            return msgspec.convert(answer.content, _Answer)
+            return msgspec.convert(answer.content, _TraceAnswer)
         except msgspec.ValidationError as error:
             cause = str(error)
     else:

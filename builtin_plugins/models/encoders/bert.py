@@ -16,7 +16,7 @@ from .encoder import EncoderModel, LayerNorm
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _BertLayer:
     qkv: Linear
     output: Linear
     attention_norm: LayerNorm
@@ -88,7 +88,7 @@ class Bert(EncoderModel):
     def _layer_norm(self, name: str) -> LayerNorm:
         return LayerNorm(name, self._hidden, self._eps, self.context)
 
-    def _layer(self, index: int) -> _Layer:
+    def _layer(self, index: int) -> _BertLayer:
         name, hidden = f"{self.prefix}encoder.layer.{index}", self._hidden
         attention = f"{name}.attention"
         qkv = [(f"{attention}.self.{part}", hidden) for part in ("query", "key", "value")]
@@ -96,7 +96,7 @@ class Bert(EncoderModel):
         def linear(name: str, rows: int, columns: int) -> Linear:
             return Linear([(name, rows)], columns, self.context, bias=True)
 
-        return _Layer(
+        return _BertLayer(
             qkv=Linear(qkv, hidden, self.context, bias=True),
             output=linear(f"{attention}.output.dense", hidden, hidden),
             attention_norm=self._layer_norm(f"{attention}.output.LayerNorm"),

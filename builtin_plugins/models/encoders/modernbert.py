@@ -20,7 +20,7 @@ _THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta",
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _ModernBertLayer:
     kind: str
     attention_norm: LayerNorm | None
     qkv: Linear
@@ -128,7 +128,7 @@ class ModernBert(EncoderModel):
     def _layer_norm(self, name: str) -> LayerNorm:
         return LayerNorm(name, self._hidden, self._eps, self.context, bias=self._norm_bias)
 
-    def _layer(self, index: int, kind: str) -> _Layer:
+    def _layer(self, index: int, kind: str) -> _ModernBertLayer:
         name, hidden, inner = f"{self.prefix}layers.{index}", self._hidden, self._intermediate
         of_attention = self._fields.flag("attention_bias", False)
         of_mlp = self._fields.flag("mlp_bias", False)
@@ -136,7 +136,7 @@ class ModernBert(EncoderModel):
         def linear(part: str, rows: int, columns: int, bias: bool) -> Linear:
             return Linear([(f"{name}.{part}", rows)], columns, self.context, bias=bias)
 
-        return _Layer(
+        return _ModernBertLayer(
             kind=kind,
             attention_norm=self._layer_norm(f"{name}.attn_norm") if index else None,
             qkv=linear("attn.Wqkv", 3 * hidden, hidden, of_attention),

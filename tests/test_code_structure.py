@@ -11,10 +11,11 @@ import re
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+import pytest
 import vulture
 from support.processes import ROOT
 from support.source_tree import (
@@ -25,6 +26,7 @@ from support.source_tree import (
     is_package,
     modules,
     nodes,
+    tree,
     without_collections,
 )
 
@@ -88,6 +90,9 @@ SMALL_MODULES = {
 }
 """Small modules with one importer that are a concept of their own, and why."""
 
+LOOKED_UP = {"Arguments", "Options", "Prepared", "State"}
+"""Classes of a component that the contract finds by these names, as its attributes."""
+
 _SERVER = ("hardpoint.builtin_plugins.server.", "hardpoint.builtin_plugins.typed_answers.")
 
 UNUSED = ROOT / "tests" / "unused_code.toml"
@@ -104,6 +109,67 @@ def test_folders_stay_small():
         for folder, count in counts.items()
         if count > limits.get(folder, MOST_FILES)
     ] == []
+
+
+def test_the_name_of_a_class_occurs_once():
+    kernels = sorted((ROOT / "kernels").rglob("*.py"))
+    trees = {str(path.relative_to(ROOT)): tree(path) for path in (*modules().values(), *kernels)}
+    assert repeated_classes(trees) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "matches"),
+    [
+        ("class Load: ...", "class Load: ...", ["Load: core/a.py, journal/b.py"]),
+        ("class Load: ...", "class Loads: ...", []),
+        (
+            "class A:\n class Load: ...",
+            "def run():\n try: ...\n finally:\n  class Load: ...",
+            ["Load: core/a.py, journal/b.py"],
+        ),
+        ("class A:\n class Load: ...\nclass Load: ...", "", ["Load: core/a.py, core/a.py"]),
+        ("if A:\n class Load: ...\nelse:\n class Load: ...", "", []),
+        ("try:\n class Load: ...\nexcept A:\n class Load: ...", "", []),
+        ("class _Load: ...", "class _Load: ...", []),
+        ("class A:\n class _Load: ...\nclass _Load: ...", "", ["_Load: core/a.py, core/a.py"]),
+        ("class A:\n class Options: ...", "class B:\n class Options: ...", []),
+        ("class Options: ...", "class Options: ...", ["Options: core/a.py, journal/b.py"]),
+    ],
+)
+def test_a_class_name_that_occurs_twice_is_found(first, second, matches):
+    trees = {"core/a.py": ast.parse(first), "journal/b.py": ast.parse(second)}
+    assert repeated_classes(trees) == matches
+
+
+def repeated_classes(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Return the names that several classes have, with the files of these.
+
+    A private name may occur once in each top-level folder. Definitions of one name in one scope,
+    such as the branches of an `if`, are the same class.
+
+    Args:
+        trees: syntax tree by path, from the root of the repository on.
+    """
+    scopes = {(path, *scope) for path, module in trees.items() for scope in class_scopes(module)}
+    places: dict[tuple[str, str], list[str]] = {}
+    for path, *_, name in sorted(scopes):
+        folder = path.partition("/")[0] if name.startswith("_") else ""
+        places.setdefault((folder, name), []).append(path)
+    return [f"{name}: {', '.join(paths)}" for (_, name), paths in places.items() if paths[1:]]
+
+
+def class_scopes(node: ast.AST, outer: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield each class in a node: the names of classes and functions around it, and its own."""
+    is_class = isinstance(node, ast.ClassDef)
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for child in getattr(node, field, ()):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                scope = (*outer, child.name)
+                if isinstance(child, ast.ClassDef) and not (is_class and child.name in LOOKED_UP):
+                    yield scope
+                yield from class_scopes(child, scope)
+            else:
+                yield from class_scopes(child, outer)
 
 
 def test_a_small_module_is_not_the_part_of_one_other():

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from hardpoint.boundary.errors import error_of
-from hardpoint.boundary.parts.engine_parts import EngineHalves
+from hardpoint.boundary.parts.engine_halves import EngineHalves
 from hardpoint.errors import ConfigError, HardpointError
 from hardpoint.plugins import Executor, Request, RequestError, Scheduler
 from hardpoint.plugins.manifest import Manifest

@@ -57,7 +57,7 @@ class CommandWorker(Protocol):
 
 
 Worker = CommandWorker
-"""The earlier name, which packages import."""
+"""Name of `CommandWorker` in packages of authors."""
 
 
 class WorkerGroup(Protocol):

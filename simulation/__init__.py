@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 Load = SimulatedLoad
-"""The earlier name, which programs import."""
+"""Name of `SimulatedLoad` in programs."""
 
 _ON_USE = {
     "CostFile": "step_costs",

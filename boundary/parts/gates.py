@@ -1,6 +1,6 @@
 """Step parts as a scheduler sees them: gates, resources, and loads and saves of blocks.
 
-`EngineParts` makes these objects for the scheduler, which calls one of them instead of every part,
+`EngineHalves` makes these objects for the scheduler, which calls one of them instead of every part,
 and gets checked results.
 """
 

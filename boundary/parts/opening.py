@@ -20,7 +20,7 @@ from hardpoint.registry.plugin_set import PluginSet
 
 from .bound_half import BoundPart, BoundT, BoundWorkerHalf, OpenHalves, open_halves
 from .calls import PartCalls
-from .engine_parts import EngineHalves
+from .engine_halves import EngineHalves
 from .returns import limit_defect
 from .worker_parts import WorkerParts
 

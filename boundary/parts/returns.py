@@ -1,6 +1,6 @@
 """Checks of the values that methods of step parts return, made before the engine uses them.
 
-`EngineParts` and the objects of `gates` call them, and report a defect as a fault of the part.
+`EngineHalves` and the objects of `gates` call them, and report a defect as a fault of the part.
 """
 
 from __future__ import annotations

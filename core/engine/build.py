@@ -19,7 +19,7 @@ from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.boundary.parts.components import Components, GatesAsGrammars, describe_fault
-from hardpoint.boundary.parts.engine_parts import EngineHalves
+from hardpoint.boundary.parts.engine_halves import EngineHalves
 from hardpoint.boundary.parts.opening import open_parts
 from hardpoint.core.kv_cache import (
     BlockManager,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hardpoint.boundary.parts.engine_parts import EngineHalves
+from hardpoint.boundary.parts.engine_halves import EngineHalves
 from hardpoint.core.weights.weight_hash import WeightsHash
 from hardpoint.plugins import EngineConfig, Executor, WeightLoader
 from hardpoint.registry.blame import raise_unless_fault

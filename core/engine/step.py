@@ -14,7 +14,7 @@ from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.guard import checked
-from hardpoint.boundary.parts.engine_parts import EngineHalves
+from hardpoint.boundary.parts.engine_halves import EngineHalves
 from hardpoint.boundary.parts.states import States, states_of, states_of_parts
 from hardpoint.boundary.step_check import (
     ResultCheck,

@@ -9,7 +9,7 @@ from support.core.engine_harness import ScriptedPart
 
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.parts.bound_half import BoundPart
-from hardpoint.boundary.parts.engine_parts import EngineHalves
+from hardpoint.boundary.parts.engine_halves import EngineHalves
 from hardpoint.errors import PluginConflictError, PluginFaultError, RequestError
 from hardpoint.plugins import (
     EngineCoreOutput,

@@ -37,7 +37,7 @@ class Feedless(Body):
     ("states", "reasoning", "message"),
     [
         ({}, None, r"states\(\) returned none"),
-        ({"a": (Content, {})}, None, "the state 'a': expected a ParserState, got"),
+        ({"a": (Content, {})}, None, "the state 'a': expected a State, got"),
         (
             {"a": ParserState(Content, {"x": "b"})},
             None,

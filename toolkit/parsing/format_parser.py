@@ -90,7 +90,7 @@ class ParserState:
 
 
 State = ParserState
-"""The earlier name, which packages import."""
+"""Name of `ParserState` in packages of authors."""
 
 
 class FormatParser(OutputParser):
@@ -319,7 +319,7 @@ def _check_table(states: Mapping[str, ParserState], reasoning: str | None) -> No
         raise ValueError("states() returned none; an output begins in the first one")
     for name, state in states.items():
         if not isinstance(state, ParserState):
-            raise ValueError(f"the state {name!r}: expected a ParserState, got {state!r}")
+            raise ValueError(f"the state {name!r}: expected a State, got {state!r}")
         if isabstract(state.body):
             raise ValueError(f"the state {name!r}: its body {state.body.__name__} has no feed")
         for marker, to in (*state.moves.items(), *state.calls.items(), ("then", state.then)):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.parts.bound_half import BoundPart
-from hardpoint.boundary.parts.engine_parts import EngineHalves
+from hardpoint.boundary.parts.engine_halves import EngineHalves
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.core import EngineCore

@@ -34,7 +34,7 @@ from .records import (
     Event,
     Failure,
     Gate,
-    PartAnswers,
+    PartReplies,
     PlanRecord,
     Position,
     Result,
@@ -64,7 +64,7 @@ class Player:
     """
 
     def __init__(
-        self, now: float = 0.0, last_answer: Callable[[PartAnswers], Position] | None = None
+        self, now: float = 0.0, last_answer: Callable[[PartReplies], Position] | None = None
     ) -> None:
         """Play nothing yet.
 
@@ -180,16 +180,16 @@ class Player:
 
     def answers(self, part: str, message: bytes, read: Callable[[], list[Any]]) -> list[Any]:  # noqa: ARG002
         """Return the noted answers of worker halves, once they give them here, or later ones."""
-        noted: PartAnswers | None = self._pop("answers")
+        noted: PartReplies | None = self._pop("answers")
         if noted is None:
             return read()
         if not self.has_workers:
             return list(noted.answers)
         here = self._number, self._next["answers"] - 1
-        own: list[PartAnswers] = []
+        own: list[PartReplies] = []
 
         def is_so_far() -> bool:
-            own[:] = [PartAnswers.of(part, read(), noted.message)]
+            own[:] = [PartReplies.of(part, read(), noted.message)]
             return own[0] == noted or self._last_answer(own[0]) > here
 
         if not self.wait(is_so_far, 5.0):

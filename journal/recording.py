@@ -47,7 +47,7 @@ from .records import (
     JournalHeader,
     Keyframe,
     LiveState,
-    PartAnswers,
+    PartReplies,
     RequestEnd,
     message_digest,
     plan_record,
@@ -123,7 +123,7 @@ class Recorder:
     def answers(self, part: str, message: bytes, read: Callable[[], list[Any]]) -> list[Any]:
         """Note the answers of worker halves."""
         found = read()
-        self._note("answers", PartAnswers.of(part, found, message_digest(message)))
+        self._note("answers", PartReplies.of(part, found, message_digest(message)))
         return found
 
     def plan(self, plan: SchedulerOutput) -> None:

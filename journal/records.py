@@ -144,7 +144,7 @@ class Gate(msgspec.Struct, frozen=True, array_like=True):
     failure: Failure | None = None
 
 
-class PartAnswers(msgspec.Struct, frozen=True, array_like=True):
+class PartReplies(msgspec.Struct, frozen=True, array_like=True):
     """The answers of all ranks' worker halves to a call of their step part.
 
     Attributes:
@@ -160,7 +160,7 @@ class PartAnswers(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(
         cls, part: str, answers: Sequence[tuple[str | None, bytes]], message: bytes
-    ) -> PartAnswers:
+    ) -> PartReplies:
         """Return the record of answers."""
         return cls(part, tuple((kind, bytes(answer)) for kind, answer in answers), message)
 
@@ -233,7 +233,7 @@ class Event(msgspec.Struct, array_like=True, tag="event"):
     gates: list[Gate] = []
     matched: list[tuple[int | None, bool]] = []
     done: list[bool] = []
-    answers: list[PartAnswers] = []
+    answers: list[PartReplies] = []
     plans: list[PlanRecord] = []
     results: list[Result] = []
     raised: list[Failure] = []

@@ -29,7 +29,7 @@ from .records import (
     Event,
     JournalHeader,
     Keyframe,
-    PartAnswers,
+    PartReplies,
     Position,
     Record,
     Result,
@@ -146,7 +146,7 @@ class Journal:
             else:
                 yield record
 
-    def last_answer(self, answer: PartAnswers) -> Position:
+    def last_answer(self, answer: PartReplies) -> Position:
         """Return where an answer of worker halves is for the last time; `NOWHERE` if it is not.
 
         Raises:
@@ -155,7 +155,7 @@ class Journal:
         return self._last_answers.get(answer, NOWHERE)
 
     @functools.cached_property
-    def _last_answers(self) -> dict[PartAnswers, Position]:
+    def _last_answers(self) -> dict[PartReplies, Position]:
         return {
             answer: (number, index)
             for number, record in enumerate(self.records())

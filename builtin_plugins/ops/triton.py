@@ -164,7 +164,7 @@ class TritonOps(TorchOps):
             run = self._code_experts.code_experts(gate_up, down, shape, activate, biases)
         elif are_codes == {False}:
             limits = None if clamped is None else (clamped.alpha, clamped.limit)
-            run = self._experts.Experts(gate_up, down, shape, biases, limits)
+            run = self._experts.ExpertSum(gate_up, down, shape, biases, limits)
         # One after the other, if they differ.
         return run or super().experts(gate_up, down, shape, biases=biases, clamped=clamped)
 

@@ -44,7 +44,7 @@ class SuffixTree:
     removed: so no node refers to a sequence that is gone while one that has its tokens is left.
     Each suffix ends at a node, hence there are at most twice as many nodes as tokens.
 
-    `hardpoint.kernels.suffix_tree.SuffixTree` is the same in C++, with the same drafts.
+    `hardpoint.kernels.suffix_tree.CompiledSuffixTree` is the same in C++, with the same drafts.
     """
 
     def __init__(self, depth: int) -> None:

@@ -82,7 +82,7 @@ def workers(monkeypatch):
         assert number == signal.SIGTERM
         next(one for one in Process.launched if one.pid == pid).returncode = 0
 
-    monkeypatch.setattr(owner, "WorkerProcess", Process)
+    monkeypatch.setattr(owner, "CommandWorkerProcess", Process)
     monkeypatch.setattr(owner, "_PAUSE_S", 0.01)
     monkeypatch.setattr(owner.os, "kill", end)
     return owner.Workers(Engine(), ConfigSources({}), BUDGET)

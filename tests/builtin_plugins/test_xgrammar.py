@@ -500,14 +500,14 @@ sys.path[:] = settings["path"]
 import msgspec
 from hardpoint.builtin_plugins.grammars.xgrammar_process import *
 msgspec.msgpack.decode(read_frame(sys.stdin.buffer), type=Start)
-write_frame(sys.stdout.buffer, msgspec.msgpack.encode(Answer()))
+write_frame(sys.stdout.buffer, msgspec.msgpack.encode(CompilerAnswer()))
 while request := read_frame(sys.stdin.buffer):
     job = msgspec.msgpack.decode(request, type=Job)
     if job.text == "die":
         os._exit(3)
     if job.text.startswith("sleep"):
         time.sleep(float(job.text.split()[1]))
-    write_frame(sys.stdout.buffer, msgspec.msgpack.encode(Answer(grammar=job.text)))
+    write_frame(sys.stdout.buffer, msgspec.msgpack.encode(CompilerAnswer(grammar=job.text)))
 """
 START = Start(tokens=[b"a"], special=[], vocab_size=1, threads=1, max_bytes=1 << 30)
 

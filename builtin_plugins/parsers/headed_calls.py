@@ -281,6 +281,10 @@ class MistralParser(FormatParser):
         return self.sequence(tool, *call_id, "[ARGS]", arguments_format(tool, schema))
 
 
+Mistral = MistralParser
+"""Name in the entry points, which journals record."""
+
+
 def _list(call: Format, *, parallel: bool) -> Format:
     """Return the grammar of a JSON list of calls."""
     calls = repeated(call, ", ", parallel=parallel)
@@ -359,6 +363,10 @@ class GraniteParser(FormatParser):
             separator="\n",
         )
         return any_tag(calls, tagged, parallel=parallel)
+
+
+Granite = GraniteParser
+"""Name in the entry points, which journals record."""
 
 
 class Granite32(FormatParser):

@@ -162,6 +162,10 @@ class Olmo3Parser(FormatParser):
         )
 
 
+Olmo3 = Olmo3Parser
+"""Name in the entry points, which journals record."""
+
+
 _SPACE = r"[\s\x1c-\x1f]"
 """White space: Python has more than regular expressions of Rust."""
 

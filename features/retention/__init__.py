@@ -1,5 +1,5 @@
 """Retention: blocks of conversations that are worth more than others for a while."""
 
-from .part import PrefixRetention
+from .part import PrefixRetention as Retention
 
-__all__ = ["PrefixRetention"]
+__all__ = ["Retention"]

@@ -28,7 +28,7 @@ from hardpoint.features.kv_transfer import KVTransfer
 from hardpoint.features.pooling import Pooling
 from hardpoint.features.prompt_embeddings import PromptEmbeddings
 from hardpoint.features.recording import RecordedSteps
-from hardpoint.features.retention import PrefixRetention
+from hardpoint.features.retention.part import PrefixRetention
 from hardpoint.features.speculation import Speculation
 from hardpoint.features.structured import StructuredOutput
 from hardpoint.features.taps import ActivationTaps

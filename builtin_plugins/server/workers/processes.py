@@ -21,7 +21,7 @@ from hardpoint.builtin_plugins.server.operations.notify import ServiceManager
 from hardpoint.builtin_plugins.server.service import ServerPhase
 from hardpoint.builtin_plugins.server.serving import Serving, begin_outliving, loop_factory
 from hardpoint.plugins import CommandContext
-from hardpoint.plugins.workers import CommandWorker, WorkerGroup, WorkerPlan
+from hardpoint.plugins.workers import Worker, WorkerGroup, WorkerPlan
 from hardpoint.typed import Strict, convert
 
 _log = logging.getLogger("hardpoint")
@@ -45,7 +45,7 @@ class WorkerData(Strict):
     num_processes: int
 
 
-def serve(worker: CommandWorker) -> int:
+def serve(worker: Worker) -> int:
     """Serve users until a signal, or until the engine is dead; return the exit code."""
     data = convert(worker.data, WorkerData, path="data")
     memory, listening = worker.files
@@ -61,7 +61,7 @@ def serve(worker: CommandWorker) -> int:
 
 
 async def _serve(
-    worker: CommandWorker,
+    worker: Worker,
     users: BoundAddress,
     keys: Stores,
     counts: SharedCounts,

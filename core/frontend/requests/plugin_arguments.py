@@ -298,8 +298,7 @@ class PluginArguments:
                     tokenizer=self._tokenizer,
                     reasoning=reasoning,
                 )
-                source = taker.entry.source
-                arguments = prepare_arguments(source, taker.cls, arguments, context, path)
+                arguments = prepare_arguments(taker.source, taker.cls, arguments, context, path)
             resolved[taker.key] = msgspec.to_builtins(arguments, str_keys=False)
         return resolved
 

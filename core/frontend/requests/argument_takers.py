@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from hardpoint import typed
 from hardpoint.plugins import RequestError, SamplingParams
-from hardpoint.plugins.arguments import ComponentWithArguments, prepared_type
-from hardpoint.plugins.logits import LogitsPlugin
-from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.plugins.text.arguments import ComponentWithArguments, prepared_type
 from hardpoint.registry.blame import faults_as
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import (

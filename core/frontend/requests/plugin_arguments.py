@@ -20,7 +20,7 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.frontend_half import ToolCalls
+from hardpoint.plugins.step_part.part import ToolCalls
 from hardpoint.registry.kinds import KINDS, Number
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import prepare_arguments, prepares

@@ -50,7 +50,6 @@ SMALL_MODULES = {
     "hardpoint.boundary.hang_watch": "an algorithm with tests of its own",
     "hardpoint.toolkit.trace.table": "one view of two; the page has a module",
     "hardpoint.core.worker.sampling.processor_changes": "the worker's end of live changes",
-    "hardpoint.plugins.process.device": "imports torch, unlike the rest of the contract",
     "hardpoint.live.sinks": "the live changes of one kind, as its siblings",
     "hardpoint.replicas.load": "what operators and autoscalers read; no request needs it",
     "hardpoint.system.process.garbage": "Python's collector; has tests of its own",

@@ -131,7 +131,7 @@ def outside_the_loader(text: re.Pattern[str]) -> Iterator[tuple[str, ast.Module]
     """Yield name and syntax tree of the modules with a text, but for those of the loader."""
     for module, path in modules().items():
         source = path.read_text(encoding="utf-8")
-        if package_of(module) != LOADER and text.search(source):
+        if not module.startswith(f"{LOADER}.") and text.search(source):
             yield module, ast.parse(source)
 
 

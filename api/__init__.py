@@ -30,6 +30,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.registry.adapters import moved
 from hardpoint.registry.discovery import installed_version
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ __all__ = [
     "SamplingParams",
     "__version__",
 ]
+
+# Here, because every import of an old path imports this package first.
+moved.register()
 
 
 def __dir__() -> list[str]:

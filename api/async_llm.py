@@ -32,8 +32,8 @@ from hardpoint.plugins.config_tables import STREAMING_STEP_MILLISECONDS
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, RequestOptions
 from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.plugins.requests.stats import Health
 from hardpoint.plugins.server import InstalledExtension, ServerContext
-from hardpoint.plugins.stats import Health
 from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over

@@ -13,17 +13,12 @@ from typing import Any, Literal
 
 from hardpoint.errors import PluginContractError, PluginFaultError
 from hardpoint.plugins import CommandContext, EngineConfig, HardpointError, ModelError
-from hardpoint.plugins.commands import (
-    Generator,
-    JoinEngine,
-    MakeApplication,
-    ModelReport,
-    PluginCatalog,
-)
+from hardpoint.plugins.commands import Generator, ModelReport, PluginCatalog
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.journals import JournalUse
 from hardpoint.plugins.server import AsyncGenerator
-from hardpoint.plugins.workers import WorkerGroup
+from hardpoint.plugins.server.commands import JoinEngine, MakeApplication
+from hardpoint.plugins.server.journals import JournalUse
+from hardpoint.plugins.server.workers import WorkerGroup
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.configuration import default_config_type, load_config
@@ -268,6 +263,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         measure_server=functools.partial(_measure, "measure_server"),
         sweep=functools.partial(_measure, "sweep"),
         measure_startup=functools.partial(_measure, "measure_startup"),
+        resolve_plugins=resolve_plugins,
     )
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from hardpoint.errors import PluginConflictError, PluginContractError
 from hardpoint.plugins import Command, EngineConfig
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.manifest import Source
 from hardpoint.registry.discovery import SelectedPlugin, discover
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.loading import check_component, import_object

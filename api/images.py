@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.errors import EngineClosedError, RequestError, shown
-from hardpoint.plugins.image_input import ImageSource
-from hardpoint.plugins.media import ProcessedImage
+from hardpoint.plugins.requests.media import ImageSource, ProcessedImage
 from hardpoint.typed import copied, is_list
 
 __all__ = ["IMAGE_PARTS", "ImageThreads", "PromptImages", "has_unread_images", "image_of"]

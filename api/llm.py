@@ -26,7 +26,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, RequestOptions
-from hardpoint.plugins.stats import Health
+from hardpoint.plugins.requests.stats import Health
 from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over

@@ -21,7 +21,7 @@ from hardpoint.plugins import (
     Ops,
 )
 from hardpoint.plugins.commands import ContextMemory, ModelReport, WeightGroup
-from hardpoint.plugins.component import no_progress
+from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.registry.plugin_set import resolve_plugins

@@ -26,11 +26,11 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import RequestOptions
 from hardpoint.plugins.requests import PoolingRequestOutput
-from hardpoint.plugins.settings import LiveSettings
+from hardpoint.plugins.server.settings import LiveSettings
 from hardpoint.typed import copied, is_list
 
 from .calls.adapter_resolvers import AdapterResolvers

@@ -46,7 +46,7 @@ from hardpoint.plugins import (
     LogitsRequest,
     SamplingParams,
 )
-from hardpoint.plugins.arguments import prepared_type
+from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.testing import load_ops
 

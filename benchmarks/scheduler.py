@@ -66,7 +66,7 @@ from hardpoint.plugins import (
     SchedulerContext,
     StepRecord,
 )
-from hardpoint.plugins.scheduler import SchedulerLimits
+from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.registry.plugin_set import resolve_plugins
 
 SIZES = (1, 32, 256, 1024, 4096)

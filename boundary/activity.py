@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.system.forks import FORKS, end_copy
 from hardpoint.system.plugin_settings import READ, changed

@@ -10,9 +10,10 @@ import torch
 
 from hardpoint.errors import ConfigError, ModelError, PluginFaultError
 from hardpoint.plugins import AttentionBackend, AttentionStep, KVSpec, Wrapper
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.executor import WorkerInfo
-from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.model import Attend, Recur, no_states
+from hardpoint.plugins.model import Attend, Recur
+from hardpoint.plugins.model.forward import no_states
 
 from .checked_model import is_replayable, wrong_result
 from .guard import checked

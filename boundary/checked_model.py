@@ -20,9 +20,8 @@ from hardpoint.plugins import (
     WeightLoader,
     Wrapper,
 )
-from hardpoint.plugins.component import Component
-from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.model import CUTS, is_shape
+from hardpoint.plugins.component import Component, Source
+from hardpoint.plugins.model.model import CUTS, is_shape
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.system import torch_state

@@ -11,15 +11,10 @@ import torch
 
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import HardpointError, ModelError
-from hardpoint.plugins.behaviour import Returned
-from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.quantization import (
-    COLUMNS,
-    MATRIX,
-    AffineCodes,
-    Quantization,
-    QuantizedMatrix,
-)
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.component.behaviour import Returned
+from hardpoint.plugins.model.quantization import COLUMNS, MATRIX
+from hardpoint.plugins.quantization import AffineCodes, Quantization, QuantizedMatrix
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.system.memory import is_out_of_memory
 

@@ -13,9 +13,8 @@ import os
 import sys
 import threading
 
-from hardpoint.plugins.component import Component
+from hardpoint.plugins.component import Component, Source
 from hardpoint.plugins.executor import Executor
-from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import component_of
 from hardpoint.system.forks import FORKS, end_copy
 

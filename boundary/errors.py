@@ -14,8 +14,7 @@ from hardpoint.plugins import (
     FinishReason,
     HardpointError,
 )
-from hardpoint.plugins.component import Component
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Component, Source
 from hardpoint.registry.blame import (
     component_of,
     describe,

@@ -9,10 +9,9 @@ from collections.abc import Collection, Sequence
 from typing import Any, Generic, TypeVar
 
 from hardpoint.errors import PluginFaultError
-from hardpoint.plugins.component import Component, Context
+from hardpoint.plugins.component import Component, Context, Source
 from hardpoint.plugins.config_tables import PluginsConfig
-from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.stats import StepFault
+from hardpoint.plugins.requests.stats import StepFault
 from hardpoint.registry.blame import close_if_failed, describe, responsible
 from hardpoint.registry.plugin_set import PluginSet
 

@@ -15,7 +15,8 @@ from operator import attrgetter
 from typing import Any, NoReturn, TypeVar, cast
 
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
-from hardpoint.plugins.behaviour import (
+from hardpoint.plugins.component import Component, Source
+from hardpoint.plugins.component.behaviour import (
     ORDERED,
     Behaviour,
     Default,
@@ -23,8 +24,6 @@ from hardpoint.plugins.behaviour import (
     UnusableError,
     behaviour_of,
 )
-from hardpoint.plugins.component import Component
-from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import StateAtFault, describe, raise_unless_fault, responsible
 from hardpoint.registry.kinds import KINDS
 from hardpoint.system.forks import FORKS, end_copy

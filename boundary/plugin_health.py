@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.stats import Health, StepFault
+from hardpoint.plugins.requests.stats import Health, StepFault
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 

@@ -15,8 +15,7 @@ from hardpoint.plugins import (
     Scheduler,
     SchedulerOutput,
 )
-from hardpoint.plugins.component import Component
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Component, Source
 from hardpoint.registry.blame import describe, is_fault, raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.system.forks import FORKS, end_copy

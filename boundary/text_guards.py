@@ -9,12 +9,12 @@ from typing import Any
 from hardpoint import typed
 from hardpoint.errors import shown
 from hardpoint.plugins import OutputParser, OutputParserContext, ReasoningMarkers, Tokenizer
-from hardpoint.plugins.behaviour import UnusableError, within
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.component.behaviour import UnusableError, within
+from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.loader import ModelFiles
-from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.plugins.model.files import ModelFiles
 from hardpoint.plugins.output_parser import (
-    EVENTS,
     ContentText,
     MalformedText,
     OutputEvent,
@@ -24,7 +24,8 @@ from hardpoint.plugins.output_parser import (
     ToolCallBegin,
     ToolCallEnd,
 )
-from hardpoint.plugins.tokenizer import TokenizerContext
+from hardpoint.plugins.text.output_parser import EVENTS
+from hardpoint.plugins.text.tokenizer import TokenizerContext
 from hardpoint.registry.plugin_set import PluginSet
 
 from .activity import PluginCalls

@@ -36,10 +36,10 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.component import Progress, no_progress
+from hardpoint.plugins.component.base import Progress, no_progress
+from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.registry.blame import close_if_failed, faults_as
 from hardpoint.registry.discovery import InstalledPlugin, installed_version
 from hardpoint.registry.hooks import HookSet

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.plugins import EngineCoreRequest
-from hardpoint.plugins.block_hash import extra_keys
+from hardpoint.plugins.kv_cache.block_hash import extra_keys
 from hardpoint.toolkit.half_floats import float32_of
 
 from .forcing import recorded_tokens

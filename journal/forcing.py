@@ -16,7 +16,7 @@ import msgspec
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.step import Outputs
 from hardpoint.plugins import EngineCoreRequest, HardpointError
-from hardpoint.plugins.resumed import ResumedOutputs
+from hardpoint.plugins.requests.resumed import ResumedOutputs
 
 from .differences import Difference
 from .playing import Player

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput
-from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.component.manifest import Manifest
 
 FORMAT_VERSION = 1
 """Of the records and of the frames around them."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hardpoint.core.engine.core import EngineCore
-from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.registry.kinds import KINDS, Process
 
 from .export import export

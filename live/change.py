@@ -11,7 +11,7 @@ import msgspec
 
 from hardpoint.errors import BusyError, HardpointError
 from hardpoint.plugins import EngineConfig
-from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 

@@ -13,8 +13,8 @@ from hardpoint.boundary.errors import error_of
 from hardpoint.boundary.parts.engine_halves import EngineHalves
 from hardpoint.errors import ConfigError, HardpointError
 from hardpoint.plugins import Executor, Request, RequestError, Scheduler
-from hardpoint.plugins.manifest import Manifest
-from hardpoint.plugins.scheduler import SchedulerLimits
+from hardpoint.plugins.component.manifest import Manifest
+from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.registry.plugin_set import PluginSet
 
 from .change import Action, Changes, LiveChange, PreparedChange, Switch

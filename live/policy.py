@@ -26,8 +26,9 @@ from hardpoint.plugins import (
     Scheduler,
     SchedulingPolicy,
 )
-from hardpoint.plugins.arguments import prepared_type
-from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.registry.blame import faults_as, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import (

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from hardpoint.boundary.errors import close_all
-from hardpoint.plugins.logits import LogitsPlugin
-from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.registry.plugin_set import PluginSet
 
 from .change import LiveChange, PreparedChange, Switch

@@ -14,10 +14,10 @@ from msgspec import Meta
 
 from hardpoint.errors import ConfigError, PluginNotFoundError, shown
 from hardpoint.plugins import EngineConfig
+from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import CHANGE, PluginUse, Reference
-from hardpoint.plugins.manifest import PluginEntry
-from hardpoint.plugins.settings import LiveSettings, Setting
+from hardpoint.plugins.server.settings import LiveSettings, Setting
 from hardpoint.registry.kinds import KINDS, Number, value_at
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.registry.references import with_references

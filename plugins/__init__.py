@@ -1,9 +1,11 @@
 """The contract: what a plugin author imports, and nothing else.
 
-Besides these names, some modules are public: `commands` (of the command line), `quantization` (for
-weights of few bits), `executor` and `parallel`, and more for single kinds, which
-docs/reference/types.md lists. Below the contract are `hardpoint.errors` and `hardpoint.typed`
-(options and arguments); the libraries for authors are in `hardpoint.toolkit`.
+Besides these names, some modules are public: `commands` (of the command line), `quantization`,
+`executor` and `parallel`, and more for single kinds, which docs/reference/types.md lists. They only
+re-export: the definitions are in folders by reader, `sampling`, `scheduling`, `kv_cache`, `model`,
+`text`, `process`, `step_part` and `server`, above `component`, `config` and `requests`. Each of
+these packages exports the public names of its modules. Below the contract are `hardpoint.errors`
+and `hardpoint.typed` (options and arguments); the libraries for authors are in `hardpoint.toolkit`.
 
 Start with the interface of your kind (`LogitsProcessor`, `SchedulingPolicy`, ...), state the
 kind's `contract` in your class, and register it under the entry-point group `hardpoint.<kind>`.
@@ -16,61 +18,49 @@ from msgspec import Meta
 from hardpoint.errors import ConfigError, HardpointError, ModelError, OverloadedError, RequestError
 from hardpoint.typed import Arguments, Options, State
 
-from . import moved
-from .activation_tap import ActivationTap, ActivationTapContext, TapRows, TapSite
-from .adapter_resolver import AdapterResolver, AdapterResolverContext
-from .arguments import PrepareContext
-from .attention import AttentionBackend, AttentionContext, AttentionStep, KVSpec
-from .balancer import BalancerContext, EngineView, LoadBalancer
-from .commands import Command, CommandContext
-from .config import EngineConfig
-from .executor import Executor, ExecutorContext, WorkerInfo
-from .frontend_half import FrontendHalf
-from .grammars import GrammarBackend, GrammarContext
-from .hooks import HookContext, hookimpl
-from .io_processor import IOProcessor, IOProcessorContext
-from .kv_cache import (
+from .component.wrapper import Wrapper
+from .config.engine import EngineConfig
+from .kv_cache.connector import KVConnector, KVConnectorContext
+from .kv_cache.events import (
     AllBlocksCleared,
-    BlockHistory,
-    BlockIds,
     BlockRemoved,
     BlockStored,
-    CachedBlocks,
-    CachedPrefix,
-    EvictionContext,
-    EvictionPolicy,
     KVEventBatch,
     KVEventPublisher,
     PublisherContext,
 )
-from .kv_connector import KVConnector, KVConnectorContext
-from .kv_store import KVStore, KVStoreContext
-from .loader import LoaderContext, ModelConfig, ModelFiles, WeightFormat, WeightLoader
-from .logits import (
-    Added,
-    BatchLogitsProcessor,
-    BatchUpdate,
-    Edits,
-    LogitsContext,
-    LogitsProcessor,
-    LogitsRequest,
-    Move,
-    Moved,
-    Phase,
-    Reads,
-    RowMap,
-    Rows,
-    SparseLogitsProcessor,
-    TensorSpec,
+from .kv_cache.eviction import BlockHistory, CachedBlocks, EvictionContext, EvictionPolicy
+from .kv_cache.manager import CachedPrefix
+from .kv_cache.store import KVStore, KVStoreContext
+from .model.attention import AttentionBackend, AttentionContext, AttentionStep, KVSpec
+from .model.files import ModelConfig, ModelFiles
+from .model.forward import ForwardBatch, TensorSpec
+from .model.loader import LoaderContext, WeightFormat, WeightLoader
+from .model.logits_ops import LogitsOps, Op
+from .model.model import Model, ModelContext
+from .model.ops import ClampedSwiGLU, Ops, OpsContext, Recorded
+from .model.quantization import Quantization, QuantizationContext
+from .process.balancer import BalancerContext, EngineView, LoadBalancer
+from .process.executor import Executor, ExecutorContext, WorkerInfo
+from .process.parallel import Communicator, CommunicatorContext
+from .requests.lora import LoRARequest
+from .requests.markers import ReasoningMarkers, ReasoningPosition, ReasoningTracker
+from .requests.outputs import (
+    CompletionOutput,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    Logprob,
+    RequestOutput,
 )
-from .logits_ops import LogitsOps, Op
-from .markers import ReasoningMarkers, ReasoningPosition, ReasoningTracker
-from .model import ForwardBatch, Model, ModelContext
-from .ops import ClampedSwiGLU, Ops, OpsContext, Recorded
-from .output_parser import OutputParser, OutputParserContext, ParserRequest
-from .parallel import Communicator, CommunicatorContext
-from .params import RepetitionDetection, RequestOutputKind, SamplingParams
-from .plan import (
+from .requests.params import (
+    EngineCoreRequest,
+    RepetitionDetection,
+    RequestOutputKind,
+    SamplingParams,
+)
+from .requests.plan import (
+    BlockIds,
     CachedRequests,
     GrammarBitmask,
     ModelRunnerOutput,
@@ -78,24 +68,8 @@ from .plan import (
     RequestFault,
     SchedulerOutput,
 )
-from .pooler import Pooler, PoolerContext, PromptPooler
-from .quantization import Quantization, QuantizationContext
-from .request import Request, RequestStatus
-from .requests import (
-    CompletionOutput,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-    Logprob,
-    LoRARequest,
-    RequestOutput,
-)
-from .sampler import Sampler, SamplerContext, SamplingRows
-from .scheduler import EncoderCache, PauseState, Scheduler, SchedulerContext
-from .scheduling_policy import Load, PolicyContext, SchedulingPolicy
-from .speculator import DraftRequest, Speculator, SpeculatorContext
-from .stats import (
+from .requests.request import Request, RequestStatus
+from .requests.stats import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineReport,
@@ -106,15 +80,37 @@ from .stats import (
     PrefillStats,
     PrefixCacheStats,
     SchedulerStats,
-    StatSink,
-    StatSinkContext,
 )
-from .step_cost import StepCost
-from .step_part import EngineHalf, StepPart, StepPartContext
-from .step_record import StepRecord, WaitingFor, WaitReason
-from .tokenizer import DecodeStream, EncodedPair, Tokenizer, TokenizerContext
-from .worker_half import WorkerHalf
-from .wrapper import Wrapper
+from .sampling.activation_tap import ActivationTap, ActivationTapContext, TapRows, TapSite
+from .sampling.logits import (
+    BatchLogitsProcessor,
+    Edits,
+    LogitsContext,
+    LogitsProcessor,
+    Reads,
+    SparseLogitsProcessor,
+)
+from .sampling.phases import Phase
+from .sampling.pooler import Pooler, PoolerContext, PromptPooler
+from .sampling.rows import Added, BatchUpdate, LogitsRequest, Move, Moved, RowMap, Rows
+from .sampling.sampler import Sampler, SamplerContext, SamplingRows
+from .scheduling.policy import Load, PolicyContext, SchedulingPolicy
+from .scheduling.scheduler import EncoderCache, PauseState, Scheduler, SchedulerContext
+from .scheduling.step_cost import StepCost
+from .scheduling.step_record import StepRecord, WaitingFor, WaitReason
+from .server.adapter_resolver import AdapterResolver, AdapterResolverContext
+from .server.commands import Command, CommandContext
+from .server.hooks import HookContext, hookimpl
+from .server.stat_sink import StatSink, StatSinkContext
+from .step_part.engine import EngineHalf
+from .step_part.part import FrontendHalf, StepPart, StepPartContext
+from .step_part.speculator import DraftRequest, Speculator, SpeculatorContext
+from .step_part.worker import WorkerHalf
+from .text.arguments import PrepareContext
+from .text.grammars import GrammarBackend, GrammarContext
+from .text.io_processor import IOProcessor, IOProcessorContext
+from .text.output_parser import OutputParser, OutputParserContext, ParserRequest
+from .text.tokenizer import DecodeStream, EncodedPair, Tokenizer, TokenizerContext
 
 __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     # Every component: stable
@@ -296,5 +292,3 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "HookContext",
     "hookimpl",
 ]
-
-moved.register(__name__)

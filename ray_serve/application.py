@@ -16,8 +16,8 @@ from ray.serve.schema import LoggingConfig
 
 from hardpoint.command_plugins import collect_commands
 from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
-from hardpoint.plugins.commands import MakeApplication
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.server.commands import MakeApplication
 from hardpoint.registry.configuration import load_config
 
 from .autoscaling import WaitingPromptWork

@@ -17,7 +17,7 @@ from hardpoint.core.build import OpenClient
 from hardpoint.core.client.process_client import EngineStart, Sink
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.plugins import HardpointError
-from hardpoint.plugins.engine_set import EngineSet
+from hardpoint.plugins.server.engine_set import EngineSet
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.replicas.choice import EngineChoice
 from hardpoint.replicas.group import EngineGroup

@@ -13,8 +13,8 @@ from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from hardpoint.async_llm import AsyncLLM
-from hardpoint.plugins.commands import MakeApplication
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.server.commands import MakeApplication
 from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import installed_version
 

@@ -13,8 +13,8 @@ from hardpoint.boundary.activity import PluginCall
 from hardpoint.boundary.errors import error_of
 from hardpoint.core.protocol import EngineCoreReadyResponse
 from hardpoint.plugins import HardpointError
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.manifest import Manifest
 from hardpoint.system.encoding import Decoder, Encoder
 
 T = TypeVar("T")

@@ -6,8 +6,7 @@ import inspect
 from types import ModuleType
 from typing import Any
 
-from hardpoint.plugins.component import Component
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Component, Source
 from hardpoint.registry.adapters.base import Adapter, ExternalProcessor
 from hardpoint.registry.adapters.contract_1 import adapt_earlier
 from hardpoint.registry.adapters.per_request import (

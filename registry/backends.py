@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from hardpoint.errors import ConfigError, ModelError
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.plugins.component.manifest import PluginEntry
 
 from .discovery import SelectedPlugin
 from .kinds import KINDS

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from hardpoint.errors import HardpointError, PluginFaultError
-from hardpoint.plugins.component import MAX_STATE_BYTES, Component
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.component.base import MAX_STATE_BYTES, Source
 from hardpoint.system.forks import FORKS, end_copy
 
 _log = logging.getLogger("hardpoint")

@@ -10,9 +10,10 @@ import msgspec
 
 from hardpoint.errors import HardpointError, PluginConflictError, PluginNotFoundError
 from hardpoint.plugins.commands import ComponentDetails, ComponentInfo
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import ConfigSources, EngineConfig
-from hardpoint.plugins.hooks import hookimpl
-from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.plugins.server.hooks import hookimpl
 from hardpoint.typed import convert, json_schema, suggest
 from hardpoint.typed.describing import FieldDoc, first_paragraph, struct_fields
 

@@ -11,7 +11,8 @@ from typing import Any
 import importlib_metadata
 
 from hardpoint.errors import PluginConflictError
-from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.component.manifest import PluginEntry
 
 from .kinds import KINDS, PluginKind
 

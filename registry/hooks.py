@@ -13,8 +13,7 @@ import msgspec
 import pluggy
 
 from hardpoint.errors import PluginContractError, PluginFaultError, PluginLoadError, shown
-from hardpoint.plugins.hooks import HookContext, HookSpecs, hookimpl
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.server import (
     Authenticator,
     Background,
@@ -26,6 +25,8 @@ from hardpoint.plugins.server import (
     ServerExtension,
     Transform,
 )
+from hardpoint.plugins.server.hook_specs import HookSpecs
+from hardpoint.plugins.server.hooks import HookContext, hookimpl
 from hardpoint.system.plugin_settings import READ, changed
 
 from .blame import describe, faults_as, innermost, raise_unless_fault

@@ -7,39 +7,39 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from hardpoint.plugins.activation_tap import ActivationTap
-from hardpoint.plugins.adapter_resolver import AdapterResolver
-from hardpoint.plugins.arguments import ComponentWithArguments
-from hardpoint.plugins.attention import AttentionBackend
-from hardpoint.plugins.balancer import LoadBalancer
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import EngineConfig
 from hardpoint.plugins.executor import Executor
 from hardpoint.plugins.grammars import GrammarBackend
-from hardpoint.plugins.io_processor import IOProcessor
 from hardpoint.plugins.kv_cache import EvictionPolicy, KVEventPublisher
 from hardpoint.plugins.kv_connector import KVConnector
 from hardpoint.plugins.kv_store import KVStore
-from hardpoint.plugins.loader import WeightLoader
-from hardpoint.plugins.logits import (
+from hardpoint.plugins.model import Model
+from hardpoint.plugins.model.attention import AttentionBackend
+from hardpoint.plugins.model.loader import WeightLoader
+from hardpoint.plugins.model.ops import Ops
+from hardpoint.plugins.output_parser import OutputParser, Role
+from hardpoint.plugins.parallel import Communicator
+from hardpoint.plugins.process.balancer import LoadBalancer
+from hardpoint.plugins.quantization import Quantization
+from hardpoint.plugins.sampling.activation_tap import ActivationTap
+from hardpoint.plugins.sampling.logits import (
     BatchLogitsProcessor,
     LogitsPlugin,
     LogitsProcessor,
     SparseLogitsProcessor,
 )
-from hardpoint.plugins.model import Model
-from hardpoint.plugins.ops import Ops
-from hardpoint.plugins.output_parser import OutputParser, Role
-from hardpoint.plugins.parallel import Communicator
-from hardpoint.plugins.pooler import Pooler
-from hardpoint.plugins.quantization import Quantization
-from hardpoint.plugins.sampler import Sampler
-from hardpoint.plugins.scheduler import Scheduler
-from hardpoint.plugins.scheduling_policy import SchedulingPolicy
-from hardpoint.plugins.speculator import Speculator
-from hardpoint.plugins.stats import StatSink
+from hardpoint.plugins.sampling.pooler import Pooler
+from hardpoint.plugins.sampling.sampler import Sampler
+from hardpoint.plugins.scheduling.policy import SchedulingPolicy
+from hardpoint.plugins.scheduling.scheduler import Scheduler
+from hardpoint.plugins.server.adapter_resolver import AdapterResolver
+from hardpoint.plugins.server.stat_sink import StatSink
 from hardpoint.plugins.step_part import StepPart
-from hardpoint.plugins.tokenizer import Tokenizer
+from hardpoint.plugins.step_part.speculator import Speculator
+from hardpoint.plugins.text.arguments import ComponentWithArguments
+from hardpoint.plugins.text.io_processor import IOProcessor
+from hardpoint.plugins.text.tokenizer import Tokenizer
 
 __all__ = ["KINDS", "FaultScope", "Number", "PluginKind", "Process", "Stability", "value_at"]
 

@@ -23,14 +23,13 @@ from hardpoint.errors import (
     PluginLoadError,
     PluginNotFoundError,
 )
-from hardpoint.plugins.arguments import ComponentWithArguments
-from hardpoint.plugins.component import Component
-from hardpoint.plugins.hooks import hookimpl
-from hardpoint.plugins.logits import BatchLogitsProcessor, LogitsPlugin
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Component, Source
+from hardpoint.plugins.component.wrapper import Wrapper
 from hardpoint.plugins.output_parser import OutputParser, Role
 from hardpoint.plugins.params import SamplingParams
-from hardpoint.plugins.wrapper import Wrapper
+from hardpoint.plugins.sampling.logits import BatchLogitsProcessor, LogitsPlugin
+from hardpoint.plugins.server.hooks import hookimpl
+from hardpoint.plugins.text.arguments import ComponentWithArguments
 
 from .adapters.vllm_interface import lacks_vllm, stand_ins
 from .blame import faults_as

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from hardpoint.errors import PluginConflictError, PluginContractError
-from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.plugins.step_part import StepPart
 from hardpoint.typed import suggest
 

@@ -12,9 +12,9 @@ import msgspec
 
 from hardpoint import typed
 from hardpoint.errors import ConfigError, PluginConflictError, PluginContractError, shown
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.config_tables import PluginsConfig
-from hardpoint.plugins.manifest import Source
 from hardpoint.typed import Strict
 
 from .adapt import configured

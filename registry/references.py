@@ -22,8 +22,8 @@ from hardpoint.errors import (
     PluginNotFoundError,
     shown,
 )
-from hardpoint.plugins.hooks import ENGINE_HOOKS, HookSpecs
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.server.hook_specs import ENGINE_HOOKS, HookSpecs
 from hardpoint.typed import join_path, suggest
 
 from .adapt import adapt

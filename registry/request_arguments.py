@@ -10,8 +10,8 @@ import msgspec
 from hardpoint import typed
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import PrepareContext, RequestError
-from hardpoint.plugins.arguments import ComponentWithArguments, prepared_type
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.text.arguments import ComponentWithArguments, prepared_type
 
 from .blame import faults_as, text_of
 

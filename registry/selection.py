@@ -14,9 +14,9 @@ from hardpoint.errors import (
     PluginNotFoundError,
     shown,
 )
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.config_tables import PluginUse
-from hardpoint.plugins.manifest import Source
 from hardpoint.typed import suggest
 
 from .adapt import adapt

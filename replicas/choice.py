@@ -19,7 +19,7 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     LoadBalancer,
 )
-from hardpoint.plugins.stats import StepFault
+from hardpoint.plugins.requests.stats import StepFault
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed.read_only import read_only
 

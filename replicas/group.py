@@ -28,7 +28,7 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     HardpointError,
 )
-from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.component.manifest import Manifest
 
 from .choice import EngineChoice
 from .dispatch import RETRY_S, Dispatch

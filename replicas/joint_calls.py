@@ -14,14 +14,14 @@ import msgspec
 from hardpoint.boundary.errors import error_of, kind_of
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import HardpointError, SchedulerStats, StepPart, WaitReason
-from hardpoint.plugins.stats import (
+from hardpoint.plugins.requests.stats import (
     EngineReport,
     Health,
     PluginMeter,
     PluginReport,
     StepFault,
 )
-from hardpoint.plugins.step_record import LiveRequest
+from hardpoint.plugins.scheduling.step_record import LiveRequest
 from hardpoint.registry.blame import faults_as
 
 from .choice import EngineChoice

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Literal
 
-from hardpoint.plugins.engine_set import EngineStatus, LoadReport
+from hardpoint.plugins.server.engine_set import EngineStatus, LoadReport
 
 from .replica import Replica
 from .replicas import Replicas

@@ -11,7 +11,7 @@ from itertools import islice
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.kv_cache.block_hashes import BlockHashes
 from hardpoint.plugins import EngineCoreRequest, HardpointError
-from hardpoint.plugins.engine_state import BLOCK_KEY_BYTES, KVCacheChanges
+from hardpoint.plugins.requests.engine_state import BLOCK_KEY_BYTES, KVCacheChanges
 
 BYTES_PER_BLOCK = 192
 """Most memory of a block that one engine or several have: its key, its mask, and their entry."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from hardpoint.errors import EngineDeadError, shown
 from hardpoint.plugins import HardpointError, RequestError
-from hardpoint.plugins.engine_set import EngineSet
+from hardpoint.plugins.server.engine_set import EngineSet
 
 from .ledger import Ledger
 from .replica import Replica

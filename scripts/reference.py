@@ -18,8 +18,10 @@ import re
 import sys
 import tomllib
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
@@ -30,11 +32,11 @@ from hardpoint.builtin_plugins.server.assembly import core_routes
 from hardpoint.builtin_plugins.server.routes.fields import GenerationFields
 from hardpoint.live.settings import settings_of
 from hardpoint.plugins import SamplingParams, Wrapper
-from hardpoint.plugins.arguments import ComponentWithArguments
-from hardpoint.plugins.behaviour import declared_of
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.hooks import HookSpecs
-from hardpoint.plugins.logits import Phase
+from hardpoint.plugins.component.behaviour import declared_of
+from hardpoint.plugins.sampling.phases import Phase
+from hardpoint.plugins.server.hook_specs import HookSpecs
+from hardpoint.plugins.text.arguments import ComponentWithArguments
 from hardpoint.registry.configuration import default_config_type
 from hardpoint.registry.kinds import KINDS, PluginKind, Stability
 from hardpoint.testing.suite import Rule
@@ -74,7 +76,8 @@ MODULES = {
     "hardpoint.toolkit.workers.joining": "provisional",
 }
 """Public modules besides `hardpoint.plugins`: those of single kinds, and libraries for authors."""
-OURS = ("hardpoint.errors", "hardpoint.plugins", "hardpoint.toolkit", "hardpoint.typed")
+CONTRACT = "hardpoint.plugins"
+OURS = ("hardpoint.errors", CONTRACT, "hardpoint.toolkit", "hardpoint.typed")
 """What authors import, as prefixes."""
 COSTS = ROOT / "docs" / "reference" / "gallery-costs.json"
 """What scripts/gallery-costs has measured."""
@@ -333,9 +336,9 @@ def types_page() -> str:
         if name in ("hardpoint.errors", "hardpoint.typed", "hardpoint.plugins.commands"):
             continue
         module = importlib.import_module(name)
-        here = module.__name__
-        own = [one for one in module.__all__ if _module_of(getattr(module, one)).startswith(here)]
-        lines += [f"## {name}", "", *_prose(module), ""]
+        prefix = CONTRACT if name.startswith(CONTRACT) else name
+        own = [one for one in module.__all__ if _module_of(getattr(module, one)).startswith(prefix)]
+        lines += [f"## {name}", "", *_prose(_documented_module(module)), ""]
         for one in sorted((named - shown).intersection(own), key=own.index):
             lines += _type_section(one, getattr(module, one))
     return _page(lines)
@@ -350,6 +353,19 @@ def named_in_guides() -> set[str]:
         for text in re.findall(r"```.*?```|`[^`\n]+`", page, re.DOTALL)
     )
     return {word for text in code for word in re.findall(r"[A-Za-z_]\w*", text)}
+
+
+def _documented_module(module: ModuleType) -> ModuleType:
+    """Return the module that defines the names of one that only re-exports them; else itself.
+
+    Of several, the one with the same last name, or with the most names.
+    """
+    origins = Counter(_module_of(getattr(module, name)) for name in module.__all__)
+    if hasattr(module, "__path__") or module.__name__ in origins:
+        return module
+    last = module.__name__.rpartition(".")[2]
+    same = [origin for origin in origins if origin.endswith(f".{last}")]
+    return sys.modules[same[0] if same else origins.most_common(1)[0][0]]
 
 
 def _module_of(value: object) -> str:

@@ -26,7 +26,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.commands import ConfigSources, Generator
 from hardpoint.plugins.config_tables import PluginUse
-from hardpoint.plugins.step_record import StepRecord
+from hardpoint.plugins.scheduling.step_record import StepRecord
 from hardpoint.registry.discovery import installed_version
 
 from .step_costs import CostFile, TimedStep, batch_sizes, fit_cost, powers

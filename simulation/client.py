@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
-from hardpoint.plugins.stats import StepFault
+from hardpoint.plugins.requests.stats import StepFault
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.replicas.choice import EngineChoice
 from hardpoint.replicas.ledger import Entry, Ledger

@@ -27,7 +27,7 @@ from hardpoint.plugins import (
     SchedulerStats,
     StepCost,
 )
-from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
+from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
 from hardpoint.registry.plugin_set import PluginSet
 
 from .device import SimulatedDevice

@@ -11,7 +11,7 @@ from msgspec import Meta
 from hardpoint.core.engine.step_cost import work_of
 from hardpoint.plugins import Executor, ModelRunnerOutput, SchedulerOutput, Wrapper
 from hardpoint.plugins.executor import ExecutorContext
-from hardpoint.plugins.plan import GrammarBitmask
+from hardpoint.plugins.requests.plan import GrammarBitmask
 
 from .step_costs import read_cost
 

@@ -15,7 +15,7 @@ import torch
 from hardpoint.errors import size_text
 from hardpoint.plugins import EngineConfig, Model, ModelError, WorkerInfo
 from hardpoint.plugins.cache_memory import CacheMemory
-from hardpoint.plugins.loader import WeightFormat
+from hardpoint.plugins.model.loader import WeightFormat
 
 from .control_groups import PROC, control_groups, read_control
 

@@ -11,8 +11,8 @@ import msgspec
 import torch
 
 from hardpoint.plugins import Model, Ops, WeightLoader
+from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config_tables import QuantizationConfig
-from hardpoint.plugins.manifest import PluginEntry
 
 
 def cache_key(

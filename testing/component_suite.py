@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from hardpoint import typed
 from hardpoint.errors import PluginContractError
 from hardpoint.plugins import ConfigError, HardpointError, RequestError
-from hardpoint.plugins.component import MAX_STATE_BYTES, Component, Context
+from hardpoint.plugins.component import Component, Context
+from hardpoint.plugins.component.base import MAX_STATE_BYTES
 
 from .engine_access import check_plugin_class, plugin_name, prepare_request_arguments, with_creator
 from .suite import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hardpoint.plugins.behaviour import UnusableError, behaviour_of
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.component.behaviour import UnusableError, behaviour_of
 from hardpoint.testing.suite import Rule, short_repr
 
 

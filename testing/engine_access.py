@@ -65,16 +65,16 @@ from hardpoint.plugins import (
     Tokenizer,
     TokenizerContext,
 )
-from hardpoint.plugins.arguments import ComponentWithArguments
 from hardpoint.plugins.commands import Generator, PluginCatalog
-from hardpoint.plugins.component import Component, Context
+from hardpoint.plugins.component import Component, Context, Source
+from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.executor import WorkerLaunch
 from hardpoint.plugins.kv_cache import KVCacheGroup, KVCacheManager
-from hardpoint.plugins.logits import LogitsPlugin
-from hardpoint.plugins.manifest import PluginEntry, Source
-from hardpoint.plugins.part_components import ComponentFactory
 from hardpoint.plugins.quantization import QuantizedWeight
+from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.plugins.step_part.components import ComponentFactory
+from hardpoint.plugins.text.arguments import ComponentWithArguments
 from hardpoint.registry.adapt import load_component
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.configuration import default_config_type
@@ -646,4 +646,5 @@ def command_context(generator: Generator, **tables: type[typed.Strict]) -> Comma
         open_model=lambda _config, _config_sources: generator,
         version=installed_version(),
         config_type=lambda: type(config),
+        resolve_plugins=resolve_plugins,
     )

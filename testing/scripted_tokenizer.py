@@ -15,7 +15,7 @@ from typing import Any
 
 from hardpoint.plugins import DecodeStream, ModelFiles, RequestError, Tokenizer, TokenizerContext
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.tokenizer import EncodedPair
+from hardpoint.plugins.text.tokenizer import EncodedPair
 
 __all__ = ["ByteTokenizer", "ByteTokens", "ScriptedTokenizer"]
 

@@ -29,8 +29,8 @@ from hardpoint.plugins.output_parser import (
     ReasoningText,
     ToolCallArguments,
     ToolCallBegin,
-    join_events,
 )
+from hardpoint.plugins.text.output_parser import join_events
 from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing.scripted_tokenizer import ByteTokenizer

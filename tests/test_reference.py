@@ -16,7 +16,7 @@ from support.processes import ROOT
 from hardpoint import plugins
 from hardpoint.builtin_plugins.server.assembly import core_routes
 from hardpoint.plugins import EngineConfig
-from hardpoint.plugins.hooks import HookSpecs
+from hardpoint.plugins.server.hook_specs import HookSpecs
 from hardpoint.registry.kinds import KINDS
 from hardpoint.typed.describing import struct_fields
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from hardpoint.errors import RequestError
-from hardpoint.plugins.tokenizer import Tokenizer
+from hardpoint.plugins.text.tokenizer import Tokenizer
 
 __all__ = ["UserText"]
 

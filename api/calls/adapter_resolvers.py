@@ -12,7 +12,7 @@ from hardpoint.boundary.guard import UNWATCHED, guard
 from hardpoint.core.frontend.engine_parts import Companion, Opening
 from hardpoint.errors import EngineClosedError, PluginFaultError
 from hardpoint.plugins import AdapterResolver, AdapterResolverContext, LoRARequest
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 
 KIND = "adapter_resolvers"
 _THREADS = 4  # of their own: one that hangs must not keep others from tokenising

@@ -16,9 +16,9 @@ from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.journal import with_journal
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.engine_set import EngineSet, EngineStatus, LoadReport
-from hardpoint.plugins.stats import SchedulerStats
-from hardpoint.plugins.step_record import LiveRequest
+from hardpoint.plugins.requests.stats import SchedulerStats
+from hardpoint.plugins.scheduling.step_record import LiveRequest
+from hardpoint.plugins.server.engine_set import EngineSet, EngineStatus, LoadReport
 
 __all__ = [
     "AsyncEngineCalls",

@@ -11,8 +11,8 @@ from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.live.settings import ChangeRequest, Running
 from hardpoint.plugins import SchedulingPolicy
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config_tables import PluginUse
-from hardpoint.plugins.manifest import Manifest
 
 Use = str | type | PluginUse | Mapping[str, str]
 """A component: an entry-point name, an FQCN, a class, or a table with `use` and `name`."""

@@ -12,7 +12,7 @@ import msgspec
 from hardpoint import typed
 from hardpoint.errors import EnginePausedError
 from hardpoint.plugins import EngineCoreRequest, RequestError, RequestOutput, SamplingParams
-from hardpoint.plugins.resumed import ResumedOutputs
+from hardpoint.plugins.requests.resumed import ResumedOutputs
 from hardpoint.requests import OpenCalls, Request
 
 __all__ = ["OutputStream", "RequestForks", "open_stream"]

@@ -9,7 +9,7 @@ from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import shown
 from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
 from hardpoint.plugins.request_options import RequestOptions
-from hardpoint.plugins.tokenizer import Tokenizer
+from hardpoint.plugins.text.tokenizer import Tokenizer
 from hardpoint.requests import check_generates, takes_options, with_output_kind
 from hardpoint.toolkit.trace import Trace, asking_for_trace, trace_of
 

@@ -14,7 +14,7 @@ from enum import Enum
 
 from hardpoint.errors import ConversationEndedError, PromptTooLongError
 from hardpoint.plugins import OverloadedError, RequestError
-from hardpoint.plugins.config import ConversationsConfig
+from hardpoint.plugins.config.engine import ConversationsConfig
 
 __all__ = ["TRANSITIONS", "ConversationEvent", "ConversationState", "History", "OpenConversations"]
 

@@ -24,10 +24,10 @@ from hardpoint.journal import with_journal
 from hardpoint.live.settings import ChangeRequest
 from hardpoint.open_model import COMPANIONS
 from hardpoint.plugins import EngineConfig, IterationStats
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.manifest import Manifest
-from hardpoint.plugins.step_record import LiveRequest
-from hardpoint.plugins.workers import WorkerPlan
+from hardpoint.plugins.scheduling.step_record import LiveRequest
+from hardpoint.plugins.server.workers import WorkerPlan
 from hardpoint.replicas.relay.frontends import asked_of
 from hardpoint.replicas.relay.messages import SEPARATOR, Notice
 from hardpoint.replicas.relay.owner import Link, SharedEngines

@@ -26,12 +26,12 @@ from hardpoint.errors import BusyError, shown
 from hardpoint.live.settings import ChangeRequest
 from hardpoint.open_model import COMPANIONS
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import LoadConfig
-from hardpoint.plugins.engine_set import LoadReport
-from hardpoint.plugins.manifest import Manifest
-from hardpoint.plugins.stats import Health
-from hardpoint.plugins.step_record import LiveRequest
+from hardpoint.plugins.requests.stats import Health
+from hardpoint.plugins.scheduling.step_record import LiveRequest
+from hardpoint.plugins.server.engine_set import LoadReport
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.plugin_options import find_tables
 from hardpoint.replicas.relay.client import Figures, OpenRelayed

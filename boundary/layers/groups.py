@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hardpoint.plugins import KVSpec
-from hardpoint.plugins.kv_cache import STATE_WINDOW, BlockNeeds, KVCacheGroup
+from hardpoint.plugins.kv_cache import KVCacheGroup
+from hardpoint.plugins.kv_cache.manager import STATE_WINDOW, BlockNeeds
 
 _ONE_GROUP_RATIO = 1.25  # numbers of layers below which short groups waste less than more groups do
 

@@ -19,7 +19,7 @@ import torch
 
 from hardpoint.errors import ConfigError, PluginFaultError, shown
 from hardpoint.plugins import AttentionStep, EngineConfig, TensorSpec
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.model import Advance, Recur
 
 _IntArray = np.ndarray[Any, np.dtype[np.int64]]

@@ -22,8 +22,9 @@ from hardpoint.plugins import (
     StepPartContext,
     WorkerHalf,
 )
-from hardpoint.plugins.manifest import PluginEntry, Source
-from hardpoint.plugins.step_part import REQUEST_FIELDS
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
 from hardpoint.registry.blame import (
     StateAtFault,
     close_if_failed,

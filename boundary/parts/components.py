@@ -16,10 +16,9 @@ from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.guard import checked, guard
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import Request
-from hardpoint.plugins.behaviour import behaviour_of
-from hardpoint.plugins.component import Component, Context
-from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.scheduler import Gates
+from hardpoint.plugins.component import Component, Context, Source
+from hardpoint.plugins.component.behaviour import behaviour_of
+from hardpoint.plugins.scheduling.scheduler import Gates
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.plugin_set import PluginSet

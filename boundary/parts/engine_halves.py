@@ -24,8 +24,8 @@ from hardpoint.plugins import (
     SchedulerOutput,
     SchedulerStats,
 )
-from hardpoint.plugins.plan import PartData
-from hardpoint.plugins.step_record import WaitReason
+from hardpoint.plugins.requests.plan import PartData
+from hardpoint.plugins.scheduling.step_record import WaitReason
 from hardpoint.registry.blame import faults_as
 
 from . import returns

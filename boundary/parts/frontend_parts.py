@@ -19,16 +19,17 @@ from hardpoint.errors import (
     shown,
 )
 from hardpoint.plugins import EngineConfig, EngineCoreRequest, ReasoningMarkers, StepPart
-from hardpoint.plugins.frontend_half import (
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
+from hardpoint.plugins.step_part.part import (
     FrontendHalf,
     FrontendHalfContext,
     GivenPrompt,
     PromptReader,
     ToolCalls,
 )
-from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.manifest import PluginEntry, Source
-from hardpoint.plugins.step_part import REQUEST_FIELDS
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 

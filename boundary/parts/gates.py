@@ -23,7 +23,7 @@ from hardpoint.plugins import (
     WaitReason,
 )
 from hardpoint.plugins.kv_connector import KVConnectorScheduler
-from hardpoint.plugins.scheduler import EncoderCache
+from hardpoint.plugins.scheduling.scheduler import EncoderCache
 
 from .bound_half import BoundPart, call_for
 from .returns import cost_defect, kept_defect, matched_defect, reason_defect, shown_reason

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from hardpoint.plugins.model import Branch, LayerHooks
+from hardpoint.plugins.model import LayerHooks
+from hardpoint.plugins.model.forward import Branch
 from hardpoint.plugins.worker_half import StepRows
 
 from .bound_half import BoundWorkerHalf, form_of

@@ -11,10 +11,11 @@ from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import EngineConfig, WorkerHalf
-from hardpoint.plugins.frontend_half import FrontendHalfContext
-from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.plugins.scheduling.step_record import WaitReason
 from hardpoint.plugins.step_part import EngineHalf, EngineHalfContext, StepPart
-from hardpoint.plugins.step_record import WaitReason
+from hardpoint.plugins.step_part.part import FrontendHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.registry.plugin_set import PluginSet
 

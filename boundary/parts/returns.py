@@ -20,7 +20,7 @@ from hardpoint.plugins import (
     WaitingFor,
     WaitReason,
 )
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.requests import PartArray
 
 from .bound_half import BoundPart

@@ -20,9 +20,9 @@ from hardpoint.plugins import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from hardpoint.plugins.logits import LogitsStage
 from hardpoint.plugins.model import Attend, LayerHooks
 from hardpoint.plugins.parallel import Parallel
+from hardpoint.plugins.sampling.phases import LogitsStage
 from hardpoint.plugins.worker_half import (
     AllocatedCache,
     Forward,

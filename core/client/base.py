@@ -22,8 +22,8 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     HardpointError,
 )
-from hardpoint.plugins.engine_set import EngineSet
-from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.component.manifest import Manifest
+from hardpoint.plugins.server.engine_set import EngineSet
 from hardpoint.registry.blame import raise_unless_fault
 
 Attempt = Callable[[], bool]

@@ -25,9 +25,9 @@ from hardpoint.core.engine_process.process import EngineHost, EngineProcess
 from hardpoint.core.protocol import EngineCoreReadyResponse, RequestType
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
+from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.manifest import Manifest, PluginEntry
 from hardpoint.plugins.parallel import Placement
 from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.system.encoding.output_check import OutputCheck

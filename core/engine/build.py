@@ -50,7 +50,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.cache_memory import block_needs, tightest
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.scheduler import SchedulerLimits
+from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.registry.blame import close_if_failed
 from hardpoint.registry.hooks import HookSet

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from hardpoint.plugins.engine_state import BLOCK_KEY_BYTES, KVCacheChanges
 from hardpoint.plugins.kv_cache import AllBlocksCleared, BlockStored, KVEvent
+from hardpoint.plugins.requests.engine_state import BLOCK_KEY_BYTES, KVCacheChanges
 
 MOST_BLOCKS = 262_144
 """Most blocks that `CacheChangeLog.all_of` returns."""

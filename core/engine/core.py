@@ -11,7 +11,7 @@ from hardpoint.boundary.step_check import live_request
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.live.engine import EngineChanges
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
-from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
+from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
 from hardpoint.registry.blame import describe, faults_as
 
 from .pause import PauseController, PauseDependencies

@@ -25,9 +25,9 @@ from hardpoint.plugins import (
     WeightLoader,
 )
 from hardpoint.plugins.component import Progress
+from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.manifest import PluginEntry
-from hardpoint.plugins.scheduler import SchedulerLimits
+from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.registry.discovery import advise, left_out_names
 from hardpoint.registry.loading import keeping_torch
 from hardpoint.registry.model_files import find_files, unreadable, with_recommended

@@ -39,8 +39,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.kv_cache import KVEvent
-from hardpoint.plugins.plan import SampledTokens
-from hardpoint.plugins.stats import SchedulerStats
+from hardpoint.plugins.requests.plan import SampledTokens
+from hardpoint.plugins.requests.stats import SchedulerStats
 from hardpoint.registry.blame import is_fault, raise_unless_fault
 
 from .batch_queue import Batch, BatchQueue, start_batch

@@ -15,10 +15,10 @@ from hardpoint.core.protocol import PauseMode, UtilityCall, UtilityOutput
 from hardpoint.live.change import Action, LiveChange
 from hardpoint.live.engine import EngineChanges
 from hardpoint.plugins import Executor, HardpointError, RequestError, SchedulerStats, WaitReason
-from hardpoint.plugins.engine_state import KVCacheChanges
 from hardpoint.plugins.executor import Worker
-from hardpoint.plugins.stats import Health, PluginMeter, PluginReport, StepFault
-from hardpoint.plugins.step_record import LiveRequest
+from hardpoint.plugins.requests.engine_state import KVCacheChanges
+from hardpoint.plugins.requests.stats import Health, PluginMeter, PluginReport, StepFault
+from hardpoint.plugins.scheduling.step_record import LiveRequest
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.system.control_calls import (
     AsyncCaller,

@@ -18,7 +18,7 @@ from hardpoint.plugins import (
     WeightLoader,
 )
 from hardpoint.plugins.config_tables import LoadConfig
-from hardpoint.plugins.resumed import ResumedOutputs, WeightRun
+from hardpoint.plugins.requests.resumed import ResumedOutputs, WeightRun
 
 from .parts_start import PartsStart
 

@@ -28,10 +28,10 @@ from hardpoint.core.weights.worker_spec import EnginePlace, WorkerSpec
 from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.errors import PluginLoadError
 from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
-from hardpoint.plugins.component import Progress, no_progress
+from hardpoint.plugins.component.base import Progress, no_progress
+from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.executor import Worker, WorkerLaunch
-from hardpoint.plugins.manifest import Manifest, PluginEntry
 from hardpoint.plugins.parallel import Placement
 from hardpoint.registry.discovery import discover, installed_version
 from hardpoint.registry.kinds import KINDS, Process

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.parallel import Placement
 from hardpoint.system.process.launch import ChildLaunch
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from hardpoint.plugins import EngineCoreOutputs
-from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
+from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
 
 _INTERVAL_S = 0.1
 """The least time between two reports of the load."""

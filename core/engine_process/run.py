@@ -29,7 +29,7 @@ from hardpoint.core.protocol import EngineAddresses, EngineCoreReadyResponse
 from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.core.weights.worker_spec import EnginePlace, WorkerSpec
 from hardpoint.plugins import EngineConfig
-from hardpoint.plugins.component import no_progress
+from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.system.forks import let_signals_end_copies, reset_signals

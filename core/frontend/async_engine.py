@@ -24,10 +24,10 @@ from hardpoint.plugins import (
     SamplingParams,
     WaitReason,
 )
-from hardpoint.plugins.frontend_half import GivenPrompt
-from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.component.manifest import Manifest
+from hardpoint.plugins.requests.stats import Health
 from hardpoint.plugins.server import InstalledExtension, ServerContext
-from hardpoint.plugins.stats import Health
+from hardpoint.plugins.step_part.part import GivenPrompt
 from hardpoint.typed import convert
 
 from .engine_parts import EngineParts

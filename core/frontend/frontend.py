@@ -23,7 +23,7 @@ from hardpoint.plugins import (
     RequestError,
     RequestOutput,
 )
-from hardpoint.plugins.stats import Health, PluginReport, StepFault
+from hardpoint.plugins.requests.stats import Health, PluginReport, StepFault
 from hardpoint.registry.blame import describe, logged_after
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet

@@ -30,9 +30,9 @@ from hardpoint.plugins import (
     SchedulingPolicy,
     WaitReason,
 )
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config_tables import Seconds
-from hardpoint.plugins.manifest import Manifest
-from hardpoint.plugins.stats import Health, StepFault
+from hardpoint.plugins.requests.stats import Health, StepFault
 from hardpoint.registry.blame import is_fault, raise_unless_fault
 from hardpoint.system.engine_lock import EngineLock, locked
 from hardpoint.typed import convert

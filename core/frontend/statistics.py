@@ -27,7 +27,7 @@ from hardpoint.plugins import (
     StatSink,
     StatSinkContext,
 )
-from hardpoint.plugins.stats import FinishedRequest, RequestMetrics, StepFault
+from hardpoint.plugins.requests.stats import FinishedRequest, RequestMetrics, StepFault
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed.read_only import read_only
 

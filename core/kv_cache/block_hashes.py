@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hardpoint.plugins import EngineCoreRequest, Request
-from hardpoint.plugins.block_hash import NO_PARENT, extra_keys, hash_block, with_part_keys
+from hardpoint.plugins.kv_cache.block_hash import NO_PARENT, extra_keys, hash_block, with_part_keys
 
 PartKeys = Callable[[EngineCoreRequest, range], bytes]
 """Returns what step parts make a span of tokens depend on; empty if none does."""

@@ -8,14 +8,9 @@ from operator import itemgetter
 
 from hardpoint.boundary.eviction import Eviction
 from hardpoint.plugins import EngineCoreRequest, Request, RequestStatus
-from hardpoint.plugins.kv_cache import (
-    BlockIds,
-    BlockNeeds,
-    CachedPrefix,
-    KVCacheGroup,
-    KVEvent,
-)
-from hardpoint.plugins.stats import PrefixCacheStats
+from hardpoint.plugins.kv_cache import BlockIds, CachedPrefix, KVCacheGroup, KVEvent
+from hardpoint.plugins.kv_cache.manager import BlockNeeds
+from hardpoint.plugins.requests.stats import PrefixCacheStats
 
 from .block_hashes import BlockHashes, PartKeys
 from .block_metadata import BlockMetadata

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
-from hardpoint.plugins.engine_state import KVCacheChanges
+from hardpoint.plugins.requests.engine_state import KVCacheChanges
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sized
 from types import MappingProxyType
 
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, RequestError
-from hardpoint.plugins.logits import LogitsPlugin
-from hardpoint.plugins.step_part import REQUEST_FIELDS
+from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
 
 _LONGEST_MARKER = 64
 _OUTPUTS = "resumed.output_token_ids"

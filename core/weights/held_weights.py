@@ -12,8 +12,8 @@ from hardpoint.boundary.checked_model import CheckedModel, is_quantized_weight
 from hardpoint.boundary.guard import checked
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import HardpointError, Model, WeightLoader
-from hardpoint.plugins.loader import WeightFormat
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.model.loader import WeightFormat
 from hardpoint.registry.blame import faults_as
 from hardpoint.system.memory import HeldWeight
 

@@ -19,11 +19,11 @@ from hardpoint.plugins import (
     Model,
     ModelError,
 )
-from hardpoint.plugins.loader import WeightFormat
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.model.loader import WeightFormat
+from hardpoint.plugins.model.quantization import COLUMNS
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import (
-    COLUMNS,
     AffineCodes,
     DenseMatrix,
     Quantization,

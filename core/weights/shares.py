@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from hardpoint.plugins import Model, ModelConfig, ModelContext, ModelError, Ops, OpsContext
-from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.parallel import IndivisibleError, Parallel, SingleRank
-from hardpoint.plugins.parallel_config import ParallelConfig
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.config.engine import ParallelConfig
+from hardpoint.plugins.process.parallel import IndivisibleError, Parallel, SingleRank
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 

@@ -14,7 +14,7 @@ from hardpoint.boundary.checked_attention import CheckedAttention
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.kv_connector import BlockIdentity
-from hardpoint.plugins.loader import ModelConfig
+from hardpoint.plugins.model.files import ModelConfig
 from hardpoint.plugins.parallel import Parallel
 
 

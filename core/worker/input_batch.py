@@ -21,7 +21,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.kv_cache import BlockIds
-from hardpoint.plugins.plan import CachedRequests, SampledTokens
+from hardpoint.plugins.requests.plan import CachedRequests, SampledTokens
 from hardpoint.typed.read_only import ReadOnlyDict
 
 from .spans import Spans

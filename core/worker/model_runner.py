@@ -28,7 +28,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
 )
 from hardpoint.plugins.device import to_device
-from hardpoint.plugins.stats import PluginMeter
+from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep
 from hardpoint.system.transfers import select_rows
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only

@@ -16,7 +16,7 @@ from hardpoint.core.weights.updated_weights import UpdatedWeights
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import size_text
 from hardpoint.plugins import ModelError
-from hardpoint.plugins.component import no_progress
+from hardpoint.plugins.component.base import no_progress
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.system.memory import is_out_of_memory
 from hardpoint.system.weight_cache import WeightCache

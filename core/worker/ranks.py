@@ -11,8 +11,8 @@ import torch
 
 from hardpoint.boundary.errors import close_all
 from hardpoint.core.weights.worker_spec import ONLY_ENGINE, EnginePlace
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.parallel import Communicator, Parallel, Placement, SingleRank
-from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.system.process.arrivals import count_arrivals
 
 Connect = Callable[..., Communicator]

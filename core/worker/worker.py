@@ -37,9 +37,9 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.logits_ops import warm_up
+from hardpoint.plugins.model.logits_ops import warm_up
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
-from hardpoint.plugins.stats import PluginMeter
+from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import KVBlocks
 from hardpoint.registry.blame import describe
 from hardpoint.system.memory import MemoryEstimate, MovedWeights, release_pinned_memory

@@ -15,8 +15,7 @@ from hardpoint.plugins import (
     RequestFault,
     SchedulerOutput,
 )
-from hardpoint.plugins.media_format import MediaFormat
-from hardpoint.plugins.requests import MultiModalFeature
+from hardpoint.plugins.requests import MediaFormat, MultiModalFeature
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 
 from .messages import EncoderItem, EncoderStep, Span

@@ -8,10 +8,8 @@ from typing import Annotated
 from hardpoint import plugins
 from hardpoint.errors import ModelError
 from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, Meta, StepPart, WorkerHalf
-from hardpoint.plugins.frontend_half import FrontendHalfContext
-from hardpoint.plugins.media_format import MediaFormat
-from hardpoint.plugins.part_components import ComponentFactory
-from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.requests import MediaFormat
+from hardpoint.plugins.step_part import ComponentFactory, EngineHalfContext, FrontendHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.toolkit.encoder_cache import encoder_budget
 

@@ -11,11 +11,10 @@ import numpy as np
 
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import FrontendHalf
-from hardpoint.plugins.frontend_half import GivenPrompt, PromptReader
-from hardpoint.plugins.image_input import ImagesConfig
-from hardpoint.plugins.media import ProcessedImage
-from hardpoint.plugins.media_format import MediaFormat
-from hardpoint.plugins.requests import MultiModalFeature
+from hardpoint.plugins.config.engine import ImagesConfig
+from hardpoint.plugins.requests import MediaFormat, MultiModalFeature
+from hardpoint.plugins.requests.media import ProcessedImage
+from hardpoint.plugins.step_part import GivenPrompt, PromptReader
 from hardpoint.toolkit.images import ImageReader
 from hardpoint.typed import copied, is_list
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from hardpoint.plugins import SchedulerOutput, WorkerHalf
-from hardpoint.plugins.media_format import MediaFormat
+from hardpoint.plugins.requests import MediaFormat
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
 
 from .messages import EncoderItem, EncoderStep

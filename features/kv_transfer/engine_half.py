@@ -25,8 +25,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config_tables import KVConnectorConfig
 from hardpoint.plugins.kv_connector import KVConnectorScheduler
-from hardpoint.plugins.part_components import ComponentCalls
-from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.step_part import ComponentCalls, EngineHalfContext
 from hardpoint.typed import prepared
 
 from .messages import StepData, TransferReport

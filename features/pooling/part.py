@@ -8,9 +8,7 @@ from typing import Annotated, Any
 
 from hardpoint import plugins
 from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, Meta, StepPart, WorkerHalf
-from hardpoint.plugins.frontend_half import FrontendHalfContext
-from hardpoint.plugins.part_components import ComponentFactory
-from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.step_part import ComponentFactory, EngineHalfContext, FrontendHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .folder import ModelPooling, read_classifier, read_pooling

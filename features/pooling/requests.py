@@ -21,9 +21,8 @@ from hardpoint.plugins import (
     RequestFault,
     SchedulerOutput,
 )
-from hardpoint.plugins.frontend_half import GivenPrompt, PromptReader
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.part_components import ComponentFactory
+from hardpoint.plugins.step_part import ComponentFactory, GivenPrompt, PromptReader
 
 from .folder import ModelPooling
 from .messages import PoolingReport

@@ -18,9 +18,9 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WorkerHalf,
 )
-from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.part_components import ComponentCalls
+from hardpoint.plugins.step_part import ComponentCalls
+from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
 from hardpoint.typed.read_only import ReadOnlyList
 

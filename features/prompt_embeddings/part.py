@@ -7,8 +7,7 @@ from typing import Annotated
 
 from hardpoint import plugins
 from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, Meta, StepPart, WorkerHalf
-from hardpoint.plugins.frontend_half import FrontendHalfContext
-from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.step_part import EngineHalfContext, FrontendHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .requests import FIELDS, NAME, EmbeddedRequests, RefusedEmbeddings

@@ -9,7 +9,7 @@ import numpy as np
 
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import EngineCoreRequest, FrontendHalf, ReasoningMarkers
-from hardpoint.plugins.frontend_half import GivenPrompt, PromptReader
+from hardpoint.plugins.step_part import GivenPrompt, PromptReader
 from hardpoint.toolkit.half_floats import float32_of
 
 from .rows import Rows, check_mask, rows_of, rows_of_request

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from hardpoint import plugins
 from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, Meta, StepPart
-from hardpoint.plugins.frontend_half import FrontendHalfContext
-from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.step_part import EngineHalfContext, FrontendHalfContext
 
 from .sessions import RetainedSessions, RetainingRequests
 

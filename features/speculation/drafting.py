@@ -22,9 +22,9 @@ from hardpoint.plugins import (
     SpeculatorContext,
     WorkerHalf,
 )
-from hardpoint.plugins.arguments import prepared_type
-from hardpoint.plugins.block_hash import sharing_key
 from hardpoint.plugins.exponential_race import mixed_seed
+from hardpoint.plugins.kv_cache.block_hash import sharing_key
+from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
 
 from .messages import DraftData, DraftReport

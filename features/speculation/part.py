@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from hardpoint.plugins import EngineHalf, FrontendHalf, Speculator, StepPart, WorkerHalf
-from hardpoint.plugins.frontend_half import FrontendHalfContext
-from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.step_part import EngineHalfContext, FrontendHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .draft_planner import DraftPlanner

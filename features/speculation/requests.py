@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hardpoint.errors import RequestError
 from hardpoint.plugins import EngineCoreRequest, FrontendHalf, ReasoningMarkers
-from hardpoint.plugins.part_components import ComponentFactory
+from hardpoint.plugins.step_part import ComponentFactory
 
 KIND = "speculators"
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from hardpoint.plugins import ReasoningMarkers, ReasoningPosition, ReasoningTracker, Request
 from hardpoint.plugins.grammars import GrammarState
-from hardpoint.plugins.plan import SchedulerOutput
+from hardpoint.plugins.requests import SchedulerOutput
 from hardpoint.toolkit.bitmasks import allow_tokens
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.plugins import EngineCoreRequest, RequestError
-from hardpoint.plugins.frontend_half import ToolCalls
+from hardpoint.plugins.step_part import ToolCalls
 from hardpoint.plugins.structured import (
     ConstStringFormat,
     Format,

@@ -28,10 +28,13 @@ from hardpoint.plugins import (
     WaitReason,
 )
 from hardpoint.plugins.config_tables import GrammarConfig
-from hardpoint.plugins.frontend_half import FrontendHalf, FrontendHalfContext
 from hardpoint.plugins.grammars import GrammarState, Vocabulary
-from hardpoint.plugins.part_components import ComponentFactory
-from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.step_part import (
+    ComponentFactory,
+    EngineHalfContext,
+    FrontendHalf,
+    FrontendHalfContext,
+)
 from hardpoint.plugins.structured import StructuredOutputs
 
 from .answers import ConstrainedAnswer

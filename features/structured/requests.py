@@ -15,7 +15,7 @@ from hardpoint.plugins import (
     ReasoningMarkers,
 )
 from hardpoint.plugins.config_tables import GrammarConfig
-from hardpoint.plugins.frontend_half import FrontendHalfContext, ToolCalls
+from hardpoint.plugins.step_part import FrontendHalfContext, ToolCalls
 
 from .call_grammar import constrain_calls
 

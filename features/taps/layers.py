@@ -20,8 +20,8 @@ from hardpoint.plugins import (
     TapSite,
     WorkerHalf,
 )
-from hardpoint.plugins.model import Branch
-from hardpoint.plugins.part_components import ComponentCalls
+from hardpoint.plugins.model.forward import Branch
+from hardpoint.plugins.step_part import ComponentCalls
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
 
 from .messages import TapReport, TapValues

@@ -17,9 +17,9 @@ from hardpoint.plugins import (
     RequestError,
     TapSite,
 )
-from hardpoint.plugins.arguments import prepared_type
-from hardpoint.plugins.loader import ModelConfig
-from hardpoint.plugins.part_components import ComponentFactory
+from hardpoint.plugins.model import ModelConfig
+from hardpoint.plugins.step_part import ComponentFactory
+from hardpoint.plugins.text.arguments import prepared_type
 
 KIND = "activation_taps"
 

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from hardpoint.plugins import LogitsRequest, Sampler, SchedulerOutput, WorkerHalf
-from hardpoint.plugins.phases import MODEL, LogitsStage
+from hardpoint.plugins.sampling.phases import MODEL, LogitsStage
 from hardpoint.toolkit.trace.records import Draw
 
 from .changes import Stages, token_trace

@@ -15,9 +15,9 @@ from hardpoint.plugins import (
     RequestFault,
     SchedulerOutput,
 )
-from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.request import RequestStatus
-from hardpoint.plugins.step_record import WaitReason
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.requests import RequestStatus
+from hardpoint.plugins.scheduling import WaitReason
 from hardpoint.toolkit.trace.records import StepTrace, TraceRecord
 
 from .messages import Asked, Report

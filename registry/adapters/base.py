@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from hardpoint import typed
-from hardpoint.plugins.logits import LogitsPlugin, Phase
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.params import SamplingParams
+from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.plugins.sampling.phases import Phase
 
 
 @dataclass(frozen=True)

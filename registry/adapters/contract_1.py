@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from hardpoint.errors import ConfigError, RequestError
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.executor import WorkerInfo
 from hardpoint.plugins.kv_cache import EvictionPolicy
-from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.markers import ReasoningMarkers
 from hardpoint.plugins.output_parser import (
     ContentText,
     OutputEvent,
@@ -33,12 +32,13 @@ from hardpoint.plugins.output_parser import (
     ReasoningText,
     Role,
 )
-from hardpoint.plugins.request import Request
+from hardpoint.plugins.requests.markers import ReasoningMarkers
+from hardpoint.plugins.requests.request import Request
 from hardpoint.registry.kinds import PluginKind
 
 if TYPE_CHECKING:
     from hardpoint.plugins.requests import EngineCoreRequest
-    from hardpoint.plugins.scheduler import SchedulerContext
+    from hardpoint.plugins.scheduling.scheduler import SchedulerContext
 
 __all__ = ["CachedBlock", "DraftTokenIds", "ReasoningContext", "ReasoningParser"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hardpoint.plugins.logits import LogitsRequest
+from hardpoint.plugins.sampling.rows import LogitsRequest
 
 
 def base_of(request: LogitsRequest) -> LogitsRequest:

@@ -12,14 +12,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.errors import ConfigError, PluginContractError, RequestError
-from hardpoint.plugins.arguments import PrepareContext
-from hardpoint.plugins.logits import (
-    LogitsContext,
-    LogitsProcessor,
-    LogitsRequest,
-    Phase,
-    Rows,
-)
+from hardpoint.plugins.sampling.logits import LogitsContext, LogitsProcessor
+from hardpoint.plugins.sampling.phases import Phase
+from hardpoint.plugins.sampling.rows import LogitsRequest, Rows
+from hardpoint.plugins.text.arguments import PrepareContext
 from hardpoint.typed import Arguments as BaseArguments
 
 from .base import (

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from hardpoint.errors import PluginContractError
-from hardpoint.plugins.logits import Phase
+from hardpoint.plugins.sampling.phases import Phase
 
 from .base import Adapter, ExternalProcessor, signature_text
 from .vllm_v1 import V1_METHODS, VLLMV1Class

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from hardpoint.plugins.logits import LogitsContext
 from hardpoint.plugins.params import SamplingParams
+from hardpoint.plugins.sampling.logits import LogitsContext
 
 
 class FieldNotKeptError(LookupError):

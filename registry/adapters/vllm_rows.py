@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.plugins.arguments import PrepareContext
-from hardpoint.plugins.logits import FollowsBatch, LogitsContext, LogitsProcessor
 from hardpoint.plugins.params import SamplingParams
+from hardpoint.plugins.sampling.logits import FollowsBatch, LogitsContext, LogitsProcessor
+from hardpoint.plugins.text.arguments import PrepareContext
 
 from .base import Adapter, AdapterArguments
 from .tensor_checks import HandedOver

@@ -9,17 +9,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.plugins.logits import (
-    Added,
-    BatchUpdate,
-    LogitsContext,
-    LogitsRequest,
-    Move,
-    Phase,
-    RowMap,
-    Rows,
-)
 from hardpoint.plugins.params import SamplingParams
+from hardpoint.plugins.sampling.logits import LogitsContext
+from hardpoint.plugins.sampling.phases import Phase
+from hardpoint.plugins.sampling.rows import Added, BatchUpdate, LogitsRequest, Move, RowMap, Rows
 
 from .drafts import base_of, by_depth, drafts_of
 from .vllm_objects import ExternalParams, VllmConfigFields

@@ -6,16 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.plugins.arguments import PrepareContext
-from hardpoint.plugins.logits import (
-    Added,
-    BatchUpdate,
-    LogitsContext,
-    LogitsRequest,
-    Phase,
-    RowMap,
-    Rows,
-)
+from hardpoint.plugins.sampling.logits import LogitsContext
+from hardpoint.plugins.sampling.phases import Phase
+from hardpoint.plugins.sampling.rows import Added, BatchUpdate, LogitsRequest, RowMap, Rows
+from hardpoint.plugins.text.arguments import PrepareContext
 from hardpoint.registry.blame import raise_unless_fault
 
 from .base import AdapterArguments

@@ -19,7 +19,7 @@ from hardpoint.errors import (
     HardpointError,
     PluginLoadError,
 )
-from hardpoint.plugins.parallel_config import ParallelConfig
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.toolkit.ray_cluster import (
     Connection,
     RayNode,

@@ -29,8 +29,8 @@ from hardpoint.plugins import (
     IterationStats,
     StatSink,
 )
-from hardpoint.plugins.engine_set import EngineSet
-from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.component.manifest import Manifest
+from hardpoint.plugins.server.engine_set import EngineSet
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed import convert
 

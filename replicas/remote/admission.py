@@ -13,7 +13,7 @@ from typing import Protocol
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from hardpoint.plugins.parallel_config import ParallelConfig
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.system.encoding import WireError
 from hardpoint.toolkit.curve_keys import KeyPair
 

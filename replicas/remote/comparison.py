@@ -16,7 +16,7 @@ import msgspec
 from hardpoint.core.protocol.handshake import PROTOCOL_VERSION
 from hardpoint.errors import ConfigError, PluginLoadError
 from hardpoint.plugins import EngineConfig
-from hardpoint.plugins.manifest import Manifest, PluginEntry
+from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 from hardpoint.registry.discovery import discover, installed_version
 from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.registry.model_files import find_files

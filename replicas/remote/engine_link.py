@@ -25,7 +25,7 @@ from hardpoint.core.protocol import (
     UtilityOutput,
 )
 from hardpoint.plugins import EngineConfig, HardpointError
-from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.system.encoding import MOST_BYTES, Decoder, Encoder
 from hardpoint.system.process.launch import Interpreter
 from hardpoint.system.resources import SOCKET_NAMES, make_socket_folder

@@ -15,8 +15,8 @@ import msgspec
 import zmq
 
 from hardpoint.plugins import ConfigError, EngineConfig
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.system.encoding import WireError
 from hardpoint.system.resources import end_context

@@ -19,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 from hardpoint.core.engine_process.process import EngineHost
 from hardpoint.errors import ConfigError
 from hardpoint.plugins import EngineConfig
-from hardpoint.plugins.parallel_config import ParallelConfig
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.replicas.hosts import EngineHosts
 from hardpoint.system.encoding import WireError
 from hardpoint.system.process.launch import Interpreter

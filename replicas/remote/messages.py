@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.manifest import Manifest
 from hardpoint.system.encoding.errors import MALFORMED, WireError, explain
 
 LINK_PROTOCOL = 3

@@ -19,8 +19,8 @@ from hardpoint.plugins import (
     HardpointError,
     RequestError,
 )
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.manifest import Manifest
 from hardpoint.replicas.group import EngineGroup
 from hardpoint.replicas.replica import Replica
 

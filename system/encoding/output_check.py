@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-from hardpoint.plugins.engine_state import BLOCK_KEY_BYTES, KVCacheChanges
 from hardpoint.plugins.requests import PartArray, TokenLogprobs
+from hardpoint.plugins.requests.engine_state import BLOCK_KEY_BYTES, KVCacheChanges
 
 from .errors import WireError
 

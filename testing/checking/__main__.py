@@ -14,8 +14,8 @@ import msgspec
 
 from hardpoint.errors import HardpointError, PluginContractError
 from hardpoint.plugins.commands import ComponentInfo
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.config import ConfigSources, EngineConfig
-from hardpoint.plugins.manifest import Source
 from hardpoint.registry.adapt import adapt, load_component
 from hardpoint.registry.adapters.contract_1 import warn_of_earlier
 from hardpoint.registry.configuration import config_from

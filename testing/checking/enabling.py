@@ -19,7 +19,7 @@ from hardpoint.errors import HardpointError
 from hardpoint.plugins import SamplingParams
 from hardpoint.plugins.commands import ComponentInfo
 from hardpoint.plugins.config import ConfigSources, EngineConfig
-from hardpoint.plugins.stats import PluginMeter, PluginReport
+from hardpoint.plugins.requests.stats import PluginMeter, PluginReport
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.kinds import PluginKind
 from hardpoint.registry.plugin_set import resolve_plugins

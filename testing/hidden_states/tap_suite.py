@@ -12,8 +12,8 @@ import torch
 from hypothesis import strategies as st
 
 from hardpoint.plugins import ActivationTap, ActivationTapContext, TapRows, TapSite
-from hardpoint.plugins.activation_tap import is_site
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.sampling.activation_tap import is_site
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.suite import Rule, Violation, checks, short_repr
 

@@ -21,7 +21,7 @@ from hardpoint.plugins.kv_connector import (
     KVSchedulerContext,
     KVWorkerContext,
 )
-from hardpoint.plugins.stats import KVTierStats
+from hardpoint.plugins.requests.stats import KVTierStats
 from hardpoint.testing.suite import Rule, Violation, short_repr
 
 from .slots import WITNESS

@@ -23,8 +23,8 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.arguments import prepared_type
-from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.testing.engine_access import ProcessorPipeline, logits_ops
 from hardpoint.testing.suite import Violation, short_repr
 

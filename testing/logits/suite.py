@@ -16,7 +16,7 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.testing.component_suite import LIVE, check_live_change
 from hardpoint.testing.engine_access import plugin_name
 from hardpoint.testing.pytest_hooks import examples_scale

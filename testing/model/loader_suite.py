@@ -28,7 +28,7 @@ from hardpoint.plugins import (
     WeightLoader,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.loader import WeightFormat
+from hardpoint.plugins.model.loader import WeightFormat
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.testing.component_suite import ComponentSuite

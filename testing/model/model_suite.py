@@ -20,9 +20,9 @@ from hardpoint.plugins import (
     ModelFiles,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.media_format import MediaFormat
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizedMatrix
+from hardpoint.plugins.requests.media_format import MediaFormat
 from hardpoint.testing.adapted_model import ADAPTERS, AdaptedModel
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.declared import declared_result

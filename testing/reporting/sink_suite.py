@@ -21,7 +21,7 @@ from hardpoint.plugins import (
     StatSinkContext,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.stats import (
+from hardpoint.plugins.requests.stats import (
     FinishedRequest,
     Health,
     KVTierStats,

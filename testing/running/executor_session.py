@@ -25,9 +25,9 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WorkerInfo,
 )
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.executor import WorkerLaunch
 from hardpoint.plugins.parallel import Placement
-from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.testing.engine_access import start_worker_process
 from hardpoint.testing.suite import short_repr
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import ConfigError, Executor, ModelError, ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.parallel_config import ParallelConfig
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import executor_tokens
 from hardpoint.testing.suite import Rule, Violation, checks, short_repr

@@ -22,7 +22,7 @@ from hardpoint.plugins import (
     SamplingParams,
     StepRecord,
 )
-from hardpoint.plugins.hooks import HookSpecs
+from hardpoint.plugins.server.hook_specs import HookSpecs
 from hardpoint.testing.engine_access import HookSet, open_hooks, provided_components
 from hardpoint.testing.pace import cost_of, own_seconds
 from hardpoint.testing.suite import (

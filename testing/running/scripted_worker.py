@@ -28,7 +28,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.executor import WorkerLaunch
-from hardpoint.plugins.stats import PluginMeter
+from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.testing.threads import until
 
 FACTORY = f"{__name__}:open_scripted_worker"

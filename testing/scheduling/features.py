@@ -8,7 +8,7 @@ from typing import Any
 
 from hardpoint.plugins import HardpointError, PauseState, RepetitionDetection, Scheduler
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
-from hardpoint.plugins.resumed import ResumedOutputs
+from hardpoint.plugins.requests.resumed import ResumedOutputs
 from hardpoint.testing.scheduling.fakes.connector import Compile, Transfer
 
 from .simulator import SchedulerSimulator

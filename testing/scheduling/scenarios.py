@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import PauseState, RepetitionDetection, RequestError, Scheduler, StepCost
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
-from hardpoint.plugins.resumed import ResumedOutputs
+from hardpoint.plugins.requests.resumed import ResumedOutputs
 from hardpoint.testing.scheduling.fakes.connector import Compile, Transfer
 from hardpoint.testing.suite import ReplayableCase, exceptions_as_violations
 

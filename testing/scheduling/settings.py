@@ -12,7 +12,7 @@ from hardpoint.plugins import (
     StepCost,
 )
 from hardpoint.plugins.kv_cache import KVCacheManager
-from hardpoint.plugins.scheduler import SchedulerLimits
+from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.testing.engine_access import EvictionFactory, create_kv_cache_manager, load_policy
 
 from .rules import EVICTION

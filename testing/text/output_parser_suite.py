@@ -22,7 +22,6 @@ from hardpoint.plugins import (
     ReasoningTracker,
     Tokenizer,
 )
-from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.output_parser import (
     ContentText,
@@ -34,9 +33,10 @@ from hardpoint.plugins.output_parser import (
     ToolCallArguments,
     ToolCallBegin,
     ToolCallEnd,
-    join_events,
 )
 from hardpoint.plugins.structured import Format, TagFormat, TokenFormat, walk_formats
+from hardpoint.plugins.text.arguments import prepared_type
+from hardpoint.plugins.text.output_parser import join_events
 from hardpoint.testing.component_suite import LiveComponentSuite
 from hardpoint.testing.engine_access import load_tokenizer
 from hardpoint.testing.pace import PYTHON, cpu_seconds, slowdown

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import strategies as st
 
 from hardpoint.plugins import ModelFiles, RequestError, Tokenizer, TokenizerContext
-from hardpoint.plugins.behaviour import UnusableError
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.component.behaviour import UnusableError
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.tokenizer import PAIR
+from hardpoint.plugins.text.tokenizer import PAIR
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.pace import cpu_cost
 from hardpoint.testing.snapshots import snapshot, without_growth

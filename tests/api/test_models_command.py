@@ -16,8 +16,8 @@ from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.cli import main
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.weights.planned_model import open_attention, open_ops, plan_model
-from hardpoint.plugins.component import no_progress
-from hardpoint.plugins.loader import WeightFormat
+from hardpoint.plugins.component.base import no_progress
+from hardpoint.plugins.model.loader import WeightFormat
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.registry.configuration import load_config

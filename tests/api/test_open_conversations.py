@@ -34,7 +34,7 @@ from hardpoint.conversations.states import (
     OpenConversations,
 )
 from hardpoint.errors import PromptTooLongError
-from hardpoint.plugins.config import ConversationsConfig
+from hardpoint.plugins.config.engine import ConversationsConfig
 from hardpoint.testing import ScriptedClock, scripted_config, write_scripted_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "conversations.md"

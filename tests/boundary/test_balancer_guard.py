@@ -11,7 +11,7 @@ from hardpoint.boundary.guard import guard
 from hardpoint.builtin_plugins.balancers.least_cost import LeastCost
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import BalancerContext, LoadBalancer
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 from hardpoint.testing import ScriptedEngines, scripted_request
 
 SOURCE = Source("odd", "acme:Odd", "acme", "1.0", "parallel.balancer (file hardpoint.toml)")

@@ -51,8 +51,8 @@ from hardpoint.plugins import (
     StatSinkContext,
     Tokenizer,
 )
-from hardpoint.plugins.behaviour import behaviour_of
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.component.behaviour import behaviour_of
 from hardpoint.registry.kinds import KINDS
 from hardpoint.testing import ScriptedEngines, scripted_request
 

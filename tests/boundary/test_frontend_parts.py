@@ -13,7 +13,7 @@ from hardpoint.errors import (
     RequestError,
 )
 from hardpoint.plugins import EngineCoreRequest, FrontendHalf, SamplingParams, StepPart
-from hardpoint.plugins.frontend_half import GivenPrompt
+from hardpoint.plugins.step_part.part import GivenPrompt
 from hardpoint.registry.configuration import config_from
 from hardpoint.registry.plugin_set import resolve_plugins
 

@@ -21,8 +21,8 @@ from hardpoint.plugins import (
     Tokenizer,
     TokenizerContext,
 )
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.output_parser import (
     ContentText,
     MalformedText,

@@ -6,7 +6,7 @@ import pytest
 
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.hang_watch import HangWatch
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 
 
 class Clock:

@@ -11,7 +11,7 @@ import torch
 from hardpoint.boundary.layers.states import LayerStates, TrialStates
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import AttentionStep, TensorSpec
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 
 SOURCE = Source("sum", "sums", "acme", "1", "default")
 SPECS = [(TensorSpec((), "int64"), TensorSpec((2,), "float32", fill=1.0))]

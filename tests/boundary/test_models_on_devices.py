@@ -16,7 +16,7 @@ from hardpoint.boundary.checked_model import CheckedModel
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.errors import PluginFaultError
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 
 SOURCE = Source("model", "x:Model", "here", "0", "default")
 LENGTH = 8

@@ -8,7 +8,7 @@ import pytest
 
 from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.manifest import Manifest, PluginEntry
+from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 from hardpoint.registry.configuration import config_from
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.replicas.relay import owner as relay_owner

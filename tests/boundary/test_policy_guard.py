@@ -18,7 +18,7 @@ from hardpoint.builtin_plugins.policies import Fair, FirstComeFirstServed, Prior
 from hardpoint.errors import PluginFaultError
 from hardpoint.live.policy import guarded_policy
 from hardpoint.plugins import PolicyContext, SchedulingPolicy
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 
 OPTIONAL = ["group", "group_key", "admit", "victim", "added", "scheduled", "preempted", "finished"]
 

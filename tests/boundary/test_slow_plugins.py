@@ -23,7 +23,7 @@ from hardpoint.plugins import (
     StatSink,
     hookimpl,
 )
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 from hardpoint.replicas.restarts import RestartBudget
 from hardpoint.testing import scripted_engine
 from hardpoint.testing.scripted import ScriptedModel

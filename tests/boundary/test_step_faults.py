@@ -8,8 +8,8 @@ import pytest
 
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import PluginFaultError
-from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.stats import StepFault
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.requests.stats import StepFault
 
 SOURCE = Source("mine", "acme:Mine", "acme", "1.0", "scheduler.policy (argument)")
 

@@ -25,9 +25,9 @@ from hardpoint.plugins import (
     StepPart,
     WaitingFor,
 )
-from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.plan import PartData
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.requests import MultiModalFeature, PartArray
+from hardpoint.plugins.requests.plan import PartData
 from hardpoint.registry.ordering import ordered_parts
 
 

@@ -13,7 +13,7 @@ from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 from hardpoint.testing import load_ops
 
 SPEC = KVSpec(num_heads=4, num_kv_heads=1, head_size=12, scale=0.4, value_size=8)

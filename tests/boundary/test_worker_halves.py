@@ -11,7 +11,7 @@ from hardpoint.boundary.parts.bound_half import BoundWorkerHalf
 from hardpoint.boundary.parts.worker_parts import WorkerParts
 from hardpoint.errors import ConfigError, PluginFaultError
 from hardpoint.plugins import ForwardBatch, WorkerHalf
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.worker_half import ForwardStep
 
 

@@ -14,7 +14,7 @@ from hardpoint.builtin_plugins.balancers.round_robin import RoundRobin
 from hardpoint.builtin_plugins.balancers.two_choices import TwoChoices
 from hardpoint.errors import ConfigError
 from hardpoint.plugins import BalancerContext
-from hardpoint.plugins.parallel_config import ParallelConfig
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.registry.kinds import KINDS
 from hardpoint.testing import ScriptedEngines, scripted_request
 from hardpoint.typed import convert

@@ -23,7 +23,6 @@ from hardpoint.plugins.output_parser import (
     ReasoningText,
     ToolCallArguments,
     ToolCallBegin,
-    join_events,
 )
 from hardpoint.plugins.structured import (
     StructuralTag,
@@ -32,6 +31,7 @@ from hardpoint.plugins.structured import (
     TokenFormat,
     walk_formats,
 )
+from hardpoint.plugins.text.output_parser import join_events
 
 # What texts are likely to get wrong, where a grammar lets them.
 TRICKS = (

@@ -16,8 +16,8 @@ from hardpoint.plugins.output_parser import (
     ToolCallArguments,
     ToolCallBegin,
     ToolCallEnd,
-    join_events,
 )
+from hardpoint.plugins.text.output_parser import join_events
 
 TOOLS = {
     "now": {"type": "object", "properties": {}},

@@ -29,7 +29,7 @@ from hardpoint.builtin_plugins.quantizations.awq import AWQ
 from hardpoint.core.weights.quantized_weights import QuantizedWeights
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import EngineConfig
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.parallel import Communicator, Parallel
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.testing.model.rank_threads import run_ranks

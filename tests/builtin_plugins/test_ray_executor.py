@@ -21,8 +21,8 @@ from hardpoint import LLM, EngineDeadError, HardpointError, SamplingParams
 from hardpoint.builtin_plugins.executors.ray import RayExecutor
 from hardpoint.errors import PluginError
 from hardpoint.plugins import ConfigError, ExecutorContext, ModelError, SchedulerOutput
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.executor import WorkerLaunch
-from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.testing import ExecutorSuite
 
 pytestmark = pytest.mark.nightly

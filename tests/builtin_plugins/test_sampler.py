@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from support.searching import examples
 
 from hardpoint.builtin_plugins.sampler import DefaultSampler
-from hardpoint.plugins import ModelError, SamplerContext, SamplingRows, exponential_race
-from hardpoint.plugins import logits_ops as module
+from hardpoint.plugins import ModelError, SamplerContext, SamplingRows
+from hardpoint.plugins.model import exponential_race
+from hardpoint.plugins.model import logits_ops as module
 from hardpoint.testing import load_ops
 
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x9E3779B97F4A7C15 - 2**64, 12345]

@@ -15,7 +15,7 @@ from hardpoint.plugins import (
     SchedulerContext,
 )
 from hardpoint.plugins.kv_cache import KVCacheGroup
-from hardpoint.plugins.scheduler import SchedulerLimits
+from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager

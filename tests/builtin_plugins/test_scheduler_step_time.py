@@ -10,7 +10,7 @@ from support.searching import searches_long
 
 from hardpoint.errors import ConfigError
 from hardpoint.plugins import StepCost, WaitingFor
-from hardpoint.plugins.scheduler import SchedulerLimits
+from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 
 COST = StepCost(step=5, single_query=1, prompt_token=0.5, is_trained=True)
 ANY_COSTS = [

@@ -9,7 +9,7 @@ import pytest
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.stats.log import LogSink
 from hardpoint.plugins import IterationStats, PrefixCacheStats, SchedulerStats, StatSinkContext
-from hardpoint.plugins.stats import KVTierStats
+from hardpoint.plugins.requests.stats import KVTierStats
 from hardpoint.testing import ScriptedClock, scripted_config
 
 

@@ -20,7 +20,7 @@ from hardpoint.builtin_plugins.stats import opentelemetry
 from hardpoint.builtin_plugins.stats.opentelemetry import OpenTelemetrySink
 from hardpoint.errors import PluginError
 from hardpoint.plugins import ConfigError, IterationStats, StatSinkContext
-from hardpoint.plugins.stats import FinishedRequest, RequestMetrics
+from hardpoint.plugins.requests.stats import FinishedRequest, RequestMetrics
 from hardpoint.testing import scripted_config
 
 TRACE = "a" * 32

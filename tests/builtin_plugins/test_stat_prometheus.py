@@ -30,7 +30,7 @@ from hardpoint.plugins import (
     SchedulerStats,
     StatSinkContext,
 )
-from hardpoint.plugins.stats import (
+from hardpoint.plugins.requests.stats import (
     EngineReport,
     FinishedRequest,
     Health,

@@ -29,8 +29,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config_tables import KVConnectorConfig
 from hardpoint.plugins.kv_connector import KVSchedulerContext
-from hardpoint.plugins.request import Request
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
+from hardpoint.plugins.requests.request import Request
 
 SIZE = 4
 LOAD_SECONDS = 10.0

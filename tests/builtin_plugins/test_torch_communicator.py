@@ -19,8 +19,8 @@ from hardpoint.builtin_plugins.communicators.gloo import GlooGroup
 from hardpoint.core.worker.ranks import Ranks
 from hardpoint.errors import CommunicationAbortedError, ModelError
 from hardpoint.plugins import HardpointError
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.parallel import Placement
-from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.system.rank_store import served_store
 
 

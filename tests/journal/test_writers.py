@@ -11,7 +11,7 @@ import pytest
 from hardpoint.journal import writer as module
 from hardpoint.journal.records import Build, Event, JournalHeader
 from hardpoint.journal.writer import JournalWriter, RingWriter
-from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.component.manifest import Manifest
 
 HEADER = JournalHeader(
     build=Build(

@@ -14,7 +14,7 @@ from hardpoint.builtin_plugins.ops.triton import TritonOps
 from hardpoint.kernels.triton import code_tiles, layers
 from hardpoint.kernels.triton import logits as logits_kernels
 from hardpoint.plugins import Op, OpsContext
-from hardpoint.plugins.logits_ops import warm_up
+from hardpoint.plugins.model.logits_ops import warm_up
 from hardpoint.testing.ops.code_matrices import FORMS
 
 DEVICE = torch.device(kernel_device())

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from hardpoint.plugins import EngineCoreRequest, SamplingParams
-from hardpoint.plugins.block_hash import (
+from hardpoint.plugins.kv_cache.block_hash import (
     HASH_VERSION,
     NO_PARENT,
     block_key,

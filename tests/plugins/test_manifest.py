@@ -7,8 +7,8 @@ import pytest
 from support.plugins.fake import component
 
 from hardpoint.plugins import LogitsProcessor, Options
+from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.manifest import Manifest, PluginEntry
 
 ENTRY = PluginEntry(
     kind="logits_processors",

@@ -31,7 +31,7 @@ from support.process.harness import hangs, process_config
 from support.waiting import PATIENCE_S, HeldSteps, wait_until
 
 from hardpoint import LLM, AsyncLLM, EngineDeadError, HardpointError, RequestError, SamplingParams
-from hardpoint.plugins.engine_set import EngineSet
+from hardpoint.plugins.server.engine_set import EngineSet
 
 KILLS = "process.test_replicas:Kills"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

@@ -26,7 +26,7 @@ from support.plugins.kv_stores import FolderStore
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.plugins.stats import KVTierStats
+from hardpoint.plugins.requests.stats import KVTierStats
 from hardpoint.testing import scripted_config, scripted_engine
 
 STORES = "support.plugins.kv_stores"

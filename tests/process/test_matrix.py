@@ -41,7 +41,7 @@ from hardpoint.core.frontend.requests.plugin_arguments import CallRules
 from hardpoint.features.adapters.identity import content_hash, read_files
 from hardpoint.kernels import cpu
 from hardpoint.plugins import EngineConfig, EngineCoreRequest, LoRARequest
-from hardpoint.plugins.config import ConversationsConfig
+from hardpoint.plugins.config.engine import ConversationsConfig
 from hardpoint.testing import ScriptedClock, scripted_config, write_scripted_model
 
 Level = Mapping[str, Any]

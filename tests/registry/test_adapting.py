@@ -29,7 +29,7 @@ from hardpoint.plugins import (
     SamplingParams,
     hookimpl,
 )
-from hardpoint.plugins.logits import FollowsBatch
+from hardpoint.plugins.sampling.logits import FollowsBatch
 from hardpoint.registry.adapt import adapter_of
 from hardpoint.registry.adapters.vllm_objects import ExternalParams
 from hardpoint.registry.adapters.vllm_v1 import MoveDirectionality

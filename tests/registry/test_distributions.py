@@ -11,7 +11,7 @@ from support.plugins.fake import Installed
 
 from hardpoint.errors import PluginConflictError, PluginNotFoundError
 from hardpoint.plugins import HardpointError
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 from hardpoint.registry import discovery
 from hardpoint.registry.loading import import_object
 

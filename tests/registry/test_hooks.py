@@ -8,9 +8,9 @@ import pytest
 
 from hardpoint.errors import PluginContractError, PluginFaultError, PluginLoadError
 from hardpoint.plugins import CompletionOutput, RequestOutput, hookimpl
-from hardpoint.plugins.hooks import HookSpecs
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.server import Background, Middleware, ResponseStore, Route
+from hardpoint.plugins.server.hook_specs import HookSpecs
 from hardpoint.registry.hooks import HookSet
 
 

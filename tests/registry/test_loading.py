@@ -32,7 +32,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins import Options as PluginOptions
 from hardpoint.plugins.component import Context
-from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.registry.loading import snake_case
 
 WHO = "plugin 'dry' (acme-pack 2.0, "

@@ -20,7 +20,7 @@ from hardpoint.plugins import (
     PrefixCacheStats,
     SchedulerStats,
 )
-from hardpoint.plugins.stats import StepFault
+from hardpoint.plugins.requests.stats import StepFault
 
 # Start
 

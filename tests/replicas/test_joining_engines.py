@@ -15,10 +15,10 @@ from support.waiting import PATIENCE_S, wait_until
 from hardpoint.core.protocol import EngineCoreReadyResponse, RequestType
 from hardpoint.errors import ConfigError, EngineClosedError, EngineDeadError, PluginLoadError
 from hardpoint.plugins import EngineConfig, EngineCoreOutput, EngineCoreOutputs
+from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.config.engine import ParallelConfig, RayConfig
 from hardpoint.plugins.config_tables import ExecutorConfig
-from hardpoint.plugins.manifest import Manifest, PluginEntry
-from hardpoint.plugins.parallel_config import ParallelConfig, RayConfig
 from hardpoint.replicas.remote import admission, listener
 from hardpoint.replicas.remote.address import check_address, check_joining
 from hardpoint.replicas.remote.comparison import check_manifest, hello_of, processor

@@ -12,8 +12,8 @@ from support.waiting import PATIENCE_S, wait_until
 from hardpoint import EngineDeadError
 from hardpoint.boundary.errors import rejection_output
 from hardpoint.plugins import EngineCoreOutputs, RequestError
-from hardpoint.plugins.engine_set import EngineSet
-from hardpoint.plugins.engine_state import EngineLoad
+from hardpoint.plugins.requests.engine_state import EngineLoad
+from hardpoint.plugins.server.engine_set import EngineSet
 from hardpoint.replicas import dispatch
 from hardpoint.replicas.replica import Replica, ReplicaView
 from hardpoint.replicas.sessions import Sessions

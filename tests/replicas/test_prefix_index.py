@@ -23,8 +23,8 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     SamplingParams,
 )
-from hardpoint.plugins.engine_state import KVCacheChanges
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
+from hardpoint.plugins.requests.engine_state import KVCacheChanges
 from hardpoint.replicas import prefix_index
 from hardpoint.replicas.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 

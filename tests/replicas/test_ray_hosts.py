@@ -23,7 +23,7 @@ from hardpoint.errors import (
     PluginLoadError,
 )
 from hardpoint.plugins import EngineConfig
-from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.replicas.on_ray import hosts
 from hardpoint.replicas.on_ray.actor import ActorLaunch, EngineActor
 from hardpoint.replicas.remote import joined_host, listener

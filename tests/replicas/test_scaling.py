@@ -10,7 +10,7 @@ from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint import EngineDeadError
 from hardpoint.plugins import FinishReason, HardpointError, ModelError, RequestError
-from hardpoint.plugins.engine_set import EngineSet
+from hardpoint.plugins.server.engine_set import EngineSet
 
 
 def test_engines_are_added_with_the_lowest_free_ranks(world):

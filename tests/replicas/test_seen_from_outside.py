@@ -10,7 +10,7 @@ from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import EngineCoreOutputs, FinishReason, PrefixCacheStats, SchedulerStats
-from hardpoint.plugins.stats import PluginReport
+from hardpoint.plugins.requests.stats import PluginReport
 from hardpoint.replicas.statistics import PrefillRate
 
 

@@ -18,7 +18,7 @@ from hardpoint.plugins import (
     ModelError,
     RequestError,
 )
-from hardpoint.plugins.engine_set import EngineSet
+from hardpoint.plugins.server.engine_set import EngineSet
 
 
 @pytest.fixture

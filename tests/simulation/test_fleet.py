@@ -195,7 +195,7 @@ class TestReports:
         assert [view[0][4] for view in seen][2:] == [0, 0]
 
     def test_an_index_that_forgets_does_so_in_the_same_order_in_every_process(self):
-        from hardpoint.plugins.engine_state import KVCacheChanges
+        from hardpoint.plugins.requests.engine_state import KVCacheChanges
         from hardpoint.replicas.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 
         index = PrefixIndex(16, max_bytes=32 * BYTES_PER_BLOCK)

@@ -25,12 +25,13 @@ from hardpoint.plugins import (
     SamplingParams,
     SchedulerStats,
 )
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.engine_set import EngineSet, EngineStatus, LoadReport
-from hardpoint.plugins.manifest import Manifest, Source
 from hardpoint.plugins.requests import PoolingRequestOutput, ToolCall
+from hardpoint.plugins.requests.stats import Health
 from hardpoint.plugins.server import InstalledExtension
-from hardpoint.plugins.stats import Health
+from hardpoint.plugins.server.engine_set import EngineSet, EngineStatus, LoadReport
 from hardpoint.registry.configuration import default_config_type
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet

@@ -28,13 +28,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ForwardRef
 
 import msgspec
 
 from hardpoint import plugins
 from hardpoint.plugins.component import Component, Context
-from hardpoint.plugins.hooks import HookSpecs
+from hardpoint.plugins.server.hook_specs import HookSpecs
 from hardpoint.registry.kinds import KINDS
 
 RECORD = Path(__file__).parents[1] / "compatibility" / "interfaces.json"
@@ -214,8 +214,8 @@ def _changes_of_data(
 def _classes() -> dict[str, type]:
     """Return the contract's classes that are neither interfaces of kinds nor contexts, by name."""
     modules = [
-        importlib.import_module(f"{_CONTRACT}.{module.name}")
-        for module in pkgutil.iter_modules(plugins.__path__)
+        importlib.import_module(module.name)
+        for module in pkgutil.walk_packages(plugins.__path__, f"{_CONTRACT}.")
     ]
     forms = {form for kind in KINDS.values() for form in kind.forms or (kind.interface,)}
     recorded_apart = {Component, Context, *forms, *(_context_of(f) for f in forms if f)}
@@ -331,6 +331,8 @@ def _members(form: type) -> Iterator[tuple[str, str]]:
             declared = next(
                 (b.__annotations__[name] for b in bases if name in b.__annotations__), "type"
             )
+            if isinstance(declared, ForwardRef):  # its text has the module, which may change
+                declared = declared.__forward_arg__
             required = "" if hasattr(form, name) else f"{_REQUIRED} "
             yield name, f"{required}attribute {declared}"
 

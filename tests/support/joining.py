@@ -21,8 +21,8 @@ import zmq
 from hardpoint.boundary.activity import Activity
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine_process.launch import Launch
-from hardpoint.plugins.manifest import Manifest
-from hardpoint.plugins.parallel_config import ParallelConfig
+from hardpoint.plugins.component.manifest import Manifest
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.replicas.remote import admission
 from hardpoint.replicas.remote.joined_host import JoinedHost
 from hardpoint.replicas.remote.listener import JoinListener

@@ -8,9 +8,9 @@ from starlette.responses import JSONResponse
 
 from hardpoint.builtin_plugins.server.routes.page import live_routes
 from hardpoint.plugins import PrefixCacheStats, SchedulerStats
+from hardpoint.plugins.requests.stats import Health, PluginMeter
+from hardpoint.plugins.scheduling.step_record import LiveRequest, WaitingFor, WaitReason
 from hardpoint.plugins.server import Authenticator, Client, Route
-from hardpoint.plugins.stats import Health, PluginMeter
-from hardpoint.plugins.step_record import LiveRequest, WaitingFor, WaitReason
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 

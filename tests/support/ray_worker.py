@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hardpoint.plugins import HardpointError, ModelError, ModelRunnerOutput, WorkerInfo
 from hardpoint.plugins.executor import WorkerLaunch
-from hardpoint.plugins.stats import PluginMeter
+from hardpoint.plugins.requests.stats import PluginMeter
 
 
 class SmallWorker:

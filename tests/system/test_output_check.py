@@ -15,9 +15,9 @@ from hardpoint.plugins import (
     SamplingParams,
     SchedulerStats,
 )
-from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
 from hardpoint.plugins.requests import PartArray, TokenLogprobs, WeightRun
-from hardpoint.plugins.stats import (
+from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
+from hardpoint.plugins.requests.stats import (
     EngineCoreEvent,
     EngineCoreEventType,
     PrefillStats,

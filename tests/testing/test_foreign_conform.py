@@ -8,7 +8,7 @@ from support.kit_suites import assert_fails
 from support.plugins import foreign_processors as foreign
 from support.searching import kit_examples
 
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 from hardpoint.registry.adapt import adapt, configured
 from hardpoint.testing import LogitsProcessorSuite
 

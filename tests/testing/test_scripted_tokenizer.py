@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.plugins import ModelFiles, RequestError, TokenizerContext
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 from hardpoint.testing import write_scripted_model
 from hardpoint.testing.scripted_tokenizer import ScriptedTokenizer
 

@@ -43,12 +43,12 @@ from hardpoint.plugins import (
     SamplingParams,
     requests,
 )
-from hardpoint.plugins.media import Image
-from hardpoint.plugins.media_format import MediaFormat
 from hardpoint.plugins.model import LinearMatrix
-from hardpoint.plugins.ops import Ops
+from hardpoint.plugins.model.ops import Ops
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import MultiModalFeature
+from hardpoint.plugins.requests.media import Image
+from hardpoint.plugins.requests.media_format import MediaFormat
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import ScriptedDrafts, ScriptedModel, StepPartSuite
 

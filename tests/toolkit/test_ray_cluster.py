@@ -13,7 +13,7 @@ from support.plugins.fake import Installed
 from hardpoint.builtin_plugins.executors.ray import RayExecutor
 from hardpoint.errors import PluginLoadError
 from hardpoint.plugins import ConfigError, ExecutorContext
-from hardpoint.plugins.parallel_config import ParallelConfig
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.toolkit.ray_cluster import (
     Connection,
     RayNode,

@@ -27,9 +27,9 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.executor import Worker
 from hardpoint.plugins.params import RequestOutputKind
-from hardpoint.plugins.plan import CachedRequests, SampledTokens
 from hardpoint.plugins.requests import LoRARequest, TokenLogprobs
-from hardpoint.plugins.stats import PluginMeter
+from hardpoint.plugins.requests.plan import CachedRequests, SampledTokens
+from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.toolkit.workers.calls import WorkerServer, decode_result, encode_call
 

@@ -12,7 +12,7 @@ from support.plugins.writing import POLICY_WRITES, PROCESSOR_WRITES, WritingPoli
 from hardpoint import RequestError, SamplingParams
 from hardpoint.live.policy import guarded_policy
 from hardpoint.plugins import EngineCoreRequest, PolicyContext, Request
-from hardpoint.plugins.hooks import hookimpl
+from hardpoint.plugins.server.hooks import hookimpl
 from hardpoint.testing import scripted_engine
 
 HERE = "support.plugins.writing"

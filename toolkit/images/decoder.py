@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from hardpoint.errors import RequestError
-from hardpoint.plugins.image_input import ImagesConfig
-from hardpoint.plugins.media import Image, ProcessedImage
-from hardpoint.plugins.media_format import MediaFormat
+from hardpoint.plugins.config.engine import ImagesConfig
+from hardpoint.plugins.requests.media import Image, ProcessedImage
+from hardpoint.plugins.requests.media_format import MediaFormat
 from hardpoint.toolkit.limited import LimitedProcess
 
 from . import decode_program

@@ -22,7 +22,7 @@ from typing import Any, cast
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from hardpoint.errors import RequestError
-from hardpoint.plugins.image_input import RemoteImagesConfig
+from hardpoint.plugins.config.engine import RemoteImagesConfig
 
 from .addresses import is_public, is_unusual_host
 

@@ -16,9 +16,9 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from hardpoint.errors import RequestError, shown
-from hardpoint.plugins.image_input import ImagesConfig, ImageSource
-from hardpoint.plugins.media import Image, ProcessedImage
-from hardpoint.plugins.media_format import MediaFormat
+from hardpoint.plugins.config.engine import ImagesConfig
+from hardpoint.plugins.requests.media import Image, ImageSource, ProcessedImage
+from hardpoint.plugins.requests.media_format import MediaFormat
 from hardpoint.toolkit.folders import permitted_path
 
 from .decoder import ImageDecoder, check_size

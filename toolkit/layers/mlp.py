@@ -14,7 +14,7 @@ import torch
 
 from hardpoint.errors import ModelError
 from hardpoint.plugins.model import ModelContext
-from hardpoint.plugins.ops import ClampedSwiGLU, Ops
+from hardpoint.plugins.model.ops import ClampedSwiGLU, Ops
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import AffineCodes, QuantizedMatrix
 

@@ -12,7 +12,6 @@ from inspect import isabstract, isclass
 from typing import Any, ClassVar
 
 from hardpoint.errors import ConfigError
-from hardpoint.plugins.markers import ReasoningMarkers
 from hardpoint.plugins.output_parser import (
     OutputEvent,
     OutputParser,
@@ -20,6 +19,7 @@ from hardpoint.plugins.output_parser import (
     OutputState,
     ParserRequest,
 )
+from hardpoint.plugins.requests.markers import ReasoningMarkers
 from hardpoint.plugins.structured import (
     ConstStringFormat,
     Format,
@@ -30,7 +30,7 @@ from hardpoint.plugins.structured import (
     TokenFormat,
     TriggeredTagsFormat,
 )
-from hardpoint.plugins.tokenizer import Tokenizer
+from hardpoint.plugins.text.tokenizer import Tokenizer
 
 from .bodies import (
     AfterCall,

@@ -20,7 +20,7 @@ import numpy as np
 from hardpoint import errors
 from hardpoint.errors import CommunicationAbortedError, HardpointError
 from hardpoint.plugins.executor import Worker
-from hardpoint.plugins.plan import GrammarBitmask, SchedulerOutput
+from hardpoint.plugins.requests.plan import GrammarBitmask, SchedulerOutput
 from hardpoint.toolkit.workers.joining import worker_method
 from hardpoint.typed import prepared
 

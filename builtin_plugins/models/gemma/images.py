@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from hardpoint.plugins import ModelConfig, ModelContext, ModelError, ModelFiles
-from hardpoint.plugins.media_format import MediaFormat
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedMatrix
+from hardpoint.plugins.requests import MediaFormat
 from hardpoint.toolkit.hf_config import ConfigFields, short
 from hardpoint.toolkit.layers import PackedLayer, RMSNorm
 

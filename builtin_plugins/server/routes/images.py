@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.image_input import ImageSource
+from hardpoint.plugins.requests import ImageSource
 from hardpoint.plugins.server import AsyncGenerator
 
 Part = dict[str, Any]

@@ -21,7 +21,7 @@ from hardpoint.builtin_plugins.server.operations.notify import ServiceManager
 from hardpoint.builtin_plugins.server.service import ServerPhase
 from hardpoint.builtin_plugins.server.serving import Serving, begin_outliving, loop_factory
 from hardpoint.plugins import CommandContext
-from hardpoint.plugins.workers import Worker, WorkerGroup, WorkerPlan
+from hardpoint.plugins.server import Worker, WorkerGroup, WorkerPlan
 from hardpoint.typed import Strict, convert
 
 _log = logging.getLogger("hardpoint")

@@ -15,7 +15,7 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.behaviour import PIECE
+from hardpoint.plugins.component.behaviour import PIECE
 from hardpoint.plugins.output_parser import OutputState
 from hardpoint.toolkit.parsing.completion_parts import CompletionParts
 

@@ -11,7 +11,7 @@ from hardpoint.plugins import (
     ReasoningMarkers,
     Tokenizer,
 )
-from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.output_parser import ContentText, OutputEvent, OutputState
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.plugin_set import PluginSet

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from hardpoint import typed
 from hardpoint.plugins import RequestError, SamplingParams
-from hardpoint.plugins.arguments import ComponentWithArguments, prepared_type
-from hardpoint.plugins.logits import LogitsPlugin
-from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.plugins.text.arguments import ComponentWithArguments, prepared_type
 from hardpoint.registry.blame import faults_as
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import (
@@ -49,6 +51,11 @@ class ArgumentTaker:
     fields: frozenset[str]
     uses: bool | None
 
+    @cached_property
+    def source(self) -> Source:
+        """Identity of the component, for messages."""
+        return self.entry.source
+
     @property
     def is_processor(self) -> bool:
         """Whether it is a logits processor."""
@@ -60,7 +67,7 @@ class ArgumentTaker:
         Raises:
             RequestError: the class failed.
         """
-        with faults_as(RequestError, f"{self.entry.source}: its uses"):
+        with faults_as(RequestError, f"{self.source}: its uses"):
             return bool(self.cls.uses(params))
 
     def arguments(self, params: SamplingParams, given: Given | None) -> tuple[typed.Arguments, str]:
@@ -81,7 +88,7 @@ class ArgumentTaker:
         else:
             value, path = {}, f"plugin_args.{self.key}"
             place = path
-        return convert_arguments(self.entry.source, self.cls.Arguments, value, path), place
+        return convert_arguments(self.source, self.cls.Arguments, value, path), place
 
     def checked(self, plain: Any) -> typed.Arguments:
         """Return resolved arguments as the component's type.
@@ -89,8 +96,8 @@ class ArgumentTaker:
         Raises:
             RequestError: they are wrong.
         """
-        type_ = prepared_type(self.cls)
-        return convert_arguments(self.entry.source, type_, plain, f"plugin_args.{self.key}")
+        path = f"plugin_args.{self.key}"
+        return convert_arguments(self.source, prepared_type(self.cls), plain, path)
 
     def set_fields(self, params: SamplingParams) -> dict[str, Any]:
         """Return the component's own fields that a request sets."""

@@ -26,9 +26,9 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import Retention
+from hardpoint.plugins.step_part.part import GivenPrompt
 from hardpoint.typed import copied
 from hardpoint.typed.read_only import read_only
 

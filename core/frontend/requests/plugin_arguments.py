@@ -20,7 +20,7 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.frontend_half import ToolCalls
+from hardpoint.plugins.step_part.part import ToolCalls
 from hardpoint.registry.kinds import KINDS, Number
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import prepare_arguments, prepares
@@ -298,8 +298,7 @@ class PluginArguments:
                     tokenizer=self._tokenizer,
                     reasoning=reasoning,
                 )
-                source = taker.entry.source
-                arguments = prepare_arguments(source, taker.cls, arguments, context, path)
+                arguments = prepare_arguments(taker.source, taker.cls, arguments, context, path)
             resolved[taker.key] = msgspec.to_builtins(arguments, str_keys=False)
         return resolved
 

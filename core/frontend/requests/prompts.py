@@ -10,9 +10,9 @@ from msgspec import Meta
 from hardpoint import typed
 from hardpoint.errors import shown
 from hardpoint.plugins import RequestError, SamplingParams
-from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import Prompt as Prompt
+from hardpoint.plugins.step_part.part import GivenPrompt
 from hardpoint.typed import copied, is_list
 
 Params = SamplingParams | PoolingParams

@@ -16,7 +16,7 @@ from hardpoint.plugins import (
     RequestError,
     Tokenizer,
 )
-from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import prepares
 

@@ -13,7 +13,7 @@ from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
-from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.registry.blame import text_of
 from hardpoint.registry.hooks import HookSet
 from hardpoint.system.encoding import Buffer, Decoder, Encoder, WireError

@@ -9,7 +9,7 @@ import torch
 from hardpoint.errors import PluginContractError
 from hardpoint.plugins import BatchUpdate, LogitsRequest, Move, TensorSpec
 from hardpoint.plugins.device import to_device
-from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.sampling.logits import LogitsPlugin
 
 
 class DeviceState:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hardpoint.plugins import Executor, LogitsRequest
-from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.typed import prepared
 from hardpoint.typed.read_only import ReadOnlyList
 

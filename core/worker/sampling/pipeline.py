@@ -11,9 +11,9 @@ from hardpoint.boundary.parts.worker_parts import LogitsObserver
 from hardpoint.errors import PluginContractError
 from hardpoint.plugins import BatchUpdate, LogitsRequest, RequestFault
 from hardpoint.plugins.device import to_device
-from hardpoint.plugins.logits import FollowsBatch
-from hardpoint.plugins.phases import MASK, MODEL
-from hardpoint.plugins.stats import PluginMeter
+from hardpoint.plugins.requests.stats import PluginMeter
+from hardpoint.plugins.sampling.logits import FollowsBatch
+from hardpoint.plugins.sampling.phases import MASK, MODEL
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.system import torch_state
 from hardpoint.system.transfers import select_rows

@@ -9,7 +9,7 @@ from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.live.change import LiveChange
 from hardpoint.live.processors import ProcessorChanges
 from hardpoint.plugins import Ops
-from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.registry.plugin_set import PluginSet
 
 from .pipeline import LogitsPipeline

@@ -26,10 +26,11 @@ from hardpoint.plugins import (
     RequestFault,
     SparseLogitsProcessor,
 )
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.device import to_device
-from hardpoint.plugins.logits import FollowsBatch, LogitsPlugin, LogitsStage
-from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.stats import PluginMeter
+from hardpoint.plugins.requests.stats import PluginMeter
+from hardpoint.plugins.sampling.logits import FollowsBatch, LogitsPlugin
+from hardpoint.plugins.sampling.phases import LogitsStage
 from hardpoint.registry.adapters.tensor_checks import HandedOver
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.system import torch_state

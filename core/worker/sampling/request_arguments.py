@@ -6,7 +6,7 @@ from typing import Any
 
 from hardpoint import typed
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestFault, Sampler
-from hardpoint.plugins.arguments import prepared_type
+from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.request_arguments import argument_key

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hardpoint.plugins import LogitsRequest
-from hardpoint.plugins.arguments import argument_column
+from hardpoint.plugins.text.arguments import argument_column
 
 from .device_state import DeviceState
 

@@ -24,12 +24,12 @@ from hardpoint.plugins import (
     SamplerContext,
     SamplingRows,
 )
-from hardpoint.plugins.behaviour import UnusableError
+from hardpoint.plugins.component.behaviour import UnusableError
+from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.exponential_race import mixed_seed
-from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.requests import TokenLogprobs
-from hardpoint.plugins.sampler import TOKENS
+from hardpoint.plugins.sampling.sampler import TOKENS
 from hardpoint.system.transfers import fetch, select_rows
 
 from .fault_isolation import FaultIsolation, Recompute

@@ -16,8 +16,8 @@ import torch
 from hardpoint import typed
 from hardpoint.errors import PluginContractError
 from hardpoint.plugins import Reads
-from hardpoint.plugins.arguments import prepared_type
-from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.testing.engine_access import check_plugin_class
 from hardpoint.testing.logits.batch import BatchFixture, make_logits
 from hardpoint.testing.logits.histories import HistoryStep, SimulatedBatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hardpoint.plugins import BatchLogitsProcessor, Phase
-from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.testing.logits.batch import (
     LOGITS_KINDS,
     BatchFixture,

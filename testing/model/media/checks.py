@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from hardpoint.plugins import Model, ModelConfig, ModelFiles
-from hardpoint.plugins.image_input import ImagesConfig
-from hardpoint.plugins.media import Image, ProcessedImage
-from hardpoint.plugins.media_format import MediaFormat
+from hardpoint.plugins.config.engine import ImagesConfig
+from hardpoint.plugins.requests.media import Image, ProcessedImage
+from hardpoint.plugins.requests.media_format import MediaFormat
 from hardpoint.testing.model.model_sequences import relative_difference, summary
 from hardpoint.testing.reporting.calls import call
 from hardpoint.testing.suite import short_repr

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 from msgspec import structs
 
-from hardpoint.plugins.resumed import ResumedOutputs
+from hardpoint.plugins.requests.resumed import ResumedOutputs
 from hardpoint.testing.suite import Rule
 
 from .compared import compare

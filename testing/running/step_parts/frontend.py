@@ -15,12 +15,11 @@ from hardpoint.plugins import (
     RequestError,
     SamplingParams,
 )
-from hardpoint.plugins.component import Component, Context
-from hardpoint.plugins.frontend_half import GivenPrompt
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Component, Context, Source
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.part_components import ComponentCalls
 from hardpoint.plugins.requests import Prompt
+from hardpoint.plugins.step_part.components import ComponentCalls
+from hardpoint.plugins.step_part.part import GivenPrompt
 from hardpoint.testing.engine_access import (
     FaultReporter,
     call_declared,

@@ -13,8 +13,8 @@ from hardpoint.plugins import (
     RequestError,
     SamplingParams,
 )
-from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.requests import MultiModalFeature
+from hardpoint.plugins.step_part.part import GivenPrompt
 from hardpoint.testing.reporting.calls import call
 from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import Rule, short_repr

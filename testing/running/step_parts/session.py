@@ -21,7 +21,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WaitReason,
 )
-from hardpoint.plugins.plan import CachedRequests, NewRequest, PartData
+from hardpoint.plugins.requests.plan import CachedRequests, NewRequest, PartData
 from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import Rule, short_repr
 

@@ -31,10 +31,11 @@ from hardpoint.plugins import (
     WorkerHalf,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.frontend_half import FrontendHalfContext
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.step_part import REQUEST_FIELDS, EngineHalfContext
+from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
+from hardpoint.plugins.step_part.part import FrontendHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.testing.component_suite import LiveComponentSuite
 from hardpoint.testing.engine_access import describe_fault, engine_config, fault_counter

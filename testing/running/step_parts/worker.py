@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput, WorkerHalf
-from hardpoint.plugins.plan import PartData
+from hardpoint.plugins.requests.plan import PartData
 from hardpoint.plugins.worker_half import StepRows
 from hardpoint.testing.snapshots import snapshot
 

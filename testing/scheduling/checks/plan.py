@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hardpoint.plugins import SchedulerOutput, StepRecord
-from hardpoint.plugins.scheduler import SchedulerLimits
+from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.testing.scheduling.fakes.requests import ExpectedRequest
 from hardpoint.testing.scheduling.rules import BATCH, ENCODER, LIMITS, PLAN, POSITIONS, STEP_RECORD
 

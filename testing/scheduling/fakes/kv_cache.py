@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from hardpoint.plugins import Request
 from hardpoint.plugins.kv_cache import BlockIds, CachedPrefix, KVCacheGroup, KVCacheManager, KVEvent
-from hardpoint.plugins.stats import PrefixCacheStats
+from hardpoint.plugins.requests.stats import PrefixCacheStats
 from hardpoint.testing.scheduling.rules import BLOCKS
 
 

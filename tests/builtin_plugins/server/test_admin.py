@@ -19,10 +19,10 @@ from support.waiting import PATIENCE_S, wait_until
 from hardpoint.builtin_plugins.server.service import ServerPhase
 from hardpoint.errors import EngineTimeoutError, PluginNotFoundError
 from hardpoint.plugins import ConfigError, HardpointError, RequestError
-from hardpoint.plugins.manifest import Manifest, PluginEntry
+from hardpoint.plugins.component.manifest import Manifest, PluginEntry
+from hardpoint.plugins.requests.stats import Health, PluginMeter
+from hardpoint.plugins.scheduling.step_record import LiveRequest, WaitingFor, WaitReason
 from hardpoint.plugins.server import Authenticator, Client, InstalledExtension, Route
-from hardpoint.plugins.stats import Health, PluginMeter
-from hardpoint.plugins.step_record import LiveRequest, WaitingFor, WaitReason
 
 ASK = {"messages": [{"role": "user", "content": "Hi"}]}
 

@@ -16,8 +16,8 @@ from hardpoint.errors import (
     PluginFaultError,
 )
 from hardpoint.plugins import HardpointError, ModelError, RequestError
+from hardpoint.plugins.requests.stats import Health, StepFault
 from hardpoint.plugins.server import Authenticator, Middleware, Route, Transform
-from hardpoint.plugins.stats import Health, StepFault
 
 SECRET = "/etc/secret/token"
 BODY = {"messages": [{"role": "user", "content": "hi"}]}

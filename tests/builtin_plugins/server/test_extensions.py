@@ -19,8 +19,8 @@ from hardpoint import ConfigError, PluginError, RequestError, SamplingParams
 from hardpoint.builtin_plugins.server import timing
 from hardpoint.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins import Annotated, Meta, hookimpl
+from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 from hardpoint.plugins.config_tables import PluginsConfig
-from hardpoint.plugins.manifest import Manifest, PluginEntry
 from hardpoint.plugins.server import (
     Authenticator,
     Client,

@@ -13,7 +13,8 @@ from support.image_model import settings, write_image_model
 from support.pictures import data_url, encoded, gradient
 
 from hardpoint import AsyncLLM
-from hardpoint.plugins.image_input import ImagesConfig, ImageSource
+from hardpoint.plugins.config.engine import ImagesConfig
+from hardpoint.plugins.requests.media import ImageSource
 
 DATA = encoded(gradient())
 URL = data_url(DATA)

@@ -17,7 +17,7 @@ from support.pictures import data_url, encoded, gradient
 from support.waiting import wait_until
 
 from hardpoint.plugins import OverloadedError, RequestError, SamplingParams
-from hardpoint.plugins.image_input import ImagesConfig
+from hardpoint.plugins.config.engine import ImagesConfig
 from hardpoint.plugins.server import Middleware
 
 pytestmark = pytest.mark.nightly

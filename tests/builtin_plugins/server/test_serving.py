@@ -25,8 +25,8 @@ from hardpoint.builtin_plugins.server.service import InFlightRequests, ServerPha
 from hardpoint.builtin_plugins.server.serving import Serving
 from hardpoint.errors import EngineDeadError, QueueFullError
 from hardpoint.plugins import ConfigError, OverloadedError, SamplingParams
+from hardpoint.plugins.requests.stats import Health
 from hardpoint.plugins.server import Authenticator, Client
-from hardpoint.plugins.stats import Health
 from hardpoint.testing import ScriptedClock
 
 ASK = {"messages": [{"role": "user", "content": "Hi"}]}

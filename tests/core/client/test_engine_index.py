@@ -11,8 +11,8 @@ from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine_process.transport import EngineIO
 from hardpoint.core.protocol import EngineCoreReadyResponse, RequestType
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.manifest import Manifest
 
 INDEX, ADDRESS = 258, b"\x02\x01"  # least significant byte first
 

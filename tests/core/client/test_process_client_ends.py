@@ -19,8 +19,8 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     SamplingParams,
 )
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.manifest import Manifest
 
 
 class Sink:

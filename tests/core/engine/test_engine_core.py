@@ -14,7 +14,7 @@ from hardpoint.core.engine.step import StepRunner
 from hardpoint.core.engine.step_log import log_failure
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError, SchedulerOutput
-from hardpoint.plugins.stats import PluginMeter
+from hardpoint.plugins.requests.stats import PluginMeter
 
 
 class TestStep:

@@ -11,7 +11,7 @@ from support.core.engine_harness import Rig, ScriptedExecutor, expected
 
 from hardpoint.core.worker.input_batch import InputBatch
 from hardpoint.plugins import EngineConfig, LogitsRequest
-from hardpoint.plugins.parallel_config import ParallelConfig
+from hardpoint.plugins.config.engine import ParallelConfig
 
 TWO_RANKS = EngineConfig(parallel=ParallelConfig(tensor=2))
 BLOCK = 4

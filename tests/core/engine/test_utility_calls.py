@@ -15,7 +15,7 @@ from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import UTILITIES, call_utility, result_type
 from hardpoint.core.protocol import UtilityCall, UtilityOutput
 from hardpoint.plugins import OverloadedError, RequestError, SchedulerStats, WaitReason
-from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.system.control_calls import (
     AsyncCaller,

@@ -12,7 +12,7 @@ from support.core.launch_harness import LIMIT_S
 
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.core.engine_process.process import EngineProcess
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 
 SOURCE = Source.of_module("slow", "acme:Slow", "default")
 

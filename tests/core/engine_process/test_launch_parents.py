@@ -111,7 +111,7 @@ def test_hardpoint_found_by_a_path_set_at_run_time(tmp_path):
         f"import sys; sys.path[:0] = {[str(package.parent), sysconfig.get_path('purelib')]}\n"
         "from hardpoint.core.engine_process.process import EngineProcess\n"
         "from hardpoint.core.engine_process.launch import Launch\n"
-        "from hardpoint.plugins.manifest import Manifest\n"
+        "from hardpoint.plugins.component.manifest import Manifest\n"
         "process = EngineProcess.start(Launch(address='a', config={'out': sys.argv[1]},\n"
         "    manifest=Manifest(hardpoint='1', entries=())))\n"
         "assert process.wait(60) == 0, process.failure()\n"

@@ -20,7 +20,7 @@ from support.searching import examples
 
 from hardpoint import plugins
 from hardpoint.errors import PluginLoadError
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 from hardpoint.registry.adapt import load_component
 from hardpoint.registry.kinds import KINDS
 from hardpoint.system.process.main_module.main_pickle import dumps, loads

@@ -18,7 +18,7 @@ from hardpoint.core.engine_process.loop import LoopOptions
 from hardpoint.core.engine_process.reports import ClientReports
 from hardpoint.core.protocol import UtilityCall, output_coalescer
 from hardpoint.plugins import BlockRemoved, EngineCoreOutputs
-from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
+from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
 from hardpoint.replicas.prefix_index import PrefixIndex
 
 PROMPT = list(range(41))

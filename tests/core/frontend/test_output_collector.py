@@ -14,7 +14,7 @@ from support.waiting import PATIENCE_S
 from hardpoint import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
 from hardpoint.core.frontend.outputs.output_collector import RequestOutputCollector
 from hardpoint.plugins.requests import ToolCall, WeightRun
-from hardpoint.plugins.stats import RequestMetrics
+from hardpoint.plugins.requests.stats import RequestMetrics
 
 DELTA, CUMULATIVE, FINAL_ONLY = (
     RequestOutputKind.DELTA,

@@ -19,7 +19,7 @@ from hardpoint.plugins import (
     SamplingParams,
     TokenizerContext,
 )
-from hardpoint.plugins.block_hash import extra_keys, sharing_key
+from hardpoint.plugins.kv_cache.block_hash import extra_keys, sharing_key
 from hardpoint.plugins.params import PoolingParams
 
 

@@ -26,8 +26,8 @@ from hardpoint.plugins import (
     StatSink,
     StatSinkContext,
 )
-from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.stats import PrefillStats, RequestMetrics, StepFault
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.requests.stats import PrefillStats, RequestMetrics, StepFault
 from hardpoint.testing import ScriptedClock
 
 QUEUED, SCHEDULED, PREEMPTED = EngineCoreEventType

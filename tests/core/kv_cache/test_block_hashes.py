@@ -13,7 +13,7 @@ from support.core.kv_cache_model import make_request
 from support.searching import examples
 
 from hardpoint.core.kv_cache.block_hashes import BlockHashes
-from hardpoint.plugins.block_hash import NO_PARENT
+from hardpoint.plugins.kv_cache.block_hash import NO_PARENT
 
 TOKENS = list(range(100, 112))
 

@@ -10,7 +10,8 @@ from support.core.kv_cache_model import finish, make_request
 from support.searching import examples
 
 from hardpoint.core.kv_cache import BlockManager
-from hardpoint.plugins.kv_cache import BlockNeeds, KVCacheGroup
+from hardpoint.plugins.kv_cache import KVCacheGroup
+from hardpoint.plugins.kv_cache.manager import BlockNeeds
 
 WINDOWS = st.lists(st.sampled_from([None, 1, 2, 3, 7, 16, 40]), min_size=1, max_size=4)
 

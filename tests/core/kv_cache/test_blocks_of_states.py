@@ -8,7 +8,8 @@ import pytest
 from support.core.kv_cache_model import finish, make_request, run
 
 from hardpoint.core.kv_cache import BlockManager
-from hardpoint.plugins.kv_cache import STATE_WINDOW, CachedPrefix, KVCacheGroup
+from hardpoint.plugins.kv_cache import CachedPrefix, KVCacheGroup
+from hardpoint.plugins.kv_cache.manager import STATE_WINDOW
 
 NONE = CachedPrefix()
 GROUPS = [KVCacheGroup(), KVCacheGroup(STATE_WINDOW, has_states=True)]

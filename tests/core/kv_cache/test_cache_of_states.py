@@ -11,7 +11,7 @@ from hardpoint.core.kv_cache import size_cache
 from hardpoint.plugins import WorkerInfo
 from hardpoint.plugins.cache_memory import CacheMemory, tightest
 from hardpoint.plugins.config_tables import KVCacheConfig, SchedulerConfig
-from hardpoint.plugins.kv_cache import STATE_WINDOW
+from hardpoint.plugins.kv_cache.manager import STATE_WINDOW
 
 GIB = 1 << 30
 # Qwen3-Next-80B in bfloat16: 12 layers with 2 heads of 256 for keys and for values; 36 with 32

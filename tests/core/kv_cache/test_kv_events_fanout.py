@@ -16,7 +16,7 @@ from hardpoint.plugins import (
     KVEventPublisher,
     PublisherContext,
 )
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 
 REMOVED = BlockRemoved([b"a"])
 

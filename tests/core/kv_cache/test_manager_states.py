@@ -6,7 +6,8 @@ import pytest
 from support.core.kv_cache_model import finish, make_request, run
 
 from hardpoint.core.kv_cache import BlockManager
-from hardpoint.plugins.kv_cache import STATE_WINDOW, BlockNeeds, KVCacheGroup
+from hardpoint.plugins.kv_cache import KVCacheGroup
+from hardpoint.plugins.kv_cache.manager import STATE_WINDOW, BlockNeeds
 
 STATES = KVCacheGroup(STATE_WINDOW, has_states=True)
 TOKENS = list(range(20))

@@ -10,7 +10,7 @@ from support.searching import examples
 from hardpoint.core.protocol import output_coalescer
 from hardpoint.core.protocol.output_coalescer import OutputCoalescer
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
-from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
+from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
 
 
 def test_experts_of_later_positions_follow_the_earlier_ones():

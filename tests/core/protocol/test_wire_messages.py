@@ -44,7 +44,7 @@ from hardpoint.plugins.requests import (
     ResumedOutputs,
     TokenLogprobs,
 )
-from hardpoint.plugins.stats import PrefixCacheStats
+from hardpoint.plugins.requests.stats import PrefixCacheStats
 from hardpoint.system.encoding import Decoder, Encoder, WireError
 
 TEXT = st.text(max_size=9)

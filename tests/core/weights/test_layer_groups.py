@@ -15,8 +15,9 @@ from hardpoint.boundary.checked_attention import CheckedAttention
 from hardpoint.boundary.layers.groups import LayerGroups, group_layers
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import AttentionContext, KVSpec
-from hardpoint.plugins.kv_cache import BlockNeeds, KVCacheGroup
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.kv_cache import KVCacheGroup
+from hardpoint.plugins.kv_cache.manager import BlockNeeds
 from hardpoint.testing import load_ops
 
 SPEC = KVSpec(4, 2, 8, 0.3)

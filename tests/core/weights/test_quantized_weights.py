@@ -13,8 +13,8 @@ from hardpoint import typed
 from hardpoint.core.weights.quantized_weights import QuantizedWeights
 from hardpoint.errors import PluginFaultError, PluginNotFoundError
 from hardpoint.plugins import ConfigError, EngineConfig, ModelError, QuantizationContext
-from hardpoint.plugins.loader import WeightFormat
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.model.loader import WeightFormat
 from hardpoint.plugins.parallel import Cut, SingleRank
 from hardpoint.plugins.quantization import AffineCodes, QuantizedWeight
 from hardpoint.testing import load_ops

@@ -35,8 +35,8 @@ from hardpoint.plugins import (
     Wrapper,
 )
 from hardpoint.plugins.cache_memory import CacheMemory
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.config_tables import QuantizationConfig, WeightCacheConfig
-from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Cut, Parallel, SingleRank
 from hardpoint.system.memory import MemoryLimit, estimate_memory
 from hardpoint.system.weight_cache import WeightCache

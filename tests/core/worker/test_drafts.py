@@ -46,9 +46,9 @@ from hardpoint.plugins import (
     SamplerContext,
     TensorSpec,
 )
-from hardpoint.plugins.arguments import prepared_type
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.testing import history_hash, load_ops
 from hardpoint.toolkit.bitmasks import allow_tokens
 

@@ -7,8 +7,8 @@ import torch
 
 from hardpoint.core.worker.ranks import Ranks
 from hardpoint.plugins import ModelError
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.parallel import Cut, Parallel, Placement, SingleRank
-from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.testing import run_ranks
 
 CPU = torch.device("cpu")

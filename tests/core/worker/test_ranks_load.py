@@ -11,8 +11,8 @@ from support.waiting import PATIENCE_S
 from hardpoint.core.worker import worker
 from hardpoint.core.worker.ranks import Ranks
 from hardpoint.plugins import ModelError
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.parallel import Placement, SingleRank
-from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.system.memory import MemoryEstimate
 from hardpoint.testing import scripted_engine
 

@@ -7,8 +7,8 @@ from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.plugins import EngineConfig, ExecutorContext, SchedulerOutput
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.executor import WorkerLaunch
-from hardpoint.plugins.parallel_config import ParallelConfig
 
 
 @pytest.fixture

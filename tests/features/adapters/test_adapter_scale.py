@@ -11,7 +11,7 @@ from support.cases import nightly_but
 
 from hardpoint import LLM, LoRARequest, RequestError, SamplingParams
 from hardpoint.plugins import EngineCoreRequest
-from hardpoint.plugins.block_hash import extra_keys, sharing_key
+from hardpoint.plugins.kv_cache.block_hash import extra_keys, sharing_key
 
 PROMPT = [5, 17, 200, 31, 8, 99, 64, 3]
 SCALES = (1.0, 0.5, 0.0, -2.0, None)

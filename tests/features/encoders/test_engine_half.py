@@ -9,9 +9,9 @@ import pytest
 from hardpoint.features.encoders.engine_half import EncodedRequests
 from hardpoint.features.encoders.messages import EncoderItem, EncoderStep, Span
 from hardpoint.plugins import ModelRunnerOutput, SamplingParams, SchedulerOutput
-from hardpoint.plugins.media_format import MediaFormat
-from hardpoint.plugins.plan import CachedRequests, NewRequest
 from hardpoint.plugins.requests import EngineCoreRequest, MultiModalFeature
+from hardpoint.plugins.requests.media_format import MediaFormat
+from hardpoint.plugins.requests.plan import CachedRequests, NewRequest
 
 PIXELS = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
 ITEM = EncoderItem("x", "image", (2, 2, 3), PIXELS.tobytes())

@@ -12,8 +12,8 @@ import pytest
 from support.gemma_images import IMAGE, SOFT_TOKENS, image, prompt, write_model
 
 from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams
-from hardpoint.plugins.media import Image
 from hardpoint.plugins.requests import EngineCoreRequest, MultiModalFeature
+from hardpoint.plugins.requests.media import Image
 from hardpoint.testing import scripted_config, write_scripted_model
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)

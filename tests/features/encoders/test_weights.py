@@ -25,7 +25,7 @@ from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.gemma.images import Gemma3Images, Gemma3WithImages
 from hardpoint.plugins import ModelConfig
-from hardpoint.plugins.image_input import ImagesConfig
+from hardpoint.plugins.config.engine import ImagesConfig
 from hardpoint.toolkit.images import ImageReader
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=3)

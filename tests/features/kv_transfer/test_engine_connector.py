@@ -9,7 +9,7 @@ from support.internals import core_of, scheduler_of
 
 from hardpoint import SamplingParams
 from hardpoint.boundary.faults import StepFaults
-from hardpoint.plugins.stats import KVTierStats
+from hardpoint.plugins.requests.stats import KVTierStats
 from hardpoint.testing import ScriptedClock, scripted_engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, **FINAL)

@@ -14,9 +14,9 @@ from hardpoint.builtin_plugins.speculators.ngram import NGram
 from hardpoint.builtin_plugins.speculators.suffix import Suffix
 from hardpoint.features.kv_canary.chains import TokenChain
 from hardpoint.plugins import DraftRequest, EngineCoreRequest, ReasoningMarkers
-from hardpoint.plugins.logits import LogitsOps
+from hardpoint.plugins.model.logits_ops import LogitsOps
 from hardpoint.plugins.requests import ids_after_embeddings
-from hardpoint.plugins.speculator import SpeculatorContext
+from hardpoint.plugins.step_part.speculator import SpeculatorContext
 
 HERE = "support.plugins.prompt_ids"
 ENABLED = ["Row", "First"]

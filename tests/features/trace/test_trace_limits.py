@@ -11,8 +11,8 @@ from support.driving import FINAL
 from hardpoint import LLM, AsyncLLM, ConfigError, HardpointError, RequestError, SamplingParams
 from hardpoint.features.trace.recorder import MAX_STEPS, TraceRecorder
 from hardpoint.plugins import EngineCoreRequest, ModelRunnerOutput, Request, SchedulerOutput
-from hardpoint.plugins.request import RequestStatus
-from hardpoint.plugins.step_record import WaitingFor, WaitReason
+from hardpoint.plugins.requests.request import RequestStatus
+from hardpoint.plugins.scheduling.step_record import WaitingFor, WaitReason
 from hardpoint.testing import scripted_config
 from hardpoint.toolkit.trace import trace_of
 from hardpoint.toolkit.trace.records import TraceRecord

@@ -15,7 +15,7 @@ from hardpoint.plugins import (
     QuantizationContext,
     WeightLoader,
 )
-from hardpoint.plugins.loader import WeightFormat
+from hardpoint.plugins.model.loader import WeightFormat
 from hardpoint.plugins.parallel import Cut, needed_part
 from hardpoint.plugins.quantization import AffineCodes, QuantizedWeight
 from support.samples import Sample

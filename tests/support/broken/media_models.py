@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from hardpoint.plugins.media_format import MediaFormat
+from hardpoint.plugins.requests.media_format import MediaFormat
 from support import square_images
 
 from .models import HIDDEN, Tiny

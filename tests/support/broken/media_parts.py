@@ -18,8 +18,8 @@ from hardpoint.plugins import (
     StepPart,
     WorkerHalf,
 )
-from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.requests import MultiModalFeature
+from hardpoint.plugins.step_part.part import GivenPrompt
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 from support.samples import Sample
 

@@ -15,7 +15,7 @@ from hardpoint.plugins import (
     StepPart,
     WorkerHalf,
 )
-from hardpoint.plugins.frontend_half import GivenPrompt
+from hardpoint.plugins.step_part.part import GivenPrompt
 from support.samples import Sample
 
 

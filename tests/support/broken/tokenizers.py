@@ -8,7 +8,7 @@ import time
 from hardpoint import RequestError
 from hardpoint.plugins import Tokenizer
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.tokenizer import EncodedPair
+from hardpoint.plugins.text.tokenizer import EncodedPair
 from support.samples import Sample
 
 EOS = 256

@@ -19,8 +19,8 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.arguments import prepared_type
-from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.testing import load_ops
 
 _versions = itertools.count(1)

@@ -23,7 +23,7 @@ from hardpoint.plugins import KVConnectorContext, KVStoreContext
 from hardpoint.plugins.config_tables import KVConnectorConfig
 from hardpoint.plugins.kv_connector import BlockIdentity, KVWorkerContext
 from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
-from hardpoint.plugins.stats import KVTierStats
+from hardpoint.plugins.requests.stats import KVTierStats
 from support.waiting import wait_until
 
 NUM_BLOCKS = 32

@@ -44,7 +44,7 @@ from hardpoint.builtin_plugins.parsers.xml_calls import (
     Step3,
 )
 from hardpoint.plugins import OutputParserContext
-from hardpoint.plugins.arguments import prepared_type
+from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 
 STEP = (

@@ -24,8 +24,8 @@ from hardpoint.plugins import (
     Quantization,
     WeightLoader,
 )
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.config_tables import QuantizationConfig
-from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizationContext
 from hardpoint.testing import load_ops

@@ -23,7 +23,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.kv_cache import KVCacheGroup
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
-from hardpoint.plugins.scheduler import SchedulerLimits
+from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.testing import ScriptedClock
 from hardpoint.testing.scheduling.checks.plan import check_record
 from hardpoint.testing.scheduling.fakes.worker import SimulatedWorker, WorkerRow

@@ -31,8 +31,8 @@ from hardpoint.plugins import (
     SchedulerContext,
     StepCost,
 )
-from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.scheduler import SchedulerLimits
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.typed import convert
 from support.waiting import PATIENCE_S
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from hardpoint.core.engine_process.launch import Launch
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.plugins import HardpointError
-from hardpoint.plugins.manifest import Manifest, PluginEntry
+from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 
 LIMIT_S = 60.0
 """For what comes soon, where the machine has nothing else to do."""
@@ -39,7 +39,7 @@ from pathlib import Path
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.engine_process.launch import Launch
 from hardpoint.system.process.launch import main_objects
-from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.component.manifest import Manifest
 
 class Dry:
     NAME = "from main"

@@ -17,8 +17,8 @@ from hardpoint.plugins import (
     SamplingParams,
 )
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.config_tables import EngineProcessConfig
-from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.replicas import replicas
 from hardpoint.replicas.choice import EngineChoice

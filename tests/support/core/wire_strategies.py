@@ -17,7 +17,6 @@ from hardpoint.plugins import (
     SamplingParams,
     SchedulerStats,
 )
-from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
 from hardpoint.plugins.params import PoolingParams, RepetitionDetection
 from hardpoint.plugins.requests import (
     LoRARequest,
@@ -28,7 +27,8 @@ from hardpoint.plugins.requests import (
     TokenLogprobs,
     WeightRun,
 )
-from hardpoint.plugins.stats import KVTierStats, PrefixCacheStats
+from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
+from hardpoint.plugins.requests.stats import KVTierStats, PrefixCacheStats
 from hardpoint.plugins.structured import AnyTextFormat, StructuralTag, StructuredOutputs
 
 TEXT = st.text(max_size=8)

@@ -6,7 +6,7 @@ import torch
 
 from hardpoint import plugins
 from hardpoint.plugins import ActivationTap, TapSite
-from hardpoint.plugins.activation_tap import PLACES
+from hardpoint.plugins.sampling.activation_tap import PLACES
 
 
 class Raw(ActivationTap):

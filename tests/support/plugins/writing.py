@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hardpoint import plugins
 from hardpoint.plugins import LogitsProcessor, Phase, RequestStatus, SchedulingPolicy, StatSink
-from hardpoint.plugins.hooks import hookimpl
+from hardpoint.plugins.server.hooks import hookimpl
 
 POLICY_WRITES = {
     "output": lambda request: request.output_token_ids.append(5),

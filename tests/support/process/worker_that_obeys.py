@@ -16,10 +16,10 @@ from hardpoint.builtin_plugins.executors.multiproc import MultiprocExecutor
 from hardpoint.core.engine.worker_launch import LaunchedWorker
 from hardpoint.errors import CommunicationAbortedError, ModelError
 from hardpoint.plugins import ExecutorContext, ModelRunnerOutput, SchedulerOutput, WorkerInfo
+from hardpoint.plugins.component.manifest import Manifest
+from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.executor import WorkerLaunch
-from hardpoint.plugins.manifest import Manifest
-from hardpoint.plugins.parallel_config import ParallelConfig
-from hardpoint.plugins.stats import PluginMeter
+from hardpoint.plugins.requests.stats import PluginMeter
 
 FACTORY = f"{__name__}:make_worker"
 _NO_PLUGINS = Manifest(hardpoint="", entries=())

@@ -13,7 +13,7 @@ from PIL import ImageOps
 from support.pictures import encoded, gradient
 
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.image_input import ImagesConfig
+from hardpoint.plugins.config.engine import ImagesConfig
 from hardpoint.toolkit.images import ImageDecoder
 from hardpoint.toolkit.images.header import read_header
 

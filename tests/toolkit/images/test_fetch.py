@@ -13,7 +13,7 @@ import pytest
 from support.pictures import encoded, gradient
 
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.image_input import ImagesConfig, RemoteImagesConfig
+from hardpoint.plugins.config.engine import ImagesConfig, RemoteImagesConfig
 from hardpoint.toolkit.images import Fetcher, ImageReader
 from hardpoint.toolkit.images.addresses import is_public
 

@@ -11,7 +11,7 @@ from PIL import Image as Pillow
 from support.pictures import encoded, gradient
 
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.image_input import ImagesConfig
+from hardpoint.plugins.config.engine import ImagesConfig
 from hardpoint.toolkit.images import ImageDecoder
 
 LIMITS = ImagesConfig(max_pixels=1 << 20, decode_seconds=60.0)

@@ -10,9 +10,9 @@ from support.internals import limited_process_of
 from support.pictures import data_url, encoded, gradient
 
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.image_input import ImagesConfig, ImageSource
-from hardpoint.plugins.media import Image, ProcessedImage
-from hardpoint.plugins.media_format import MediaFormat
+from hardpoint.plugins.config.engine import ImagesConfig
+from hardpoint.plugins.requests.media import Image, ImageSource, ProcessedImage
+from hardpoint.plugins.requests.media_format import MediaFormat
 from hardpoint.toolkit.images import ImageReader
 
 PROGRAM = """

@@ -11,8 +11,8 @@ from PIL import Image as Pillow
 from support.pictures import data_url, encoded, gradient
 
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.image_input import ImagesConfig, ImageSource
-from hardpoint.plugins.media import Image
+from hardpoint.plugins.config.engine import ImagesConfig
+from hardpoint.plugins.requests.media import Image, ImageSource
 from hardpoint.toolkit.images import ImageReader
 
 PICTURE = gradient()

@@ -1,0 +1,14 @@
+"""The base of every component: its interface, its identity, and declarations about its methods."""
+
+from .base import MAX_STATE_BYTES as MAX_STATE_BYTES
+from .base import (
+    Component,
+    Context,
+    Progress,
+    Source,
+)
+from .base import NoOptions as NoOptions
+from .base import no_progress as no_progress
+from .wrapper import Wrapper
+
+__all__ = ["Component", "Context", "Progress", "Source", "Wrapper"]

@@ -1,0 +1,84 @@
+"""The manifest: the resolved set of plugins, the same in every process."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from .base import Source
+
+
+class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One enabled component.
+
+    Attributes:
+        value: `package.module:Qual.Name`, or a module.
+        options: plain data; checked by the component's own type.
+        origin: what enabled it; not part of the hash.
+        place: position in the resolved order of its kind, from 0.
+        wraps: the components that it builds, by the reference that it builds them with.
+        stays: whether only the frontend has it: hooks of an object that a program hands over.
+    """
+
+    kind: str
+    name: str
+    value: str
+    distribution: str
+    version: str
+    options: dict[str, Any] = {}
+    origin: str = "default"
+    place: int = 0
+    wraps: dict[str, PluginEntry] = {}
+    stays: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Kind, name and value; a wrapped component may have the name of one that is enabled."""
+        return self.kind, self.name, self.value
+
+    def tree(self) -> Iterator[PluginEntry]:
+        """Yield the entry and those of all components that it wraps, at any depth."""
+        yield self
+        for wrapped in self.wraps.values():
+            yield from wrapped.tree()
+
+    @property
+    def source(self) -> Source:
+        """Its identity, for messages."""
+        return Source(self.name, self.value, self.distribution, self.version, self.origin)
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Every enabled component.
+
+    Attributes:
+        hardpoint: version of the engine.
+        generation: incremented by every live change.
+    """
+
+    hardpoint: str
+    entries: tuple[PluginEntry, ...]
+    generation: int = 1
+
+    def tree(self) -> Iterator[PluginEntry]:
+        """Yield all entries, each with those of the components that it wraps."""
+        for entry in self.entries:
+            yield from entry.tree()
+
+    @property
+    def hash(self) -> str:
+        """Return a digest of names, versions, classes, options and order."""
+        ordered = sorted(self.entries, key=lambda e: (e.kind, e.place, e.name))
+        content = [_hashed(entry) for entry in ordered]
+        encoded = msgspec.json.encode((self.hardpoint, content), order="deterministic")
+        return hashlib.sha256(encoded).hexdigest()
+
+
+def _hashed(entry: PluginEntry) -> tuple[Any, ...]:
+    """Return the fields of an entry that are part of the hash."""
+    wraps = {use: _hashed(wrapped) for use, wrapped in entry.wraps.items()}
+    e = entry
+    return e.kind, e.name, e.value, e.distribution, e.version, e.options, e.place, wraps

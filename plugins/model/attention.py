@@ -1,0 +1,308 @@
+"""Attention backends: what stores keys and values in blocks and computes attention over them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
+
+from hardpoint.errors import ModelError
+from hardpoint.plugins.component.base import Component, Context
+from hardpoint.plugins.component.behaviour import fitting, returns
+from hardpoint.plugins.component.type_variables import CacheT, PlanT
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+__all__ = ["AttentionBackend", "AttentionContext", "AttentionStep", "KVSpec"]
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """One attention layer.
+
+    Layers whose specs differ in windows and sinks alone have caches of one shape: layers of several
+    windows may share a cache, of which each uses other blocks. Specs are compared without sinks.
+
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: key and value heads; divides `num_heads`.
+        head_size: elements of a head.
+        scale: multiplies the scores.
+        window: sliding window in tokens, the token itself included; None is unlimited.
+        softcap: a score s, scaled, becomes softcap * tanh(s / softcap) before it is masked; None
+            leaves it. Backends whose `softcaps` is False cannot run such a layer.
+        sinks: float32 [num_heads] on the device, weights of the model: a score per head of a key
+            that every query sees and whose value is 0, neither scaled nor capped (attention
+            sinks, arXiv:2309.17453, as gpt-oss learns them). The tensor stays where it is; its
+            elements come with the weights, and may change with them. None is without. Backends
+            whose `has_sinks` is False cannot run such a layer.
+        value_size: values are the last so many elements of the keys, as in multi-head latent
+            attention (arXiv:2405.04434): `attend` gets the keys as values too, and each head of its
+            result has so many elements. None: values are of their own, of `head_size`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    value_size: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionStep:
+    """Positions of the tokens of one step. Sequences with a single query come first.
+
+    Layers with a sliding window may have blocks of their own. They are a group then, and a step has
+    one of these for each group, which differ in `block_table`, `slots` and `group` alone. Blocks
+    that the group's window has passed are no longer the sequence's: they may have been written to.
+
+    A step that `Ops.record` records for later ones, of the sizes in `Ops.record_sizes`, has one
+    query per sequence. Its `seq_lens` are the most that such steps may have; its tensors stay where
+    they are, and have the values of the step that runs. Some of its sequences may be padding, of
+    length 0 in `lens`: their slot is -1, where nothing is written, and their result is not read.
+    Its `block_table` has room for the longest sequence; unused entries are any blocks.
+
+    Attributes:
+        query_starts: int [seqs + 1]; tokens of sequence i are query_starts[i]:query_starts[i+1].
+        seq_lens: int [seqs]; length of each sequence, the step's tokens included.
+        num_single: number of sequences with exactly one query.
+        block_table: int64 [seqs, maximum blocks of a sequence]; unused entries are 0.
+        slots: int64 [tokens]; cache position of each token's K and V, block * block_size + offset.
+        block_size: tokens per block.
+        group: index of the group.
+        sees: int [tokens]; position of the last token that each token sees: its own, or a later one
+            of its sequence in this step, never less than that of the token before. None: its own.
+        on_device: `starts` and `lens`; None: they are copied when they are needed.
+    """
+
+    query_starts: np.ndarray[Any, np.dtype[np.int64]]
+    seq_lens: np.ndarray[Any, np.dtype[np.int64]]
+    num_single: int
+    block_table: torch.Tensor
+    slots: torch.Tensor
+    block_size: int
+    group: int = 0
+    sees: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    on_device: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """`query_starts` on the device, int64."""
+        return self._tensors[0]
+
+    @property
+    def lens(self) -> torch.Tensor:
+        """`seq_lens` on the device, int64."""
+        return self._tensors[1]
+
+    @cached_property
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.on_device is not None:
+            return self.on_device
+        from hardpoint.plugins.process.device import to_device  # noqa: PLC0415 - the contract is imported without torch
+
+        device = self.block_table.device
+        return to_device(self.query_starts, device), to_device(self.seq_lens, device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionContext(Context["AttentionBackend"]):
+    """Context of an attention backend.
+
+    Attributes:
+        dtype: dtype of keys, values and queries.
+        block_size: tokens per block.
+        cache_dtype: `kv_cache.dtype`; how keys and values are stored, see
+            `AttentionBackend.cache_dtypes`.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int
+    cache_dtype: str = "auto"
+
+
+BYTES = fitting("an int >= 1", lambda found: type(found) is int and found >= 1)
+
+
+class AttentionBackend(Component, Generic[CacheT, PlanT]):
+    """Stores keys and values in blocks and computes attention over them. One per device.
+
+    `AttentionBackend[Cache, Plan]` as a base types what `allocate` and `plan` return. A constructor
+    raises ModelError if the backend cannot run here, so that `backend = "auto"` tries others.
+    """
+
+    kv_layout: ClassVar[str] = ""
+    """Name of the cache's shape and order; caches of other layouts never meet. May be empty."""
+    kv_layout_version: ClassVar[int] = 1
+    """To be raised when blocks of the same layout hold other bytes than before."""
+    devices: ClassVar[tuple[str, ...]]
+    """Device types that it runs on."""
+    softcaps: ClassVar[bool] = False
+    """Whether `attend` computes `KVSpec.softcap`; otherwise models that have it are refused."""
+    has_sinks: ClassVar[bool] = False
+    """Whether `attend` computes `KVSpec.sinks`; otherwise models that have them are refused."""
+    sees_ahead: ClassVar[bool] = False
+    """Whether it computes `AttentionStep.sees`; otherwise models that need it are refused."""
+    rotates: ClassVar[bool] = False
+    """Whether it has `rotate_and_attend`; otherwise `Ops.rotate` runs before `attend`.
+
+    With it, the `rotate` of operations is not called for attention, not even a plugin's own.
+    """
+    pads: ClassVar[bool] = False
+    """Whether it is `replayable` in steps of the sizes of `Ops.record_sizes`, and not in others."""
+    cache_dtypes: ClassVar[tuple[str, ...]] = ("auto",)
+    """Values of `kv_cache.dtype` that it has; others are refused.
+
+    "auto" stores the context's dtype. "int8" and "fp8" (float8 e4m3fn) store a code of 8 bits for
+    each element and a float32 scale for each token, key head and side, keys or values. With the
+    limit 127 for int8, 448 for fp8:
+
+    * Keys, and queries in each step, are rotated first, in float32: `rotate_heads` has the
+      additions in their order. It spreads what is large in few elements.
+    * scale = (largest magnitude of the head's elements, in float32) / limit. A head whose largest
+      magnitude is below 2^-100 has scale 0 and codes 0; one with a number that is not finite has
+      scale NaN and codes 0.
+    * code = element / scale, divided and rounded to the nearest as IEEE 754 has it, ties to even.
+      What is below 2^-6 in fp8, the smallest normal number, is 0.
+
+    What is read is scale * code, which may be rounded to the context's dtype. All that is attended
+    to is read so, the tokens of the same step too: how tokens are divided into steps changes no
+    key. `hardpoint.toolkit.kv_codes` has both directions in plain torch.
+    """
+
+    context: AttentionContext
+
+    def __init__(self, context: AttentionContext) -> None:
+        """Store the context.
+
+        Raises:
+            ModelError: the class does not have its `cache_dtype`.
+        """
+        super().__init__(context)
+        if context.cache_dtype not in self.cache_dtypes:
+            raise ModelError(
+                f"kv_cache.dtype: the attention backend {context.name!r} stores "
+                f"{', '.join(map(repr, self.cache_dtypes))}, got {context.cache_dtype!r}; "
+                f'attention.use = "torch" has it'
+            )
+
+    def describe(self) -> str:
+        """Return the text that the engine logs for it: "native_cpu (avx2)" for example.
+
+        By default the name, and why the engine does not use the one that it prefers.
+        """
+        reason = self.context.reason
+        return f"{self.name} ({reason})" if reason else self.name
+
+    @property
+    def shares_values(self) -> bool:
+        """Whether it knows `KVSpec.value_size`: values that are part of the keys are stored once.
+
+        Others get such a layer without it: they store the keys twice, and of what they attend, the
+        last elements are taken.
+        """
+        return False
+
+    @property
+    def replayable(self) -> bool:
+        """Whether `Ops.record` can record `attend`.
+
+        Repeated, it reads the plan that `plan` returned last for the same group, and the same
+        cache. With `pads`, in steps of one of the sizes in `Ops.record_sizes`, it reads the tensors
+        of the step that was recorded (`AttentionStep`). It holds for the class that declares it,
+        not for those derived from it.
+        """
+        return False
+
+    @returns(BYTES)
+    @abstractmethod
+    def bytes_per_block(self, spec: KVSpec) -> int:
+        """Return the bytes of one block of one layer."""
+
+    @abstractmethod
+    def allocate(self, spec: KVSpec, num_blocks: int) -> CacheT:
+        """Return a zeroed cache of `num_blocks` blocks for one layer.
+
+        Layers of other groups may share it if their specs differ from this one in the window alone.
+        """
+
+    def block_views(self, cache: CacheT) -> Sequence[torch.Tensor]:
+        """Return a layer's cache as bytes by block, without copying, for KV connectors.
+
+        Args:
+            cache: what `allocate` returned.
+
+        Returns:
+            Views of its memory, uint8 [num_blocks, bytes], whose rows are contiguous; together
+            they hold all of each block. What is copied from a block's rows to those of another
+            one, in this or another cache of the same `kv_layout`, is read there as written here.
+
+        Raises:
+            NotImplementedError: the backend has no such views, which is the default; it cannot run
+                together with a KV connector.
+        """
+        raise NotImplementedError(f"the attention backend {self.name!r} has no block_views")
+
+    @abstractmethod
+    def plan(self, step: AttentionStep) -> PlanT:
+        """Return the plan that the layers of a group share in a step, such as masks and indices.
+
+        Called once for each group of a step, before any of their layers attend.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        spec: KVSpec,
+        cache: CacheT,
+        plan: PlanT,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write k and v to the cache, then attend causally.
+
+        Args:
+            spec: the layer.
+            cache: what `allocate` returned for it.
+            plan: what `plan` returned for this step.
+            q: [tokens, num_heads, head_size].
+            k: [tokens, num_kv_heads, head_size].
+            v: like k; k itself where `spec` has a `value_size`. All three may be parts of one wider
+                tensor: heads are contiguous, tokens need not be.
+
+        Returns:
+            [tokens, num_heads, head_size]; `value_size` where `spec` has it.
+        """
+
+    def rotate_and_attend(
+        self,
+        spec: KVSpec,
+        cache: CacheT,
+        plan: PlanT,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rotate the heads of q and k as `Ops.rotate` does, then `attend`; called if `rotates`.
+
+        Args:
+            spec: the layer.
+            cache: as for `attend`, as those that follow.
+            plan: the plan of this step.
+            q: may be changed.
+            k: may be changed.
+            v: like k.
+            angles: float32 [tokens, size]; of each token, cosines, then sines, for the first
+                `size` elements of its heads.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no rotate_and_attend")

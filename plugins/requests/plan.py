@@ -1,0 +1,209 @@
+"""Messages between engine and workers: the plan of a step and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import msgspec
+
+from .outputs import TokenLogprobs
+from .params import EngineCoreRequest
+
+__all__ = [
+    "BlockIds",
+    "CachedRequests",
+    "GrammarBitmask",
+    "ModelRunnerOutput",
+    "NewRequest",
+    "PartData",
+    "RequestFault",
+    "SampledTokens",
+    "SchedulerOutput",
+]
+
+
+BlockIds = Sequence[Sequence[int]]
+"""Block ids of a request, one sequence per group; empty if the request has none."""
+
+
+class NewRequest(msgspec.Struct, frozen=True):
+    """A request that a worker does not have: a new one, or one that was preempted.
+
+    Attributes:
+        output_token_ids: output so far; empty unless it was preempted, or came from another engine.
+        block_ids: its whole block table, one list per group.
+        num_computed_tokens: leading tokens whose keys and values are in those blocks.
+        resumed: whether it was preempted before.
+    """
+
+    source: EngineCoreRequest
+    output_token_ids: Sequence[int]
+    block_ids: BlockIds
+    num_computed_tokens: int
+    resumed: bool = False
+
+
+class SampledTokens(msgspec.Struct, frozen=True):
+    """The tokens that a step sampled, for the workers that did not sample them.
+
+    Attributes:
+        step: number of its plan.
+        token_ids: per request id.
+    """
+
+    step: int
+    token_ids: Mapping[str, Sequence[int]]
+
+
+class CachedRequests(msgspec.Struct, frozen=True):
+    """Changes of the requests of a step that the worker already has.
+
+    Attributes:
+        request_ids: in the scheduler's order.
+        num_computed_tokens: one per request id, before this step.
+        new_block_ids: blocks to append per group, by request id, for those that get any.
+    """
+
+    request_ids: Sequence[str] = ()
+    num_computed_tokens: Sequence[int] = ()
+    new_block_ids: Mapping[str, BlockIds] = {}
+
+
+class PartData(msgspec.Struct, frozen=True):
+    """Data of a step part for its worker halves.
+
+    Attributes:
+        data: what the engine's half returned from `begin`.
+        request_ids: requests of the plan that use the part, in the plan's order; None is all, of a
+            part with `every_plan`.
+    """
+
+    data: bytes
+    request_ids: Sequence[str] | None
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan of one step.
+
+    Attributes:
+        step: serial number of the plan, from 1.
+        new_requests: requests sent in full, those that resume after preemption included.
+        cached_requests: requests that the worker has, sent as changes.
+        num_scheduled_tokens: per request id, at least 1.
+        total_num_scheduled_tokens: their sum.
+        draft_token_ids: per request id, drafts to verify; part of its scheduled tokens. NO_DRAFT
+            stands for one that does not exist.
+        encoder_inputs: per request id, indices of the features to encode in this step.
+        freed_encoder_inputs: identifiers whose embeddings a worker drops, before it encodes;
+            each is sent once, also to workers that never had it.
+        structured_request_ids: requests with a grammar, with their index among the scheduled ones;
+            set by schedulers of contract 1 only. Step parts know their requests.
+        preempted_request_ids: requests that leave the batch and may resume.
+        finished_request_ids: requests that ended since the last plan; each is sent once.
+        sampled: results that came in since the last plan, in the order of their plans; the engine
+            fills them in where there are several workers, because only one of them samples.
+        kv_connector_metadata: metadata that schedulers of contract 1 get from `connector`; None
+            otherwise. The data of a KV connector is that of a step part.
+        part_data: from the engine's half of each step part to its worker halves, by the part's
+            name; the engine fills it in.
+        num_common_prefix_blocks: set by schedulers of contract 1 only; nothing reads it.
+    """
+
+    NO_DRAFT: ClassVar[int] = -1
+    """Placeholder for a draft that does not exist; never accepted."""
+
+    step: int = 0
+    new_requests: Sequence[NewRequest] = ()
+    cached_requests: CachedRequests = msgspec.field(default_factory=CachedRequests)
+    num_scheduled_tokens: dict[str, int] = {}
+    total_num_scheduled_tokens: int = 0
+    draft_token_ids: Mapping[str, Sequence[int]] = {}
+    encoder_inputs: Mapping[str, Sequence[int]] = {}
+    freed_encoder_inputs: Sequence[str] = ()
+    structured_request_ids: Mapping[str, int] = {}
+    preempted_request_ids: frozenset[str] = frozenset()
+    finished_request_ids: frozenset[str] = frozenset()
+    sampled: Sequence[SampledTokens] = ()
+    kv_connector_metadata: Any = None
+    part_data: Mapping[str, PartData] = {}
+    num_common_prefix_blocks: Sequence[int] = ()
+
+    def num_computed_tokens(self) -> dict[str, int]:
+        """Return how many tokens of each request were computed before the step, by id."""
+        cached = self.cached_requests
+        computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+        return computed | {
+            new.source.request_id: new.num_computed_tokens for new in self.new_requests
+        }
+
+
+class GrammarBitmask(msgspec.Struct, frozen=True):
+    """Tokens that the grammars of a step allow.
+
+    Attributes:
+        request_ids: request of each row. A request with drafts has consecutive rows, one per draft
+            and one more; a request without a grammar has none.
+        bitmask: int32 array [rows, ceil(vocab_size / 32)]; token t is allowed if bit t % 32 of
+            column t // 32 is set.
+    """
+
+    request_ids: list[str]
+    bitmask: Any
+
+
+class RequestFault(msgspec.Struct, frozen=True):
+    """The error that ends a request.
+
+    Attributes:
+        message: what failed, and in which plugin or model.
+        plugin: name of the responsible logits processor; None if it is the model.
+    """
+
+    message: str
+    plugin: str | None = None
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """The result of a step.
+
+    Attributes:
+        sampled_token_ids: per request computed up to its last token: accepted drafts, then one
+            sampled token.
+        logprobs: per request that asked for them, one entry per sampled token.
+        prompt_logprobs: per request that asked for them, those of the prompt positions of this
+            step; None for the first position.
+        faults: requests that must end with an error; no token was sampled for them.
+        kv_loaded: requests whose keys and values a step part has now loaded; the part sets it and
+            the next two in its `result`.
+        kv_saved: ended requests whose blocks the part no longer needs.
+        invalid_block_ids: blocks that could not be loaded; their content is computed instead.
+        num_nans_in_logits: number of NaN logits, per request that had any.
+        observed_logprobs: per request with logits processors that observe, the logprob that they
+            were given of each sampled token.
+        pooler_output: result per completed pooling request, for which no token is sampled; a step
+            part sets it in its `result`.
+        routed_experts: per request that asked for them, the experts of the step's tokens, int32
+            array [tokens, layers, experts per token]; -1 stands for none.
+        part_reports: reports of the worker halves of step parts, by the part's name and the rank.
+        part_faults: why the worker half of a step part failed, by the part's name.
+        is_cache_uncertain: whether one of them failed in the layers of the step, so that keys and
+            values that were written may be wrong.
+    """
+
+    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
+    faults: dict[str, RequestFault] = field(default_factory=dict)
+    kv_loaded: frozenset[str] = frozenset()
+    kv_saved: frozenset[str] = frozenset()
+    invalid_block_ids: frozenset[int] = frozenset()
+    num_nans_in_logits: dict[str, int] = field(default_factory=dict)
+    pooler_output: dict[str, Any] = field(default_factory=dict)
+    routed_experts: dict[str, Any] = field(default_factory=dict)
+    part_reports: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    part_faults: dict[str, str] = field(default_factory=dict)
+    is_cache_uncertain: bool = False
+    observed_logprobs: dict[str, list[float]] = field(default_factory=dict)

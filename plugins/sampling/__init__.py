@@ -1,0 +1,65 @@
+"""Interfaces of model outputs: logits processors, samplers, poolers and activation taps."""
+
+from .activation_tap import (
+    ActivationTap,
+    ActivationTapContext,
+    TapRows,
+    TapSite,
+)
+from .logits import (
+    BatchLogitsProcessor,
+    Edits,
+    FollowsBatch,
+    LogitsContext,
+    LogitsPlugin,
+    LogitsProcessor,
+    Reads,
+    SparseLogitsProcessor,
+)
+from .pooler import (
+    Pooler,
+    PoolerContext,
+    PromptPooler,
+)
+from .rows import (
+    Added,
+    BatchUpdate,
+    LogitsRequest,
+    Move,
+    Moved,
+    RowMap,
+    Rows,
+)
+from .sampler import (
+    Sampler,
+    SamplerContext,
+    SamplingRows,
+)
+
+__all__ = [
+    "ActivationTap",
+    "ActivationTapContext",
+    "Added",
+    "BatchLogitsProcessor",
+    "BatchUpdate",
+    "Edits",
+    "FollowsBatch",
+    "LogitsContext",
+    "LogitsPlugin",
+    "LogitsProcessor",
+    "LogitsRequest",
+    "Move",
+    "Moved",
+    "Pooler",
+    "PoolerContext",
+    "PromptPooler",
+    "Reads",
+    "RowMap",
+    "Rows",
+    "Sampler",
+    "SamplerContext",
+    "SamplingRows",
+    "SparseLogitsProcessor",
+    "TapRows",
+    "TapSite",
+]

@@ -1,0 +1,202 @@
+"""Activation taps: read or change hidden states inside of a model, of the requests that ask."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
+
+import msgspec
+
+from hardpoint.plugins.component.base import Context
+from hardpoint.plugins.component.behaviour import fitting, instance, returns
+from hardpoint.plugins.text.arguments import ComponentWithArguments, argument_column
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ActivationTap", "ActivationTapContext", "TapRows", "TapSite"]
+
+TapPlace = Literal["attention_output", "mlp_output", "layer_output"]
+
+
+class TapSite(NamedTuple):
+    """A place in a model where a tap reads or changes hidden states.
+
+    Attributes:
+        layer: index of a decoder layer of the model, from 0.
+        place: "attention_output" and "mlp_output" are what attention and MLP of the layer add to
+            the residual stream; "layer_output" is the residual stream after the layer.
+    """
+
+    layer: int
+    place: TapPlace = "layer_output"
+
+
+PLACES = get_args(TapPlace)
+
+
+def is_site(site: Any) -> bool:
+    """Return whether a value is a place in some model."""
+    is_layer = isinstance(site, TapSite) and type(site.layer) is int and site.layer >= 0
+    return is_layer and site.place in PLACES
+
+
+SITES = fitting(
+    "TapSites, at least one, each once",
+    lambda found: (
+        isinstance(found, Sequence)
+        and len(found) == len(set(found)) > 0
+        and all(is_site(site) for site in found)
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationTapContext(Context["ActivationTap"]):
+    """Context of a tap, in each worker.
+
+    Attributes:
+        device: device of the model, a `torch.device`.
+        hidden_size: hidden size of the model.
+    """
+
+    device: Any
+    hidden_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TapRows:
+    """The tokens of a call, those of one request after those of another.
+
+    Attributes:
+        arguments: arguments of each request, instances of `Arguments`, or of `Prepared`.
+        starts: index of the first token of each request, and at the end the number of all tokens.
+        first_positions: position of the first token of each request in its sequence.
+        prompt_lens: tokens of each request's prompt.
+        device: device of the hidden states.
+    """
+
+    arguments: Sequence[Any]
+    starts: Sequence[int]
+    first_positions: Sequence[int]
+    prompt_lens: Sequence[int]
+    device: Any
+
+    def spans(self) -> Iterator[tuple[Any, range]]:
+        """Yield the arguments of each request, and the range of its tokens in the call."""
+        for arguments, (start, end) in zip(self.arguments, pairwise(self.starts), strict=True):
+            yield arguments, range(start, end)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return an argument for each token, [tokens, 1]: int64 of integers, or float32."""
+        repeated = [own for own, tokens in self.spans() for _ in tokens]
+        return argument_column(repeated, name, self.device)
+
+    def positions(self) -> torch.Tensor:
+        """Return the position of each token in its sequence, int64 [tokens]."""
+        return self._on_device(self._positions())
+
+    def in_prompt(self) -> torch.Tensor:
+        """Return whether each token is of a prompt, bool [tokens]."""
+        lens = [
+            length
+            for length, (_, tokens) in zip(self.prompt_lens, self.spans(), strict=True)
+            for _ in tokens
+        ]
+        pairs = zip(self._positions(), lens, strict=True)
+        return self._on_device([position < length for position, length in pairs])
+
+    def _on_device(self, values: Sequence[Any]) -> torch.Tensor:
+        from hardpoint.plugins.process.device import to_device  # noqa: PLC0415 - it loads torch
+
+        return to_device(values, self.device)
+
+    def _positions(self) -> list[int]:
+        firsts = zip(self.first_positions, self.spans(), strict=True)
+        return [first + index for first, (_, tokens) in firsts for index in range(len(tokens))]
+
+
+class ActivationTap(ComponentWithArguments):
+    """Reads or changes hidden states inside of the model, of the requests that ask for it.
+
+    A request asks by its arguments under `plugin_args[name]`, `{}` if there are none. A class
+    overrides `read`, `change`, or both: at one site, `read` gets what `change` gives. Taps are
+    called in their order (`plugins.enable`).
+
+    Neither changes state: what they return depends on the hidden states, the arguments and the
+    positions of a token alone, so that it does not matter how a prompt is cut into chunks, which
+    other requests run, and whether a draft is computed again.
+
+    Attributes:
+        needs_all: whether `read` needs all tokens. If not, it does not get those whose keys and
+            values are cached.
+    """
+
+    named_only = True
+    needs_all: ClassVar[bool] = True
+
+    context: ActivationTapContext
+
+    @classmethod
+    @returns(SITES)
+    @abstractmethod
+    def sites(cls, arguments: Any) -> Sequence[TapSite]:
+        """Return where the tap is called for a request.
+
+        Called in several processes. A layer that the model does not have refuses the request.
+
+        Args:
+            arguments: an instance of `Arguments`, or of `Prepared`.
+        """
+
+    @classmethod
+    @returns(instance(bytes))
+    def cache_key(cls, arguments: Any) -> bytes:
+        """Return a key of the effect of `change`, besides options and version of the plugin.
+
+        Requests share keys and values in the KV cache, and in stores of it, only where it is the
+        same. By default all arguments. Of a class that reads a file, it should have the content of
+        the file in it.
+        """
+        return msgspec.json.encode(msgspec.to_builtins(arguments), order="deterministic")
+
+    def read(
+        self,
+        site: TapSite,  # noqa: ARG002
+        values: torch.Tensor,  # noqa: ARG002
+        rows: TapRows,  # noqa: ARG002
+    ) -> torch.Tensor | None:
+        """Return numbers for the caller, a row per token; None gives none of these tokens.
+
+        They become `CompletionOutput.part_arrays["activation_taps"]["NAME/LAYER/PLACE"]`. Called in
+        the rank that samples, for tokens of drafts, too: those that are rejected are left out.
+
+        Args:
+            site: one of `sites` of each request.
+            values: [tokens, hidden_size], in the dtype of the model; not to be changed.
+            rows: whose tokens these are.
+
+        Returns:
+            [tokens, ...], the same shape after the first dimension in each call for a request.
+        """
+        return None
+
+    def change(
+        self,
+        site: TapSite,  # noqa: ARG002
+        values: torch.Tensor,  # noqa: ARG002
+        rows: TapRows,  # noqa: ARG002
+    ) -> torch.Tensor | None:
+        """Return other hidden states, [tokens, hidden_size]; None leaves them.
+
+        Called in each rank of the layer, with the same values.
+
+        Args:
+            site: one of `sites` of each request.
+            values: [tokens, hidden_size], in the dtype of the model; not to be changed in place.
+            rows: whose tokens these are.
+        """
+        return None

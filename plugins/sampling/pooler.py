@@ -1,0 +1,85 @@
+"""Poolers: make one vector of the hidden states of a prompt, or one for each of its tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hardpoint.plugins.component.base import Context
+from hardpoint.plugins.component.behaviour import instance, returns
+from hardpoint.plugins.text.arguments import ComponentWithArguments
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Pooler", "PoolerContext", "PromptPooler"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolerContext(Context["Pooler"]):
+    """Context of a pooler, in the worker that has the last hidden states.
+
+    Attributes:
+        device: device of the model, a `torch.device`.
+        hidden_size: hidden size of the model.
+    """
+
+    device: Any
+    hidden_size: int
+
+
+class PromptPooler(ABC):
+    """The pooling of one prompt, whose hidden states come in one chunk or in several.
+
+    What it gives depends on the hidden states alone: not on how they were cut into chunks, nor on
+    other prompts.
+    """
+
+    @abstractmethod
+    def update(self, hidden: torch.Tensor) -> None:
+        """Take the hidden states of the next tokens.
+
+        Args:
+            hidden: [tokens, hidden_size], in the dtype of the model; at least one token. The
+                memory is used again by the next step: keep a copy, or what is computed of it.
+        """
+
+    @abstractmethod
+    def finish(self) -> torch.Tensor:
+        """Return the result, after the last token of the prompt; called once.
+
+        Returns:
+            [hidden_size]; or, of a pooler with `per_token`, [vectors, hidden_size], of any number.
+        """
+
+
+class Pooler(ComponentWithArguments):
+    """Makes one vector of the hidden states of a prompt, or one for each of its tokens.
+
+    A request chooses one by `PoolingParams.pooler`, and gives it arguments under
+    `plugin_args[name]`. What is done with the result (cut, scaled to length 1, classified) follows.
+
+    Attributes:
+        per_token: whether the result has several vectors.
+        needs_all: whether it needs the hidden states of all tokens. If not, those of tokens whose
+            keys and values are cached may be left out: the last token's always come.
+    """
+
+    per_token: ClassVar[bool] = False
+    needs_all: ClassVar[bool] = True
+
+    context: PoolerContext
+
+    @returns(instance(PromptPooler))
+    @abstractmethod
+    def start(self, prompt_token_ids: Sequence[int], arguments: Any) -> PromptPooler:
+        """Return the pooling of a prompt.
+
+        Called again for a prompt whose request was preempted: all its tokens are computed again.
+
+        Args:
+            prompt_token_ids: read-only; None in place of an id where there is an embedding.
+            arguments: an instance of `Arguments`, or of `Prepared`.
+        """

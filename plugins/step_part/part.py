@@ -1,0 +1,317 @@
+"""Step parts: features that take part in the step of the engine and of its workers.
+
+A part completes requests in the frontend, gates them, counts resources, puts data on the plan,
+masks logits, reads results, and is notified of plans that are lost; in a worker it may run the
+model in another way. The engine binds the methods that a half overrides to lists when it starts; a
+method that no half overrides is never called, and none of the engine's half is called in a step
+without a request that uses the part.
+
+The frontend half, `FrontendHalf`, checks requests and reads answers. It completes a request before
+the engine gets it, with what only the frontend has: the tokenizer, and the classes of components
+that the engine drives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+from hardpoint.errors import HardpointError, RequestError, shown
+from hardpoint.plugins.component.base import Context
+from hardpoint.plugins.component.behaviour import PIECE, returns
+from hardpoint.plugins.config.engine import EngineConfig
+from hardpoint.plugins.model.files import ModelConfig, ModelFiles
+from hardpoint.plugins.requests.markers import ReasoningMarkers
+from hardpoint.plugins.requests.params import EngineCoreRequest, Prompt
+from hardpoint.plugins.text.arguments import ComponentWithArguments
+from hardpoint.plugins.text.output_parser import OutputParser
+from hardpoint.plugins.text.tokenizer import Tokenizer
+from hardpoint.plugins.text.vocabulary import Vocabulary
+
+from .components import ComponentFactory
+from .engine import EngineHalf, EngineHalfContext
+from .worker import WorkerHalf, WorkerHalfContext
+
+__all__ = [
+    "FrontendHalf",
+    "FrontendHalfContext",
+    "GivenPrompt",
+    "PromptReader",
+    "StepPart",
+    "StepPartContext",
+    "ToolCalls",
+]
+
+
+def _no_tokens(text: str) -> Sequence[int]:  # noqa: ARG001
+    raise RuntimeError("there is no tokenizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendHalfContext:
+    """Context of the half in the frontend.
+
+    Attributes:
+        components: components of other kinds; always those of the newest generation.
+        vocabulary: returns the vocabulary of the tokenizer, or raises NotImplementedError with the
+            reason where it has none. `EngineHalfContext` has it if a frontend half has asked.
+        vocab_size: vocabulary size of the model.
+        encode: returns the tokens of a text, without special ones before and after it.
+    """
+
+    components: ComponentFactory
+    vocabulary: Callable[[], Vocabulary]
+    vocab_size: int
+    encode: Callable[[str], Sequence[int]] = _no_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCalls:
+    """The calls of tools that a request may have.
+
+    Attributes:
+        parser: finds the calls in the output, and has the format that they are written in.
+        tools: JSON schemas of arguments, by the name of the tool.
+        required: names of the tools, one of which has to be called; None requires no call.
+        strict: names of the tools whose arguments have to fit their schemas.
+        parallel: whether there may be several calls.
+        prefix: returns the text between the end of the reasoning and the answer.
+        markers: returns the markers of the reasoning; a parser is asked, which may fail.
+    """
+
+    parser: OutputParser
+    tools: Mapping[str, Mapping[str, Any]]
+    required: Sequence[str] | None
+    strict: Collection[str]
+    parallel: bool
+    prefix: Callable[[], str]
+    markers: Callable[[], ReasoningMarkers]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenPrompt:
+    """A prompt, whatever form it was given in.
+
+    Attributes:
+        token_ids: one per position; checked later. None if `text` is to be tokenised.
+        text: text of the prompt, if it is known.
+        cache_salt: used if the request has none.
+        arrival_time: seconds on the frontend's clock, used if the request has none.
+        fields: fields of its request that a step part has read, of those that it makes use of
+            (`StepPart.request_fields`). With some, the prompt is not cut, but by `cut`.
+        cut: `cut(limit)` returns the prompt with at most that many tokens, of which it has more;
+            or raises a RequestError. None keeps the last ones of a prompt without `fields`.
+    """
+
+    token_ids: Any = None
+    text: str | None = None
+    cache_salt: str | None = None
+    arrival_time: float | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    cut: Callable[[int], GivenPrompt] | None = None
+
+
+class PromptReader(Protocol):
+    """Reads what a prompt of a part's own form has of other forms."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+
+    def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text.
+
+        Raises:
+            RequestError: it cannot be encoded.
+        """
+
+    def read(self, prompt: Prompt) -> GivenPrompt:
+        """Return a prompt with its `token_ids`, whichever form it has: one of others, too.
+
+        Raises:
+            RequestError: it is malformed.
+        """
+
+
+class FrontendHalf:
+    """The half of a step part in the frontend; called by one thread at a time.
+
+    But `read_prompt` may be called in another one at the same time, as prompts may take long, and
+    `read_media` in several.
+
+    Every method is optional, and should be fast: other requests wait, but for `read_media`. A
+    fault ends the request that it is about, whatever the `fault_scope` of the part.
+
+    Attributes:
+        prompt_keys: keys of a prompt that is a mapping, any of which lets `read_prompt` read it;
+            read once. A key is of one part; a prompt with keys of several is read by the first.
+        media_tokens: tokens that stand for an item of media, or for parts of one, by its modality;
+            the first one is its placeholder, which prompts have. Read once. Texts of users never
+            become one of them.
+    """
+
+    prompt_keys: Collection[str] = ()
+    media_tokens: Mapping[str, Sequence[int]] = {}
+
+    def read_prompt(
+        self,
+        prompt: Mapping[str, Any],
+        reader: PromptReader,  # noqa: ARG002
+    ) -> GivenPrompt:
+        """Return the ids of a prompt of the part's own form, and fields of its request.
+
+        May be called in another thread, one call at a time. `prepare` is called with the request
+        later.
+
+        Args:
+            prompt: as the caller gave it, with one of `prompt_keys`.
+            reader: reads texts, and the prompt without the part's own keys.
+
+        Raises:
+            RequestError: it is refused; names the key, its value and the expected one.
+        """
+        raise RequestError(f"prompt: the part reads none, got the keys {sorted(prompt)}")
+
+    def read_media(
+        self,
+        modality: str,
+        items: Sequence[tuple[str, Any]],
+    ) -> Sequence[Any]:
+        """Return items of media as `read_prompt` takes them; of a part with `media_tokens`.
+
+        Called in any thread, several times at once: it may wait, for other hosts too.
+
+        Args:
+            modality: one of `media_tokens`.
+            items: each with its place, which names it in messages; unchecked.
+
+        Raises:
+            RequestError: one is refused; names its place, its value and the expected one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no read_media")
+
+    def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
+        """Complete a new request that has tools; called before `prepare`.
+
+        Raises:
+            RequestError: it is refused.
+        """
+
+    def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:
+        """Check a new request, and complete it before the engine gets it.
+
+        Called again, with the same request, if a hook has changed its parameters.
+
+        Args:
+            request: its fields may be set; `params` is read-only, and may be replaced.
+            reasoning: marks where the answer begins; None if the request's output has no reasoning.
+
+        Raises:
+            RequestError: it is refused; names the field, its value and the expected one.
+        """
+
+    def reads_answer(self, request: EngineCoreRequest) -> bool:  # noqa: ARG002
+        """Return whether `validate` gets the answer of a request."""
+        return False
+
+    @returns(PIECE)
+    def validate(self, request: EngineCoreRequest, answer: str) -> str | None:  # noqa: ARG002
+        """Return the flaw of a finished answer, for `CompletionOutput.validation_error`.
+
+        Args:
+            request: one that `reads_answer` chose.
+            answer: whole, without reasoning and calls of tools.
+
+        Returns:
+            None if it has no flaw. Of several parts, the first flaw counts.
+        """
+        return None
+
+    def close(self) -> None:
+        """Release resources; called once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPartContext(Context["StepPart"]):
+    """Context of a step part, in the frontend, in the engine and in each worker.
+
+    Attributes:
+        config: configuration of the engine.
+        model_config: configuration of the model; None if the context was made by hand.
+        files: files of the model; likewise.
+    """
+
+    config: EngineConfig
+    model_config: ModelConfig | None = None
+    files: ModelFiles | None = None
+
+
+class StepPart(ComponentWithArguments):
+    """A feature of the engine's step, with halves in the frontend, the engine and each worker.
+
+    If a class has `Arguments`, the arguments of a request that gives some, checked, are
+    `plugin_args["step_parts/NAME"]` of its `EngineCoreRequest`, as plain data.
+
+    Attributes:
+        fault_scope: what a fault of a half ends: the requests of the plan that use the part, its
+            work in this step, or the engine.
+        before, after: names of parts whose methods are called after, and before, those of this one.
+        changes_live: whether it may be enabled, replaced and disabled while an engine runs; its
+            requests finish with the part, and the options, that they were admitted with. A half
+            that takes part in the start of an engine or of its workers can not be changed.
+    """
+
+    context: StepPartContext
+    changes_live: ClassVar[bool] = False
+    fault_scope: ClassVar[Literal["request", "step", "engine"]] = "request"
+    before: ClassVar[Sequence[str]] = ()
+    after: ClassVar[Sequence[str]] = ()
+
+    @classmethod
+    def request_fields(cls, config: EngineConfig) -> Collection[str]:  # noqa: ARG003
+        """Return the optional fields of `EngineCoreRequest` that the part makes use of.
+
+        Of `REQUEST_FIELDS`. A request that sets one of these is refused unless an enabled part uses
+        it, which checks the value.
+        """
+        return ()
+
+    @classmethod
+    def merge_answers(cls, method: str, answers: Sequence[Any]) -> Any:
+        """Return one answer to `LLM.call_part` for those of several engines (`parallel.data`).
+
+        The default is the answer that all of them give.
+
+        Args:
+            method: the call.
+            answers: what `EngineHalf.call` answered in each engine, in the order of their ranks,
+                none of them None: an engine that answers None is asked again.
+
+        Raises:
+            HardpointError: there is no such answer.
+        """
+        if any(answer != answers[0] for answer in answers):
+            raise HardpointError(f"{method}: the engines answered differently: {shown(answers)}")
+        return answers[0]
+
+    @property
+    def moves_blocks(self) -> str | None:
+        """The setting that makes worker halves read and write blocks of the KV cache, for messages.
+
+        The halves are started with the cache, its blocks get an identity, and each rank reports.
+        None, the default, is a part that touches no blocks.
+        """
+        return None
+
+    def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf | None:  # noqa: ARG002
+        """Return the half in the frontend; None, the default, if there is none. Called once."""
+        return None
+
+    def engine_half(self, context: EngineHalfContext) -> EngineHalf | None:  # noqa: ARG002
+        """Return the half in the engine; None, the default, if there is none. Called once."""
+        return None
+
+    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:  # noqa: ARG002
+        """Return the half in a worker; None if there is none. Called once per worker."""
+        return None

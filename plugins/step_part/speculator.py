@@ -1,0 +1,186 @@
+"""Speculators: draft how the output of requests goes on, which the next step verifies.
+
+A draft is accepted while it is the token that its request draws at that position, with its own
+logits, processors and noise. So no speculator changes any output: it changes the number of steps.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import index
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
+
+from hardpoint.plugins.component.base import Context
+from hardpoint.plugins.component.behaviour import (
+    LONG,
+    Default,
+    Returned,
+    notifies,
+    returns,
+    unusable,
+)
+from hardpoint.plugins.component.type_variables import ArgumentsT_co, StateT_co
+from hardpoint.plugins.model.logits_ops import LogitsOps
+from hardpoint.plugins.requests.params import SamplingParams
+from hardpoint.plugins.text.arguments import ComponentWithArguments
+
+from .worker import LoadedModel, ModelOpener
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DraftRequest", "Speculator", "SpeculatorContext"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculatorContext(Context["Speculator"]):
+    """Context of a speculator, in the worker that samples.
+
+    Attributes:
+        device: device of the model, a `torch.device`.
+        vocab_size: vocabulary size of the model.
+        hidden_size: hidden size of the model.
+        max_num_seqs: requests of a step, at most.
+        max_model_len: tokens of a request, at most.
+        num_draft_tokens: drafts of a request and a step, at most.
+        ops: operations on logits, quick ones on this device.
+        loaded: the model itself; None if the context was made by hand.
+        open_model: opens a further model, such as a small one that drafts; None if the context was
+            made by hand.
+    """
+
+    device: Any
+    vocab_size: int
+    hidden_size: int
+    max_num_seqs: int
+    max_model_len: int
+    num_draft_tokens: int
+    ops: LogitsOps = field(default_factory=LogitsOps)
+    loaded: LoadedModel | None = None
+    open_model: ModelOpener | None = None
+
+
+@dataclass(slots=True, eq=False)
+class DraftRequest(Generic[ArgumentsT_co, StateT_co]):
+    """A request to draft for, as a speculator sees it: it changes nothing of it.
+
+    `DraftRequest[Arguments, History]` in an annotation states what its arguments and state are.
+
+    Attributes:
+        prompt_token_ids: its prompt; None in place of an id where it has an embedding.
+        output_token_ids: its output so far; it grows between two calls. Do not keep a copy.
+        params: sampling parameters.
+        arguments: its arguments for the speculator; the defaults for a request that gives none.
+        scope: requests of other scopes have another cache salt or adapter: what is learnt from
+            one must not show in the drafts of another.
+        seed: its seed, mixed with the index of its completion, as `SamplingRows.seeds` has it: with
+            it and the output position, `LogitsOps.draw` has the noise that the request's own
+            tokens are drawn with.
+        state: what `start` returned.
+        limit: most drafts of it, now.
+        hidden: hidden states [tokens, hidden_size] of the tokens just before the newest one, in
+            their order: the last row is that of the token before it, the first that of position
+            `len(prompt_token_ids) + len(output_token_ids) - 1 - len(hidden)`. At least one; at most
+            those that were computed since the request got a token before. Those of a cached prefix
+            are not among them, after a preemption tokens may be that were shown before, and what
+            comes with a step without `propose` is not shown again. None unless `needs_hidden`.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    params: SamplingParams
+    arguments: ArgumentsT_co
+    scope: str = ""
+    seed: int = 0
+    state: StateT_co = field(default=None, kw_only=True)  # type: ignore[assignment]
+    limit: int = 0
+    hidden: torch.Tensor | None = None
+
+
+def _drafts(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> list[list[int]]:  # noqa: ARG001
+    requests = given[0]
+    try:
+        found = [[index(token) for token in islice(tokens, LONG)] for tokens in value]
+    except BaseException as error:
+        raise unusable(value, ", expected token ids for each request") from error
+    if len(found) != len(requests):
+        raise unusable(value, f", expected token ids for each of {len(requests)} requests")
+    for request, tokens in zip(requests, found, strict=True):
+        if len(tokens) > request.limit:
+            raise unusable(tokens, f", expected at most {request.limit} drafts of a request")
+    return found
+
+
+DRAFTS = Returned("token ids for each request, at most its `limit`", _drafts)
+NO_DRAFTS = Default("its requests go on without drafts", lambda requests, *_: [[]] * len(requests))
+
+
+class Speculator(ComponentWithArguments):
+    """Drafts tokens that may follow the output of requests.
+
+    A request chooses one by `SamplingParams.speculator`, and gives it arguments under
+    `plugin_args[name]`.
+
+    Attributes:
+        needs_hidden: whether it reads `DraftRequest.hidden`.
+    """
+
+    needs_hidden: ClassVar[bool] = False
+
+    context: SpeculatorContext
+
+    def start(self, request: DraftRequest) -> Any:  # noqa: ARG002
+        """Return the state of a request, which the engine keeps until it ends.
+
+        Called before the first `propose`, when the output may have begun. It is not called again
+        after a preemption. A request for which it fails has no drafts.
+        """
+        return None
+
+    @returns(DRAFTS, otherwise=NO_DRAFTS)
+    @abstractmethod
+    def propose(self, requests: Sequence[DraftRequest], budget: int) -> Sequence[Sequence[int]]:
+        """Return the drafts of each request.
+
+        They cost a row of the next step each, accepted or not, so that none is better than a wrong
+        one. They may depend on anything but on requests of another scope.
+
+        Args:
+            requests: those that got a token in this step, and go on.
+            budget: most drafts of all of them together; the engine drops those of the last
+                requests beyond it.
+
+        Returns:
+            For each request, at most `limit` token ids.
+        """
+
+    @notifies
+    def verified(self, request: DraftRequest, drafts: Sequence[int], accepted: int) -> None:
+        """Notify the speculator of drafts that were verified, before the next `propose`.
+
+        Args:
+            request: its output has the accepted drafts, and one more token.
+            drafts: what was verified.
+            accepted: how many of the first of them were accepted.
+        """
+
+    @notifies
+    def ended(self, request: DraftRequest) -> None:
+        """Notify the speculator of the end of a request that it has started."""
+
+    def memory(self) -> int:
+        """Return the bytes on the device that it is going to allocate.
+
+        Called once, before the KV cache is sized, which leaves them free.
+        """
+        return 0
+
+    def sleep(self, level: int) -> None:
+        """Release memory, see `Worker.sleep`; level 2 is followed by `close`."""
+
+    def wake_up(self) -> None:
+        """Allocate again what `sleep` released."""

@@ -1,0 +1,151 @@
+"""IO processors: make prompts of other inputs, and other outputs of what the model makes."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+
+from hardpoint import typed
+from hardpoint.errors import RequestError, shown
+from hardpoint.plugins.component.base import Component, Context
+from hardpoint.plugins.component.behaviour import LONG, Returned, UnusableError, returns, unusable
+from hardpoint.plugins.model.files import ModelConfig
+from hardpoint.plugins.requests.params import PoolingParams, Prompt, SamplingParams
+
+from .tokenizer import Tokenizer
+
+__all__ = ["IOProcessor", "IOProcessorContext"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IOProcessorContext(Context["IOProcessor"]):
+    """Context of an IO processor.
+
+    Attributes:
+        model_config: configuration of the model.
+        max_model_len: most tokens of a prompt; with `max_model_len = "auto"`, memory may allow
+            less.
+        tokenizer: loads a tokenizer for this processor alone, and returns it; the engine closes it.
+    """
+
+    model_config: ModelConfig
+    max_model_len: int
+    tokenizer: Callable[[], Tokenizer]
+
+
+def _prompts(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> list[Any]:  # noqa: ARG001
+    expected = "expected a pair of a prompt and its PoolingParams or SamplingParams"
+    if not isinstance(value, list | tuple):
+        raise unusable(value, ", expected a list of pairs of a prompt and its parameters", LONG)
+    for place, pair in enumerate(value):
+        if not (
+            isinstance(pair, tuple)
+            and len(pair) == 2
+            and isinstance(pair[1], PoolingParams | SamplingParams)
+        ):
+            raise UnusableError(f"returned {shown(pair)} at [{place}], {expected}")
+    return list(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return an array, or a number of one, as plain data."""
+    if callable(plain := getattr(value, "tolist", None)):
+        return plain()
+    raise NotImplementedError(f"a {type(value).__name__} is no plain data, struct or array")
+
+
+def _as_json(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> bytes:  # noqa: ARG001
+    try:
+        encoded = msgspec.json.encode(value, enc_hook=_plain)
+        if b"null" in encoded:  # which numbers that JSON does not have become, too
+            json.dumps(msgspec.to_builtins(value, enc_hook=_plain), allow_nan=False)
+    except Exception as error:
+        raise unusable(value, ", which is no JSON", LONG) from error
+    return encoded
+
+
+ANYTHING = Returned("anything", lambda value, *_: value)
+PROMPTS = Returned("a list of pairs: a prompt, and `PoolingParams` or `SamplingParams`", _prompts)
+JSON = Returned("plain data, structs or arrays, of finite numbers", _as_json)
+
+
+class IOProcessor(Component):
+    """Makes prompts of an input of another kind, and an output of what the model makes of them.
+
+    A call is `parse_request`, `pre_process`, the requests to the engine, `post_process`, and for an
+    answer over HTTP `output_to_response`. One thread at a time calls a processor, and none that
+    others wait for. Calls overlap: what belongs to one is in its request, not in the processor.
+
+    An error of these methods ends the call and nothing else. Only a RequestError is the client's.
+
+    Attributes:
+        Request: type of the input, to which the default `parse_request` converts it. Its schema is
+            in the OpenAPI document.
+    """
+
+    Request: ClassVar[type[msgspec.Struct] | None] = None
+
+    context: IOProcessorContext
+
+    def __init__(self, context: IOProcessorContext) -> None:
+        """Store the context.
+
+        Raises:
+            TypeError: there is neither a `Request` nor a `parse_request`.
+        """
+        super().__init__(context)
+        if self.Request is None and type(self).parse_request is IOProcessor.parse_request:
+            raise TypeError("expected a class `Request` of the input, or a method parse_request")
+
+    @returns(ANYTHING, raises=(RequestError,))
+    def parse_request(self, data: Any) -> Any:
+        """Check an input; return the processor's own request.
+
+        Args:
+            data: any object in a program; from HTTP, what JSON has. It must not be changed.
+
+        Raises:
+            RequestError: it is wrong; begins with the path of what is, such as `data.rows[3]`.
+        """
+        assert self.Request is not None
+        return typed.convert(data, self.Request, path="data", error=RequestError)
+
+    @returns(PROMPTS, raises=(RequestError,))
+    @abstractmethod
+    def pre_process(self, request: Any) -> Sequence[tuple[Prompt, PoolingParams | SamplingParams]]:
+        """Return the prompts of a request, each with its parameters; there may be none.
+
+        A prompt is text, token ids or a mapping, as `LLM.generate` takes it. One that the engine
+        refuses ends the call with its error.
+
+        Args:
+            request: what `parse_request` returned.
+
+        Raises:
+            RequestError: no prompts can be made of it; begins with the path of what is wrong.
+        """
+
+    @returns(ANYTHING)
+    @abstractmethod
+    def post_process(self, request: Any, outputs: Sequence[Any]) -> Any:
+        """Return the output of a request, given those of its prompts.
+
+        Args:
+            request: what `parse_request` returned.
+            outputs: `PoolingRequestOutput` or `RequestOutput`, in the order of the prompts; each is
+                finished. They must not be changed.
+        """
+
+    @returns(JSON)
+    def output_to_response(self, output: Any) -> Any:
+        """Return an output as it is sent over HTTP; by default as it is.
+
+        Args:
+            output: what `post_process` returned.
+        """
+        return output

@@ -90,7 +90,13 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
+def pytest_collection() -> None:
+    """Collect no garbage while tests are found: there is next to none."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
+    gc.enable()
     freeze()
 
 

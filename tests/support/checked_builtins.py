@@ -14,7 +14,7 @@ from hardpoint.registry.kinds import Kind
 
 
 def check_builtins_once() -> None:
-    """Let a built-in plugin be imported, adapted and checked again only if another one has its name.
+    """Let a built-in plugin be imported, adapted and checked again only if its name has another.
 
     An engine loads a hundred, most of which no request of a test uses, and tests open thousands.
     """

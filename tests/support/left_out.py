@@ -215,6 +215,7 @@ LEFT_OUT = (
     "tests/journal/test_replayed_elsewhere.py::test_a_fault_that_comes_here_*",
     "tests/simulation/test_runs.py::TestSimulate::test_processes_*",
     "tests/simulation/test_runs.py::TestSimulate::test_an_error_in_a_process_*",
+    "tests/simulation/test_step_costs.py::TestFit::test_steps_that_neighbours_*",
     "tests/simulation/test_fleet.py::Test*::*[[]least_cost]",
     "tests/simulation/test_fleet.py::TestHotPrefixes::test_of_many_*",
     "tests/simulation/test_one_simulator.py::*[[]400-fcfs]",

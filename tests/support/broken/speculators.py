@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from hardpoint.plugins import Speculator
 from support.samples import Sample, spend
 

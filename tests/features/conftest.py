@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 from support.driving import alone, varied_jobs
+from support.searching import searches_long
 
 from hardpoint.testing import scripted_engine
 
 
 @pytest.fixture(scope="session")
 def jobs():
-    return varied_jobs(24)
+    return varied_jobs(24 if searches_long() else 12)
 
 
 @pytest.fixture(scope="session")

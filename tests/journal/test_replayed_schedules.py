@@ -43,7 +43,11 @@ def check_same(path, at_least: int) -> None:
     assert report.tokens >= at_least
 
 
-@pytest.mark.parametrize("seeds", schedules(0, IN_GATE), ids=str)
+@pytest.mark.parametrize(
+    "seeds",
+    [range(4), *(pytest.param(s, marks=pytest.mark.nightly) for s in schedules(0, IN_GATE))],
+    ids=str,
+)
 def test_random_schedules(scripted, tmp_path, seeds):
     record(seeds, scripted, tmp_path / "journal")
     check_same(tmp_path / "journal", 50 * len(seeds))

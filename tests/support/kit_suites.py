@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hardpoint.testing import OutputParserSuite
+from hardpoint.testing import OutputParserSuite, pace
+from hardpoint.testing.kv import watch
+from hardpoint.testing.running.step_parts import session
+from support.samples import CLOCK
 
 SEED = 20_240_601
 
@@ -98,11 +105,26 @@ def messages_of(
     return {test: message for test, message in messages.items() if message is not None}
 
 
+@contextmanager
+def scripted_clock() -> Iterator[None]:
+    """Let suites measure what samples `spend`."""
+    with pytest.MonkeyPatch.context() as patch:
+        spent, passed = CLOCK.spent, CLOCK.passed
+        patch.setattr(pace, "time", SimpleNamespace(process_time=spent, perf_counter=spent))
+        patch.setattr(pace, "_DELAYS", Path("no delays"))
+        patch.setattr(watch, "time", SimpleNamespace(monotonic=passed))
+        patch.setattr(
+            session, "time", SimpleNamespace(monotonic=time.monotonic, perf_counter=passed)
+        )
+        yield
+
+
 def assert_fails(
     suite: type, attributes: Mapping[str, object], test: str, rule: str, pattern: str
 ) -> None:
     """Assert that a test names the component, its rule (a pattern), what it saw and a remedy."""
-    message = message_of(suite, attributes, test)
+    with scripted_clock():
+        message = message_of(suite, attributes, test)
     assert message is not None, f"{test} let it pass"
     subjects = [a for a in attributes.values() if isinstance(a, type)]
     names = "|".join(re.escape(f"{cls.__module__}.{cls.__name__}") for cls in subjects) or ".+"

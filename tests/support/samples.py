@@ -1,8 +1,9 @@
-"""Mechanisms that test plugins share: contract numbers, and threads that they leave."""
+"""Mechanisms that test plugins share: contract numbers, time, and threads that they leave."""
 
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 _OF_BASE: Any = object()
@@ -23,6 +24,29 @@ class Sample:
         if contract is not None:
             cls.contract = contract
 
+
+class ScriptedClock:
+    """A clock that slow samples advance: they are slow on every machine, and cost no time."""
+
+    def __init__(self) -> None:
+        """Begin at 0."""
+        self._spent = 0.0
+
+    def spend(self, seconds: float) -> None:
+        """Let time pass."""
+        self._spent += seconds
+
+    def spent(self) -> float:
+        """Return the seconds that samples spent, for suites that measure costs."""
+        return self._spent
+
+    def passed(self) -> float:
+        """Return the seconds that passed and those that samples spent, for suites that wait."""
+        return time.monotonic() + self._spent
+
+
+CLOCK = ScriptedClock()
+spend = CLOCK.spend
 
 _LEFT: list[tuple[threading.Thread, threading.Event]] = []
 

@@ -7,13 +7,18 @@ that a decorator does not reach are named here: those inherited from suites, and
 from __future__ import annotations
 
 import random
+import re
 import subprocess
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase, translate
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.left_out import LEFT_OUT
 
 ROOT = Path(__file__).resolve().parents[2]
 ALWAYS_RUN = ("README.md", "docs/first-plugin.md")
@@ -226,7 +231,10 @@ class Selection:
     ) -> None:
         """Leave out tests; order the files at random if there is a seed."""
         chosen = [item for item in items if self._is_chosen(item)]
-        left_out = [item for item in items if not self._is_chosen(item)]
+        if not self._all and not self._timing:
+            chosen = list(_without_products(chosen))
+        kept = set(chosen)
+        left_out = [item for item in items if item not in kept]
         self._left_out = len(left_out)
         config.hook.pytest_deselected(items=left_out)
         if self._seed is not None:
@@ -238,7 +246,7 @@ class Selection:
     def _is_chosen(self, item: pytest.Item) -> bool:
         if _is(item, "timing", _TIMING):
             return self._timing
-        return not self._timing and (self._all or not _is(item, "nightly", _NIGHTLY))
+        return not self._timing and (self._all or not _is(item, "nightly", _NIGHTLY + LEFT_OUT))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Send the count to the process that prints it."""
@@ -261,7 +269,60 @@ def _is(item: pytest.Item, marker: str, patterns: tuple[str, ...]) -> bool:
     """Return whether a test has a marker, or its name matches a pattern."""
     if item.get_closest_marker(marker):
         return True
-    return any(fnmatchcase(item.nodeid, pattern) for pattern in patterns)
+    name = str(item.nodeid)
+    matches = _compile(patterns, name.partition("::")[0])
+    return matches is not None and matches(name) is not None
+
+
+@cache
+def _compile(patterns: tuple[str, ...], path: str) -> Callable[[str], re.Match[str] | None] | None:
+    """Return a function that matches names of tests of a file, or None if no pattern can.
+
+    The whole suite has 25,000 names and 200 patterns.
+    """
+    expressions = [
+        translate(pattern) for pattern in patterns if fnmatchcase(path, pattern.partition("::")[0])
+    ]
+    return re.compile("|".join(expressions)).match if expressions else None
+
+
+def _without_products(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the tests, and of those with several decorators `parametrize` some.
+
+    Each set of values of a decorator is in one of them at least. All their combinations run with
+    `--all`.
+    """
+    for _, group in groupby(items, key=lambda item: (item.parent, getattr(item, "function", item))):
+        tests = list(group)
+        marks = [mark for mark in tests[0].iter_markers("parametrize") if mark.args]
+        if len(marks) < 2:
+            yield from tests
+            continue
+        axes = [_names(mark.args[0]) for mark in marks]
+        yield from _covering({test: _values(test, axes) for test in tests})
+
+
+def _names(argument: str | Sequence[str]) -> Sequence[str]:
+    return [name.strip() for name in argument.split(",")] if isinstance(argument, str) else argument
+
+
+def _values(item: Any, axes: Sequence[Sequence[str]]) -> set[tuple[int, ...]]:
+    """Return the values of a test on each axis: the identities of its parameters."""
+    params = item.callspec.params
+    return {
+        (number, *(id(params.get(name)) for name in names)) for number, names in enumerate(axes)
+    }
+
+
+def _covering(values: Mapping[pytest.Item, set[tuple[int, ...]]]) -> Iterator[pytest.Item]:
+    """Yield few tests, in their order, that have all the values."""
+    missing = set().union(*values.values())
+    chosen = set[pytest.Item]()
+    while missing:
+        best = max(values, key=lambda item: len(values[item] & missing))
+        missing -= values[best]
+        chosen.add(best)
+    yield from (item for item in values if item in chosen)
 
 
 def changed_pages() -> set[str]:

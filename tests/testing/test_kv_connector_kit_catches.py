@@ -60,7 +60,7 @@ LIMITS = {
 
 @each_broken(CONNECTORS)
 def test_a_broken_connector_fails_its_rule(cls, test, rule, pattern, monkeypatch):
-    shorten(monkeypatch, LIMITS.get(cls, {}))
+    shorten(monkeypatch, {"kv.connector_suite._ATTEMPTS": 1, **LIMITS.get(cls, {})})
     attributes = {"connector": cls, "options": {"path": "{folder}"}}
     assert_fails(KVConnectorSuite, attributes, test, rule, pattern)
 

@@ -146,7 +146,7 @@ def test_what_is_kept_of_nested_ids_is_found(test, monkeypatch):
     ],
 )
 def test_nothing_is_proved_by_requests_that_do_not_use_it(test):
-    message = message_of(LogitsProcessorSuite, suite(RefusesAll, examples=0.1), test)
+    message = message_of(LogitsProcessorSuite, suite(RefusesAll, examples=0.02), test)
     assert message is not None
     assert "nothing to check was drawn: prepare rejected everything" in message
     assert "the last time because 'words: not today'" in message

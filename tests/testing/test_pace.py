@@ -13,6 +13,7 @@ from support.broken.media_parts import SUITE as MEDIA
 from support.broken.media_parts import GoodMedia
 from support.broken.policies import Fcfs, Oldest, SlowKeys
 from support.kit_suites import label, message_of, messages_of, timed_tests
+from support.samples import CLOCK
 from test_grammar_kit_catches import SAMPLES as GRAMMARS
 from test_kit_catches import RIGHT as PROCESSORS
 from test_kit_catches import attributes
@@ -143,7 +144,7 @@ def test_a_machine_of_a_third_of_the_speed_fails_slow_components_alone(
     name = "budget_us_per_row" if suite is SamplerSuite else "budget_us_per_request"
     budget, scale = getattr(suite, name) / 4, 1.0
     good, slow = {"examples": 0.02, **good}, {"examples": 0.02, **slow}
-    monkeypatch.setattr(pace, "cpu_seconds", lambda: scale * time.process_time())
+    monkeypatch.setattr(pace, "cpu_seconds", lambda: scale * (time.process_time() + CLOCK.spent()))
     while message_of(suite, {**good, name: budget}, "speed") is None:
         budget /= 2  # until it fails on this machine
     scale = 3.0

@@ -74,7 +74,7 @@ class TestTorchOps(FewSizes):
     ops = TorchOps
 
 
-class TestNativeOps(OpsSuite):
+class TestNativeOps(FewSizes):
     ops = NativeOps
     batch_invariant = True
 

@@ -195,14 +195,26 @@ class TestTheRest:
             llm.stop_profile()
 
 
-def test_on_an_event_loop(scripted, tmp_path):
+@pytest.mark.nightly
+def test_a_profile_on_an_event_loop(scripted, tmp_path):
     async def main() -> None:
-        engine = {"profile_dir": str(tmp_path)}
-        extra = {"engine": engine, "plugins": ENABLED}
+        extra = {"engine": {"profile_dir": str(tmp_path)}}
+        async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
+            await llm.start_profile()
+            (path,) = await llm.stop_profile()
+            assert Path(path).exists()
+
+    asyncio.run(main())
+
+
+def test_on_an_event_loop(scripted):
+    async def main() -> None:
+        extra = {"plugins": ENABLED}
+        params = msgspec.structs.replace(LONG, max_tokens=8)
         async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
 
             async def whole() -> list[int]:
-                async for output in llm.generate("say abc", LONG):
+                async for output in llm.generate("say abc", params):
                     last = output
                 return last.outputs[0].token_ids
 
@@ -227,9 +239,6 @@ def test_on_an_event_loop(scripted, tmp_path):
             await llm.wake_up()
             assert not await llm.is_sleeping()
             assert await whole() == before
-            await llm.start_profile()
-            (path,) = await llm.stop_profile()
-            assert Path(path).exists()
             (meters,) = await llm.collective_rpc("plugin_meters")
             assert "temperature" in meters
             assert await llm.list_loras() == []

@@ -11,7 +11,7 @@ from hardpoint import SamplingParams
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.testing import ScriptedClock, history_hash, scripted_engine
 
-COUNT = 40 if searches_long() else 20
+COUNT = 40 if searches_long() else 12
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from hardpoint.plugins.server import (
     Route,
     Transform,
 )
-from support.samples import Sample
+from support.samples import Sample, spend
 
 
 class Hooks(Sample, contract=1):
@@ -129,7 +129,7 @@ class Blocks(Hooks):
 class Slow(Hooks):
     @hookimpl
     def step_planned(self, record):
-        time.sleep(0.02)
+        spend(0.02)
 
 
 def run(options, context):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from hardpoint.plugins.kv_connector import (
     KVConnectorWorker,
     block_key,
 )
-from support.samples import Sample, leave_thread
+from support.samples import Sample, leave_thread, spend
 
 
 class Move(msgspec.Struct):
@@ -390,14 +389,14 @@ class KeysWithoutIdentity(ShelfWorker):
 @with_half
 class LooksUpSlowly(ShelfScheduler):
     def has(self, identity, block_hash):
-        time.sleep(0.03)
+        spend(0.03)
         return super().has(identity, block_hash)
 
 
 @with_half
 class SavesSlowly(ShelfWorker):
     def store(self, key, block):
-        time.sleep(0.03)
+        spend(0.03)
         super().store(key, block)
 
 

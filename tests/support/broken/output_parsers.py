@@ -25,7 +25,7 @@ from hardpoint.toolkit.parsing.format_parser import (
     choice_of_calls,
 )
 from hardpoint.toolkit.parsing.json_text import JsonCalls, call_as_json
-from support.samples import Sample
+from support.samples import Sample, spend
 
 START, END = "<think>", "</think>"
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>'
@@ -281,8 +281,7 @@ class ParsesAllAgain(_Wrapped):
 
         def feed(self, text):
             self.text += text
-            found = re.findall("<think>|</think>|</?tool_call>", self.text)
-            assert found is not None
+            spend(1e-7 * len(self.text))
             return self.state.feed(text)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import torch
 
@@ -19,7 +18,7 @@ from hardpoint.plugins import (
     SparseLogitsProcessor,
     TensorSpec,
 )
-from support.samples import Sample
+from support.samples import Sample, spend
 
 
 class Bias(Sample, LogitsProcessor, contract=1):
@@ -359,7 +358,7 @@ class Grows(Bias):
 
 class Sleeps(Bias):
     def apply(self, logits, rows):
-        time.sleep(0.004 * len(rows))
+        spend(0.004 * len(rows))
         return super().apply(logits, rows)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-import time
 
 import msgspec
 
 from hardpoint.plugins import BlockStored, KVEventPublisher
-from support.samples import Sample
+from support.samples import Sample, spend
 
 
 class Queued(Sample, KVEventPublisher, contract=1):
@@ -139,4 +138,4 @@ class HoldsTheOptions(Queued):
 
 class Sleeps(Queued):
     def publish(self, batch):
-        time.sleep(0.04)
+        spend(0.04)

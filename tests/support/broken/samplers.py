@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from hardpoint.plugins import Sampler
-from support.samples import Sample
+from support.samples import Sample, spend
 
 
 def noise(seed, position, vocab_size):
@@ -167,7 +165,5 @@ class Hoards(Gumbel):
 
 class Slow(Gumbel):
     def sample(self, logits, rows):
-        end = time.process_time() + 0.2
-        while time.process_time() < end:
-            pass
+        spend(0.2)
         return super().sample(logits, rows)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sqlite3
 import tempfile
-import time
 
 import msgspec
 
 from hardpoint.plugins import StatSink
-from support.samples import Sample, leave_thread
+from support.samples import Sample, leave_thread, spend
 
 
 class Totals(Sample, StatSink, contract=1):
@@ -159,7 +158,7 @@ class CannotClose(Totals):
 
 class Sleeps(Totals):
     def record(self, stats):
-        time.sleep(0.04)
+        spend(0.04)
 
 
 class SleepsInReports(Totals):
@@ -170,7 +169,7 @@ class SleepsInReports(Totals):
     def report(self):
         self.count += 1
         if self.count % 10 == 0:
-            time.sleep(0.04)
+            spend(0.04)
 
 
 class ExportsNothing(Totals):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 from hardpoint.plugins import Speculator
-from support.samples import Sample
+from support.samples import Sample, spend
 
 
 class LastPair(Sample, Speculator, contract=1):
@@ -139,6 +137,7 @@ class Searches(LastPair):
 
     def follow(self, request):
         known = [*request.prompt_token_ids, *request.output_token_ids]
+        spend(2e-8 * len(known))
         for place in range(len(known) - 2, -1, -1):
             if known[place] == known[-1] and known[place - 9 : place] == known[-10:-1]:
                 return known[place + 1 : place + 1 + request.limit]
@@ -147,7 +146,5 @@ class Searches(LastPair):
 
 class Slow(LastPair):
     def follow(self, request):
-        end = time.process_time() + 0.001
-        while time.process_time() < end:
-            pass
+        spend(0.001)
         return super().follow(request)

@@ -16,7 +16,7 @@ from hardpoint.plugins import (
     WorkerHalf,
 )
 from hardpoint.plugins.step_part.part import GivenPrompt
-from support.samples import Sample
+from support.samples import Sample, spend
 
 
 class GoodHalf(EngineHalf):
@@ -517,8 +517,7 @@ class _ClosesOnceHalf(GoodHalf):
 
 class _SlowHalf(GoodHalf):
     def mask(self, plan):
-        for _ in range(200):
-            super().mask(plan)
+        spend(1.0)
         return super().mask(plan)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checked_builtins import check_builtins_once
 from support.durations import Durations
 from support.example_packages import package_fixture
 from support.installed_metadata import read_metadata_once
@@ -80,6 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Selection(config))
     STARTS.install()
     read_metadata_once()
+    check_builtins_once()
     if (seed := config.getoption("stress")) is not None:
         config.pluginmanager.register(Stress(seed))
 

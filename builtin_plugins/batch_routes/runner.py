@@ -320,7 +320,7 @@ class BatchRun:
         """Reserve room for an answer, and for some after it unless little is left.
 
         Files and other batches of the key have the rest. No answer of this batch may be written
-        meanwhile.
+        during this call.
         """
         if size <= self._room:
             return

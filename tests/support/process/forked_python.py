@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from support.checked_builtins import check_builtins_once
 from support.installed_metadata import read_metadata_once
 from support.process.fork_server import (
     STARTS,
@@ -160,6 +161,7 @@ def _serve(control: socket.socket) -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
     read_metadata_once()
+    check_builtins_once()
     import_builtins()
     _run_request(base, *fork_on_request(control))
 

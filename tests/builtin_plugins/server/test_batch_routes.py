@@ -559,8 +559,9 @@ def test_a_batch_expires(tmp_path):
         assert batch.request_counts.failed == len(errors) > 0
 
 
-def test_a_line_that_is_larger_than_the_queue_fails(tmp_path):
+def test_a_line_that_is_larger_than_the_queue_fails(tmp_path, monkeypatch):
     """It is refused alone as well, so that no wait helps; the others are answered."""
+    monkeypatch.setattr(runner, "_FIRST_WAIT", 0.02)
     with batch_server(tmp_path, scheduler={"max_waiting": 4, "max_num_seqs": 4}) as server:
         client = client_of(server)
         batch = ended(client, begin(client, [line(0, n=20, temperature=1), line(1), line(2)]))

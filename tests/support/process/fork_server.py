@@ -250,6 +250,8 @@ def run_engine_once() -> None:
     from hardpoint import LLM
     from hardpoint.testing import scripted_config, write_scripted_model
 
+    for name in os.environ.keys() - _fixed(os.environ).keys():  # those of the test that starts it
+        del os.environ[name]
     with tempfile.TemporaryDirectory() as folder:
         config = scripted_config(write_scripted_model(Path(folder) / "model"))
         with LLM(config=config) as llm:

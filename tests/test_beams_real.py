@@ -51,8 +51,9 @@ def check(beams, cases, settings) -> None:
     asyncio.run(search())
 
 
-def test_beams_are_those_of_transformers(beams):
-    check(beams, SHORT, {})
+@pytest.mark.parametrize("case", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_beams_are_those_of_transformers(beams, case):
+    check(beams, [SHORT[case]], {})
 
 
 @pytest.mark.nightly

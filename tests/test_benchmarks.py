@@ -76,6 +76,7 @@ def planning_ahead(tmp_path):
     return json.loads((tmp_path / "found.json").read_text())["uniproc, in-process"]["2"]
 
 
+@pytest.mark.nightly
 def test_planning_ahead(tmp_path):
     found = planning_ahead(tmp_path)
     assert found.keys() == {"plain", "ahead", "device"}

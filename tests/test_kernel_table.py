@@ -65,6 +65,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_what_breaks_a_limit_is_named(folder):
     with (folder / "tiny_kernels" / "rows.py").open("a") as file:
         file.write(BROKEN)

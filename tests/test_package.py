@@ -152,6 +152,7 @@ def test_the_contract_imports_nothing_heavy(installed):
     assert run(installed, "-c", code).stdout.strip() == "set()"
 
 
+@pytest.mark.nightly
 def test_a_built_in_without_its_entry_point_is_gone_and_the_rest_works(installed, tmp_path):
     """No back door: built-ins come in through their entry points alone."""
     folder = tmp_path / "less"
@@ -189,6 +190,7 @@ for wrong in ({"scheduler": {"policy": "priority"}}, {"model": "smollm2", "load"
     assert "no loader recognises 'smollm2'" in gguf
 
 
+@pytest.mark.nightly
 def test_links_for_editors_show_every_module(tmp_path):
     source = tmp_path / "source"
     copy_source(source)

@@ -213,6 +213,7 @@ except RequestError as error:
         assert "passed" in run(*pytest_run, path=acme, cwd=tmp_path, examples=0.1)
 
 
+@pytest.mark.nightly
 def test_dry_and_xtc_give_the_same_alone_batched_in_chunks_and_preempted(acme, scripted, tmp_path):
     arguments = (sys.executable, "-c", COMPOSE, str(scripted))
     result = json.loads(run(*arguments, path=acme, cwd=tmp_path))

@@ -53,6 +53,7 @@ def command(acme_caching, tmp_path):
     return run_it
 
 
+@pytest.mark.nightly
 def test_their_own_tests_pass(command, tmp_path):
     shutil.copytree(ROOT / "examples" / "acme_caching" / "tests", tmp_path / "tests")
     assert "passed" in command("-m", "pytest", "-q", "tests")

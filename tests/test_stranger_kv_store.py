@@ -54,6 +54,7 @@ def command(acme_kv_stores, tmp_path):
     return run_it
 
 
+@pytest.mark.nightly
 def test_their_own_tests_pass(command, tmp_path):
     shutil.copytree(ROOT / "examples" / "acme_kv_stores" / "tests", tmp_path / "tests")
     assert "passed" in command("-m", "pytest", "-q", "tests")

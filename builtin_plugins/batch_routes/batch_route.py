@@ -144,12 +144,13 @@ class BatchRoute:
                 f"input_file_id: expected at most {limit} batches of a key that have not ended, "
                 "got one more; wait, or cancel one"
             )
-        check_bytes(owner, 0, self._options, "input_file_id")
-        owner.forget_ended(self._options.owner_batches)
-        try:
-            owner.add_batch(record)
-        except FileNotFoundError:  # it was deleted in this moment
-            raise missing from None
+        with owner.reserving() as used:
+            check_bytes(used, self._options, "input_file_id")
+            owner.forget_ended(self._options.owner_batches)
+            try:
+                owner.add_batch(record)
+            except FileNotFoundError:  # it was deleted in this moment
+                raise missing from None
 
     async def list_batches(self, request: Request) -> Page:
         """List batches.

@@ -97,7 +97,7 @@ class FileRoute:
         name = request.state.client.name
         owner = self._folder.owner(name)
         with self._slot(name):
-            await asyncio.to_thread(self._check_room, owner, 0)
+            await asyncio.to_thread(lambda: self._check_room(owner, owner.used_bytes()))
             parts = self._server.body_parts(request, self._options.file_bytes + _FORM_BYTES)
             try:
                 parser = MultiPartParser(request.headers, parts, max_files=1, max_fields=4)
@@ -157,7 +157,9 @@ class FileRoute:
         )
 
         def keep() -> None:
-            self._check_room(owner, size)
+            with owner.reserving() as used:
+                self._check_room(owner, used + size)
+                owner.reserve_file(kept)
             owner.add_file(kept, time.time_ns(), file.file)
 
         await self._server.while_connected(request, in_thread(keep))
@@ -180,7 +182,7 @@ class FileRoute:
         return min(number, limit)
 
     def _check_room(self, owner: OwnerFolder, size: int) -> None:
-        """Check that a client may have one more file.
+        """Check that a client may have one more file, with which it has so many bytes.
 
         Raises:
             RequestError: it has too many, or too large ones.
@@ -191,7 +193,7 @@ class FileRoute:
                 f"file: expected at most {options.owner_files} files of a key, got one more; "
                 "delete some"
             )
-        check_bytes(owner, size, options, "file")
+        check_bytes(size, options, "file")
 
     async def list_files(self, request: Request) -> Page:
         """List files.
@@ -242,17 +244,16 @@ class FileRoute:
         return owner, file
 
 
-def check_bytes(owner: OwnerFolder, size: int, options: BatchRoutesOptions, field: str) -> None:
-    """Check that so many more bytes of a client may be kept.
+def check_bytes(size: int, options: BatchRoutesOptions, field: str) -> None:
+    """Check that so many bytes of a client may be kept.
 
     Raises:
         RequestError: naming the field, because it has too many.
     """
-    used = owner.used_bytes()
-    if used + size > options.owner_bytes:
+    if size > options.owner_bytes:
         raise RequestError(
             f"{field}: expected at most {options.owner_bytes} bytes in all files and batches of a "
-            f"key, got {used + size}; delete some"
+            f"key, got {size}; delete some"
         )
 
 

@@ -1,10 +1,12 @@
 """The folder of files and batches: what of it is whose, and how it changes.
 
     lock                        held by the process that answers batches
+    OWNER/lock                  held while bytes are reserved
     OWNER/files/ID.json         `FileRecord`; ID.jsonl is its content
     OWNER/batches/ID.json       `BatchRecord`
     OWNER/batches/ID.in         the input of a batch that has not ended, also if its file is deleted
     OWNER/batches/ID.out, .err  lines of its output and error files, until it ends
+    OWNER/batches/ID.room       as large as what is reserved for them, without content
     OWNER/batches/ID.cancel     it is to be cancelled
 
 OWNER is a hash of the client's name. No name that a client gives is ever part of a path.
@@ -34,6 +36,9 @@ from .records import BatchRecord, FileObject, FileRecord, now
 _log = logging.getLogger("hardpoint")
 
 RecordT = TypeVar("RecordT", FileRecord, BatchRecord)
+
+RECORD_BYTES = 2048
+"""Bytes that are reserved for the record of a file, or for the last records of a batch."""
 
 _FILE = re.compile(r"file-[0-9a-f]{32}")
 _BATCH = re.compile(r"batch_[0-9a-f]{32}")
@@ -111,7 +116,15 @@ class OwnerFolder:
 
     def __init__(self, path: Path) -> None:
         """Use a folder, which may not be there yet."""
-        self._files, self._batches = path / "files", path / "batches"
+        self._path, self._files, self._batches = path, path / "files", path / "batches"
+
+    @contextlib.contextmanager
+    def reserving(self) -> Iterator[int]:
+        """Yield the used bytes; no other process or thread reserves any while the body runs."""
+        self._path.mkdir(mode=0o700, exist_ok=True)
+        with _private(self._path / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield self.used_bytes()
 
     def used_bytes(self) -> int:
         """Return the bytes of all files, batches and records of the client, links counted once."""
@@ -159,18 +172,28 @@ class OwnerFolder:
         """Return the path of a file's content."""
         return self._files / f"{file_id}.jsonl"
 
-    def add_file(self, file: FileObject, order: int, content: IO[bytes]) -> None:
-        """Add a file; it is there as a whole, or not at all."""
+    def reserve_file(self, file: FileObject) -> None:
+        """Reserve the bytes of a file that `add_file` adds, while `reserving`."""
         _make(self._files)
-        part = self._files / f"{file.id}.part"
+        _set_size(self._part(file), file.bytes + RECORD_BYTES)
+
+    def add_file(self, file: FileObject, order: int, content: IO[bytes]) -> None:
+        """Add a file whose bytes are reserved; it is there as a whole, or not at all."""
+        part = self._part(file)
         try:
-            with _private(part) as target:
+            with part.open("rb+") as target:
                 shutil.copyfileobj(content, target, 1 << 20)
                 target.flush()
                 os.fsync(target.fileno())
-            self.take_file(file, order, part)
+                with self.reserving():
+                    target.truncate()
+                    os.fsync(target.fileno())
+                    self.take_file(file, order, part)
         finally:
             part.unlink(missing_ok=True)
+
+    def _part(self, file: FileObject) -> Path:
+        return self._files / f"{file.id}.part"
 
     def take_file(self, file: FileObject, order: int, path: Path) -> None:
         """Make a file of one that is in the folder already; once more if that was cut short."""
@@ -253,6 +276,16 @@ class BatchPlace:
         """Keep the batch as it is now."""
         _write(self.path("json"), record)
 
+    def reserve(self, size: int) -> None:
+        """Reserve so many bytes for its answers and last records, while `OwnerFolder.reserving`."""
+        _set_size(self.path("room"), size)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The bytes that are reserved for it."""
+        path = self.path("room")
+        return path.stat().st_size if path.exists() else 0
+
     def cancel(self) -> None:
         """Let the process that answers it cancel it."""
         self.path("cancel").touch(0o600)
@@ -264,7 +297,7 @@ class BatchPlace:
 
     def close(self) -> None:
         """Remove what an ended batch no longer needs."""
-        for suffix in ("cancel", "out", "err", "in"):
+        for suffix in ("cancel", "out", "err", "room", "in"):
             self.path(suffix).unlink(missing_ok=True)
 
 
@@ -310,6 +343,12 @@ def _write(path: Path, record: FileRecord | BatchRecord) -> None:
         target.flush()
         os.fsync(target.fileno())
     new.replace(path)
+
+
+def _set_size(path: Path, size: int) -> None:
+    """Make a file of that size without content, which takes no space on the disk."""
+    with _private(path) as file:
+        file.truncate(size)
 
 
 def _private(path: Path) -> IO[bytes]:

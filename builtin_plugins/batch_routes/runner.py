@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
@@ -25,7 +23,8 @@ from hardpoint.builtin_plugins.server.batches.text_lines import line_of, next_li
 from hardpoint.plugins import HardpointError, RequestError
 from hardpoint.plugins.server import AsyncGenerator, Client, LoadReport, ServerContext
 
-from .folder import BatchFolder, BatchPlace
+from .answer_files import append, appending, ids_of
+from .folder import RECORD_BYTES, BatchFolder, BatchPlace
 from .options import BatchRoutesOptions
 from .records import BatchErrors, FileObject, RequestCounts, Status, now
 from .threads import in_thread
@@ -43,6 +42,7 @@ _KEPT_SECONDS = 1.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0
 _FULL_SECONDS = 0.05
 _MAX_REFUSALS = 3
+_RESERVED_BYTES = 1 << 16
 _MOST_ERRORS = 100
 _OK = 200
 _LATER = (0, 429, 503)
@@ -117,9 +117,9 @@ class BatchRun:
         self._server, self._place, self._options, self._slots = server, place, options, slots
         self._record = place.read()
         self._kept_at = 0.0
-        self._room = 0
+        self._room = 0  # reserved bytes that no answer has yet
         self._is_full = False
-        self._writing = asyncio.Lock()
+        self._keeping, self._writing = asyncio.Lock(), asyncio.Lock()
 
     async def run(self) -> None:
         """Run it to its end.
@@ -200,7 +200,7 @@ class BatchRun:
     async def _answer_all(self) -> None:
         """Answer the lines that have no answer yet, until the end, or an early one."""
         out, err = self._place.path("out"), self._place.path("err")
-        done = await asyncio.to_thread(_ids_of, out, err)
+        done = await asyncio.to_thread(ids_of, out, err)
         counts = self._record.batch.request_counts
         counts.completed, counts.failed = (len(ids) for ids in done)
         with appending(out) as answers, appending(err) as errors:
@@ -232,11 +232,10 @@ class BatchRun:
             while not self._is_full and (line := await taken()) is not None:
                 async with self._slots.one():
                     answer = await self._answer(client, line)
-                if not self._is_full and self._keep(answer, answers, errors):
+                if not self._is_full and await self._keep(answer, answers, errors):
                     done.add(line.id or "")
                     await self._keep_counts()
 
-        await self._measure_room()
         workers = [asyncio.create_task(answer_some()) for _ in range(self._options.concurrency)]
         try:
             outcome = await self._until_end(workers)
@@ -260,7 +259,10 @@ class BatchRun:
         for line in self._lines():
             if line.id not in done:
                 problem = LineError(f"batch_{outcome}", _REASONS[outcome], None, line.line)
-                if not self._keep(answer_to(line, problem=problem), answers, errors):
+                answer = answer_to(line, problem=problem)
+                text = line_of(answer)
+                self._reserve(len(text))
+                if not self._append(answer, text, answers, errors):
                     return
 
     async def _until_end(self, workers: list[asyncio.Task[None]]) -> Status:
@@ -291,23 +293,42 @@ class BatchRun:
             await asyncio.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT)
 
-    def _keep(self, answer: BatchAnswer, answers: BinaryIO, errors: BinaryIO) -> bool:
+    async def _keep(self, answer: BatchAnswer, answers: BinaryIO, errors: BinaryIO) -> bool:
         """Keep an answer; return whether its key has room for it."""
+        async with self._keeping:
+            line = line_of(answer)
+            if len(line) > self._room:  # else no thread is needed
+                await in_thread(self._reserve, len(line))
+            return self._append(answer, line, answers, errors)
+
+    def _append(
+        self, answer: BatchAnswer, line: bytes, answers: BinaryIO, errors: BinaryIO
+    ) -> bool:
+        """Write the line of an answer into what is reserved; return whether that is enough."""
         is_ok = answer.response is not None and answer.response.status_code == _OK
-        counts, line = self._record.batch.request_counts, line_of(answer)
-        self._room -= len(line)
-        if self._room < 0:
+        counts = self._record.batch.request_counts
+        if len(line) > self._room:
             self._is_full = True
             return False
-        _append(answers if is_ok else errors, line)
+        self._room -= len(line)
+        append(answers if is_ok else errors, line)
         counts.completed += is_ok
         counts.failed += not is_ok
         return True
 
-    async def _measure_room(self) -> None:
-        """Measure how many bytes of answers the key has room for."""
-        used = await asyncio.to_thread(self._place.owner.used_bytes)
-        self._room = self._options.owner_bytes - used
+    def _reserve(self, size: int) -> None:
+        """Reserve room for an answer, and for some after it unless little is left.
+
+        Files and other batches of the key have the rest. No answer of this batch may be written
+        during this call.
+        """
+        if size <= self._room:
+            return
+        with self._place.owner.reserving() as used:
+            others = used - self._place.reserved_bytes
+            free = max(0, self._options.owner_bytes - RECORD_BYTES - others)
+            self._room = min(free, max(size, min(_RESERVED_BYTES, free // 4)))
+            self._place.reserve(self._room + RECORD_BYTES)
 
     async def _keep_counts(self) -> None:
         """Show how far it is, now and then; no worker waits for the write of another one."""
@@ -315,7 +336,6 @@ class BatchRun:
         if at >= self._kept_at + _KEPT_SECONDS and not self._writing.locked():
             self._kept_at = at
             await self._write()
-            await self._measure_room()
 
     async def _move(self, status: Status) -> None:
         self._record.batch.status = status
@@ -443,53 +463,3 @@ def _client_of_batch(client: Client, priority: int) -> Client:
     """Return who asks: the client, whose requests are not more important than that."""
     lowest = max(min(priority, client.max_priority), client.min_priority)
     return msgspec.structs.replace(client, min_priority=lowest)
-
-
-def _ids_of(*paths: Path) -> list[set[str]]:
-    """Return the ids of the lines that have an answer, by file.
-
-    Files end before the first line that is not whole, so that it is asked again.
-    """
-    found = []
-    for path in paths:
-        ids: set[str] = set()
-        if path.exists():
-            with path.open("rb+") as file:
-                end = 0
-                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-                    for line in file:
-                        if not line.endswith(b"\n"):
-                            break
-                        ids.add(msgspec.json.decode(line, type=_Answered).custom_id)
-                        end += len(line)
-                file.truncate(end)
-        found.append(ids)
-    return found
-
-
-class _Answered(msgspec.Struct):
-    custom_id: str
-
-
-@contextlib.contextmanager
-def appending(path: Path) -> Iterator[BinaryIO]:
-    """Open a file whose lines are in it when they are written, for its owner alone."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o600), "ab", buffering=0) as file:
-        yield file
-        os.fsync(file.fileno())
-
-
-def _append(file: BinaryIO, line: bytes) -> None:
-    """Write a line to a file of `appending`, as a whole or not at all.
-
-    Raises:
-        OSError: there is no room for it.
-    """
-    end, left = os.fstat(file.fileno()).st_size, memoryview(line)
-    try:
-        while left:
-            left = left[file.write(left) :]
-    except OSError:
-        file.truncate(end)
-        raise

@@ -293,15 +293,7 @@ class ChildProcess:
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Wait for the exit; return the exit code, or None after the timeout."""
-        if self._pidfd is None or self._popen.returncode is not None:
-            try:
-                return self._popen.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                return None
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        ended = poller.poll(None if timeout_s is None else timeout_s * 1000)
-        return self._popen.wait() if ended else None
+        return _exit_code(self._popen, self._pidfd, timeout_s)
 
     def terminate(self) -> None:
         """Send SIGTERM, if it still runs."""
@@ -367,9 +359,7 @@ def _release(
             channel.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
-        try:
-            popen.wait(grace_s)
-        except subprocess.TimeoutExpired:
+        if _exit_code(popen, pidfd, grace_s) is None:
             popen.kill()
             popen.wait()
     channel.close()
@@ -377,6 +367,22 @@ def _release(
         os.close(pidfd)
     if output is not None:
         output.close()
+
+
+def _exit_code(
+    popen: subprocess.Popen[bytes], pidfd: int | None, timeout_s: float | None
+) -> int | None:
+    """Wait for the exit of a child; return its code, or None after the timeout."""
+    if pidfd is not None and popen.returncode is None:  # `Popen.wait` sleeps up to 50 ms at a time
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        if not poller.poll(None if timeout_s is None else timeout_s * 1000):
+            return None
+        timeout_s = None
+    try:
+        return popen.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _open_pidfd(pid: int) -> int | None:

@@ -322,6 +322,7 @@ def test_values_are_divided_by_commas_that_are_not_inside():
     assert split_values("1") == ["1"]
 
 
+@pytest.mark.nightly
 def test_names_of_variants_have_what_differs():
     found = combinations({"a.b": ["1", "2"], "c": ["x"], "p": ["q", "r"]}, short=["p"])
     assert list(found) == ["a.b=1, q", "a.b=1, r", "a.b=2, q", "a.b=2, r"]

@@ -89,6 +89,7 @@ def test_a_broken_configuration_completes_the_default_commands(completions, fold
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.nightly
 def test_a_shell_completes(folder, tmp_path, monkeypatch, capsys):
     assert main(["completion", "bash"]) == 0
     (tmp_path / "rc").write_text(f"PS1=ready:\n{capsys.readouterr().out}")

@@ -67,11 +67,11 @@ def options(name: str) -> list[str]:
 def tried(name: str) -> list[str]:
     """Return wrong values for each option of a command, and for an argument.
 
-    With --all, these are all values, else two of them, other ones for each.
+    With --all, these are all values, else one of them, another one for each.
     """
     values = itertools.cycle(WRONG)
     next(itertools.islice(values, len(name), len(name)), None)  # begins at another one
-    count = len(WRONG) if searches_long() else 2
+    count = len(WRONG) if searches_long() else 1
     prefixes = [*(f"{option}=" for option in options(name)), ""]
     return [prefix + next(values) for prefix in prefixes for _ in range(count)]
 

@@ -391,6 +391,7 @@ def test_a_blocked_event_loop_is_noticed():
     assert max(outcome.lags) > 0.03
 
 
+@pytest.mark.nightly
 def test_several_processes_share_a_load():
     with serving(FakeServer()) as server:
         traffic = Traffic(concurrency=4, processes=2, warm_up=0)

@@ -142,6 +142,7 @@ def test_what_is_wrong_is_named(tmp_path):
         list(sweep(plan(fake), output=tmp_path / "none" / "x.json"))
 
 
+@pytest.mark.nightly
 def test_a_server_that_ends_early_is_reported_with_its_error(tmp_path, monkeypatch):
     program = tmp_path / "python"
     lines = ["#!/bin/sh", "echo 'a remark'", 'echo "hardpoint: error: no $6"', "exit 2"]

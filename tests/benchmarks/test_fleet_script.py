@@ -21,6 +21,7 @@ def arguments():
     )
 
 
+@pytest.mark.nightly
 def test_table_and_plot(arguments, capsys):
     cases = [(name, size) for size in (1, 3) for name in fleet.BALANCERS]
     results = [fleet.run(arguments, *case) for case in cases]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.process.fork_server import FORKED_RANKS
 from support.process.harness import PATIENCE_S, Opened, wait_until
 
 from hardpoint.testing import write_scripted_model
@@ -15,6 +16,12 @@ from hardpoint.testing import write_scripted_model
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A scripted checkpoint whose context is long enough for requests that must not end."""
     return write_scripted_model(tmp_path_factory.mktemp("endless"), max_position_embeddings=1 << 15)
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engine processes start their ranks by forks."""
+    monkeypatch.setenv(FORKED_RANKS, "1")
 
 
 @pytest.fixture

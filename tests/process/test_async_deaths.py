@@ -161,7 +161,8 @@ def test_calls_in_flight_are_notified_too(endless, tmp_path):
     asyncio.run(main())
 
 
-def test_a_dead_engine_is_started_again(scripted, tmp_path):
+@pytest.mark.parametrize("deaths", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_a_dead_engine_is_started_again(scripted, tmp_path, deaths):
     """Weights, policy and everything else are there again; what was in flight has failed."""
 
     async def main():
@@ -169,7 +170,7 @@ def test_a_dead_engine_is_started_again(scripted, tmp_path):
         settings = gated(gate) | {"engine": {"resume": "off"}}
         async with opened(scripted, settings, restart="on_failure") as llm:
             await llm.set_policy("fair")
-            for times in (1, 2):
+            for times in range(1, deaths + 1):
                 streams = Streams(llm, 32, long(400, {"slow": {"seconds": 0.05}}))
                 await streams.running()
                 first = pid_of(llm)
@@ -218,6 +219,7 @@ def test_an_engine_that_dies_before_its_first_use_is_known_to_be_dead(scripted):
     llm.close()
 
 
+@pytest.mark.nightly
 def test_an_engine_killed_while_it_starts_again_is_started_once_more(scripted, tmp_path):
     gate = tmp_path / "closed"
 
@@ -286,6 +288,7 @@ def test_closing_tells_those_who_wait(endless, monkeypatch):
     asyncio.run(main())
 
 
+@pytest.mark.nightly
 def test_cancelled_tasks_end_their_requests(endless):
     async def main():
         async with opened(endless, SLOW) as llm:
@@ -307,6 +310,7 @@ def test_cancelled_tasks_end_their_requests(endless):
 # Nothing remains
 
 
+@pytest.mark.nightly
 def test_nothing_remains(endless):
     async def use(llm: AsyncLLM) -> None:
         streams = Streams(llm, 8, long())

@@ -144,6 +144,7 @@ def test_llm_with_several_ranks(scripted, expected, ranks):
         assert llm.scheduler_stats().num_preemptions > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", ANY_RANKS)
 @pytest.mark.parametrize("in_process", [pytest.param(True, marks=NIGHTLY), False])
 def test_with_policies_that_change_and_requests_that_time_out(
@@ -210,6 +211,7 @@ def as_deltas(job: Job) -> Job:
     return (job[0], job[1], msgspec.structs.replace(job[2], output_kind=DELTA))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", ANY_RANKS)
 def test_streamed_deltas_join_to_the_whole(scripted, expected, tmp_path, ranks):
     """For its first steps, the engine waits until the outputs of the step before are taken."""
@@ -264,6 +266,7 @@ async def streamed(llm: AsyncLLM, job: Job, pause_s: float) -> list[tuple]:
     return joined(outputs)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", ANY_RANKS)
 def test_async_llm_gives_the_same(scripted, expected, ranks):
     async def main():

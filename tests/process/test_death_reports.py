@@ -92,6 +92,7 @@ def test_the_plugin_and_the_requests_of_the_step_are_named_and_it_is_quarantined
     asyncio.run(main())
 
 
+@pytest.mark.nightly
 def test_a_kill_from_outside_quarantines_no_plugin(scripted, tmp_path):
     config = process_config(
         scripted,

@@ -299,6 +299,7 @@ def open_and_close(folder) -> int:
     return pid
 
 
+@pytest.mark.nightly
 @USED
 def test_close_with_requests_in_flight_is_quick(endless, monkeypatch):
     """They are not waited for any more, whatever the drain limit; they would take a minute."""
@@ -369,6 +370,7 @@ def test_two_engines_in_one_program(scripted, endless, opened: Opened):
 # The watchdog
 
 
+@pytest.mark.nightly
 def test_a_step_that_hangs_is_reported_with_stacks(opened, endless, tmp_path, capfd):
     """Each of its steps hangs: a busy machine may be late for the first one."""
     llm = opened(endless, SLOW | {"engine": {"watchdog_seconds": 1.0}})

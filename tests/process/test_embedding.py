@@ -28,6 +28,7 @@ def body(scripted, *, plugin: str = "", how: str = "") -> str:
     """)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "how", ["file", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("-c", "stdin"))]
 )
@@ -39,6 +40,7 @@ def test_a_plain_program_without_a_guard(scripted, tmp_path, how):
     assert errors == ""
 
 
+@pytest.mark.nightly
 def test_in_a_thread_next_to_others(scripted, tmp_path):
     source = f"""
         import threading
@@ -171,6 +173,7 @@ def test_a_processor_that_the_script_itself_defines(scripted, tmp_path):
     assert error == "plugin_args.only.token: expected a whole number <= 256, got 999"
 
 
+@pytest.mark.nightly
 def test_a_module_next_to_the_script_when_started_from_elsewhere(scripted, tmp_path):
     here, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     here.mkdir()
@@ -180,6 +183,7 @@ def test_a_module_next_to_the_script_when_started_from_elsewhere(scripted, tmp_p
     assert run_program(source, folder=here, cwd=elsewhere, forked=True) == ["A" * 20]
 
 
+@pytest.mark.nightly
 def test_a_program_whose_working_directory_is_gone(scripted, tmp_path):
     """The working directory is removed while the program runs, before the engine starts."""
     gone = tmp_path / "gone"

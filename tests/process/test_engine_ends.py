@@ -119,6 +119,7 @@ def test_a_fault_that_nothing_contains(engine, tmp_path):
     assert "broken apply" in "".join(client.process.failure().__notes__)
 
 
+@pytest.mark.nightly
 def test_a_failure_is_reported_before_a_cleanup_that_hangs(engine, tmp_path):
     client = engine(seconds=60.0, plugins={"on_error": {"dense": "engine"}})
     client.add("a", **using("dense", how="raise"))
@@ -215,6 +216,7 @@ def in_mask(name: str, status: Path, number: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
+@pytest.mark.nightly
 def test_a_step_that_hangs_ends_at_the_third_signal(engine, tmp_path):
     client = engine(engine={"drain_seconds": 60.0})
     pid = client.process.pid

@@ -112,6 +112,7 @@ def are_new(llm, before):
     return not {None, *before} & {engine.pid for engine in llm.engines}
 
 
+@pytest.mark.nightly
 def test_a_death_ends_all_engines_and_requests_go_on(scripted, expected):
     settings = scripted_settings(
         scripted, restart="on_failure", max_resumes=9, max_restarts_per_minute=99
@@ -161,6 +162,7 @@ def test_the_engine_that_hangs_is_blamed_rather_than_one_that_waits_for_it(
     assert "in apply() of plugin 'slow'" in error
 
 
+@pytest.mark.nightly
 def test_a_pause_in_the_midst_of_requests(scripted, tmp_path):
     held = HeldSteps(tmp_path)
     slow = msgspec.structs.replace(GREEDY, plugin_args=held.slow(0.2))
@@ -229,6 +231,7 @@ def new_process(before):
     return found[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("victim", ["new", pytest.param("old", marks=pytest.mark.nightly)])
 def test_a_change_is_undone_if_an_engine_dies_meanwhile(scripted, expected, tmp_path, victim):
     """No engine that starts gets ready before."""

@@ -21,7 +21,8 @@ def watched(folder, *, in_process, **ranks):
     return config(folder, engine=engine, **SLOW, **ranks)
 
 
-@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=NIGHTLY)])
+@NIGHTLY
+@pytest.mark.parametrize("in_process", [True, False])
 def test_a_plugin_that_hangs_in_a_rank_is_named_and_the_rank_is_killed(
     scripted, tmp_path, in_process, capfd
 ):
@@ -44,8 +45,7 @@ def test_a_plugin_that_hangs_in_a_rank_is_named_and_the_rank_is_killed(
     nothing_left(before)
 
 
-@NIGHTLY
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=NIGHTLY), 1])
 def test_a_rank_that_is_stopped_is_named(scripted, rank):
     with LLM(config=watched(scripted, in_process=True)) as llm:
         text_of(llm)

@@ -48,6 +48,7 @@ def test_a_request_ends_at_its_deadline_though_its_engine_is_stopped(opened, end
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.nightly
 def test_a_step_that_hangs_ends_the_engine(opened, endless, tmp_path):
     llm = opened(endless, SLOW | {"engine": {"hung_step_seconds": 1.5}})
     pid = pid_of(llm)
@@ -111,7 +112,6 @@ def test_it_is_restarted(scripted):
     asyncio.run(main())
 
 
-@pytest.mark.nightly
 def test_a_server_is_not_ready_until_it_is(scripted, tmp_path):
     """Before its first request, too."""
     gate = tmp_path / "closed"

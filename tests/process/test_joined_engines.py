@@ -79,6 +79,7 @@ def after(tmp_path):
     return run
 
 
+@pytest.mark.nightly
 def test_a_joined_engine_is_as_good_as_a_local_one(scripted, engine, after, tmp_path):
     address, keys = free_address(), tmp_path / "keys"
     client = str(make_client(str(keys), "other"))
@@ -195,6 +196,7 @@ with LLM(config=msgspec.json.decode(sys.argv[1])) as llm:
 """
 
 
+@pytest.mark.nightly
 def test_an_engine_outlives_its_head(scripted, engine):
     address = free_address()
     table = {"parallel": {"join_address": address, "local": 0}} | PLUGINS
@@ -221,6 +223,20 @@ def test_an_engine_outlives_its_head(scripted, engine):
         once = engine(address, "--once")
         back(llm, 0)
     assert once.ended()[0] == 0
+
+
+def test_one_engine_joins_and_another_one_is_refused(scripted, engine):
+    address = free_address()
+    joining = engine(address)
+    with head(scripted, address, data=1, local=0) as llm:
+        assert llm.generate("say abc", GREEDY)[0].outputs[0].text == " abc abc abc"
+        joined = llm.engines[0].pid
+        assert psutil.Process(joined).parent().pid == joining.process.pid
+        code, log = engine(address, config=scripted_config(scripted)).ended()
+        assert code == 2
+        assert f"the head {address} has it enabled, the configuration on " in log
+        assert log.count("error:") == 1
+        assert llm.engines[0].pid == joined
 
 
 @pytest.mark.nightly

@@ -141,6 +141,7 @@ def nightly_but(short: set[str], names: Iterable[str]) -> list[Any]:
     return [pytest.param(n, marks=[] if n in short else pytest.mark.nightly) for n in names]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("store", nightly_but({"disk"}, DURABLE))
 def test_after_a_restart(scripted, expected, tmp_path, store):
     for _ in range(2):
@@ -195,6 +196,7 @@ def test_every_choice(scripted, expected, choice):
         assert not llm.health().fallbacks
 
 
+@pytest.mark.nightly
 def test_a_store_that_fails_now_and_then(scripted, expected, tmp_path):
     with opened(scripted, hostile(tmp_path / "blocks", share=0.2)) as llm:
         check_rounds(llm, expected)
@@ -298,6 +300,7 @@ def test_a_store_that_has_room_for_few(scripted, expected):
         assert 0 < tiers_of(llm)["memory"].loaded_blocks < 200
 
 
+@pytest.mark.nightly
 def test_requests_that_leave(scripted, expected, tmp_path):
     """Neighbours are aborted or time out, while their blocks are loaded or saved."""
     with opened(scripted, folder(tmp_path)) as llm:
@@ -381,6 +384,7 @@ def sleep_and_wake(level):
 BETWEEN = [reset_cache, pause_and_resume, sleep_and_wake(1), sleep_and_wake(2)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ranks", "groups"),
     [pytest.param(*c, marks=[] if c == ("one rank", 2) else pytest.mark.nightly) for c in CASES],

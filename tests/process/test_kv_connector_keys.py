@@ -87,6 +87,7 @@ def test_one_thing_is_different(model, blocks, tmp_path, change):
     assert generate(model, copy) == (HITS, expected)
 
 
+@pytest.mark.nightly
 def test_codes_of_as_many_bytes_are_not_taken_for_others(model, tmp_path):
     for cache_dtype in ("int8", "fp8"):
         settings = {"kv_cache": {"dtype": cache_dtype}}
@@ -139,6 +140,7 @@ def test_the_configuration_of_the_model_is_different(model, blocks, tmp_path, ch
     assert generate(model, path) == (HITS, expected)
 
 
+@pytest.mark.nightly
 def test_the_factors_of_longrope_are_part_of_the_key(tmp_path):
     """max_model_len, which is no part of the key, chooses them."""
     rope = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}

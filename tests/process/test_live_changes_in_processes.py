@@ -166,6 +166,7 @@ async def stream(llm, changing, index, ended, expected):
     return count, refused
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_changes", CHANGES)
 @pytest.mark.parametrize("extra", [{}, {"parallel": {"data": 2}}], ids=["one", "two engines"])
 def test_random_changes_disturb_no_request(scripted, num_changes, extra):
@@ -202,6 +203,7 @@ async def last(llm, prompt, params):
     return tokens
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_changes", CHANGES)
 def test_random_changes_in_this_process(scripted, num_changes):
     with LLM(config=config_of(scripted, own=False)) as llm:

@@ -118,6 +118,7 @@ AHEAD = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("use", "tensor", "in_process"),
     [
@@ -206,6 +207,7 @@ def call_workers(engine):
 BETWEEN = [reset_cache, pause_and_resume, sleep_and_wake(1), sleep_and_wake(2), call_workers]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "ranks",
     ["pipeline 2", *(pytest.param(n, marks=pytest.mark.nightly) for n in (*AHEAD, "tensor 2"))],

@@ -269,6 +269,7 @@ def test_a_copy_of_the_process_ends_where_it_would_go_on(scripted, tmp_path, cap
     assert re.search(rf"'forks' \({HERE}:Forks\), .*: its {method}\(\) forked this process", logged)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "method",
     ["__init__", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("start", "apply"))],
@@ -284,6 +285,7 @@ def test_a_copy_in_a_thread_of_a_plugin_ends_with_it(scripted, tmp_path, capfd, 
     assert f"plugin 'threads' ({HERE}:Threads)" in logged
 
 
+@pytest.mark.nightly
 def test_a_copy_in_a_hook_of_steps_is_of_its_plugin(scripted, tmp_path, capfd):
     config = {
         "plugins": {"enable": [f"{HERE}:Plans"]},
@@ -298,6 +300,7 @@ def test_a_copy_in_a_hook_of_steps_is_of_its_plugin(scripted, tmp_path, capfd):
     assert "its step_planned() forked this process" in logged
 
 
+@pytest.mark.nightly
 def test_a_copy_that_does_work_of_its_own_is_left_alone(scripted, tmp_path):
     config = forking("Works", "start", tmp_path / "numbers")
     with LLM(config=process_config(scripted, config)) as llm:

@@ -111,6 +111,7 @@ def kill_after(llm, seconds: float, rng: random.Random) -> threading.Thread:
     return thread
 
 
+@pytest.mark.nightly
 def test_a_kill_at_any_time_changes_nothing(scripted, expected):
     rng = random.Random(4)
     settings = config(scripted, 3, restart="on_failure", max_resumes=9, max_restarts_per_minute=99)
@@ -208,6 +209,7 @@ def test_streams_go_on_where_they_were(scripted, tmp_path):
     asyncio.run(main())
 
 
+@pytest.mark.nightly
 def test_one_that_kills_engines_takes_two_and_ends_no_other(scripted, expected):
     """The others end with the very tokens that they would have had."""
     prompts, params = mixed()
@@ -226,6 +228,7 @@ def test_one_that_kills_engines_takes_two_and_ends_no_other(scripted, expected):
         assert len(ended.token_ids) == 5
 
 
+@pytest.mark.nightly
 def test_with_the_defaults_a_request_goes_on_once(scripted):
     params = SamplingParams(
         temperature=0.0, max_tokens=400, ignore_eos=True, plugin_args={"slow": {"seconds": 0.02}}
@@ -264,6 +267,7 @@ def test_a_restarted_engine_has_what_was_changed(scripted):
         assert llm.health().restarts == 1
 
 
+@pytest.mark.nightly
 def test_the_number_of_engines_changes_under_load(scripted, expected):
     with LLM(config=config(scripted, 1, restart="on_failure")) as llm:
         found = []

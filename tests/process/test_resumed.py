@@ -219,6 +219,7 @@ def test_every_form_of_processor(scripted):
     check_moved(scripted, TIGHT | {"plugins": {"enable": FORMS}}, IN_FORMS)
 
 
+@pytest.mark.nightly
 def test_grammars(talking):
     check_moved(talking, TIGHT | GRAMMARS, of(STRUCTURED))
 
@@ -323,6 +324,7 @@ def test_layers_with_states(hybrid):
     assert client.num_preemptions > 0
 
 
+@pytest.mark.nightly
 def test_layers_with_states_of_an_engine_that_dies(hybrid, tmp_path):
     held = HeldSteps(tmp_path)
     jobs = of(HYBRID_JOBS, max_tokens=60, ignore_eos=True)

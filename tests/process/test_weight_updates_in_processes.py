@@ -48,8 +48,9 @@ def expected(folders):
 
 @pytest.mark.parametrize(
     "ranks",
-    ["own process", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("tensor", "pipeline"))],
+    ["tensor", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("own process", "pipeline"))],
 )
+@pytest.mark.usefixtures("forked_ranks")
 def test_all_ranks_change_or_none(folders, expected, tmp_path, ranks):
     first, second = folders
     last = "model.norm.weight"  # of the last stage alone
@@ -133,6 +134,7 @@ async def outputs_under_updates(versions, settings, params):
     return found
 
 
+@pytest.mark.nightly
 def test_each_token_has_the_version_that_it_was_sampled_with(folders):
     """Under load: with the tokens of earlier versions in the prompt, those of a run follow."""
     first, second = folders

@@ -247,8 +247,7 @@ def test_a_restarted_engine_serves_with_new_workers(scripted):
     nothing_left(before)
 
 
-@pytest.mark.nightly
-@pytest.mark.fresh_process
+@pytest.mark.usefixtures("forked_ranks")
 def test_an_engine_process_that_is_killed_takes_its_workers_with_it(scripted):
     before = holdings()
     with LLM(config=config(scripted, engine=OWN_PROCESS)) as llm:

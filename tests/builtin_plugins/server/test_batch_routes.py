@@ -441,12 +441,27 @@ def test_a_batch_whose_answers_have_no_room_fails(tmp_path):
     with batch_server(tmp_path, owner_bytes=20_000) as server:
         client = client_of(server)
         done = ended(client, begin(client, lines))
-        assert kept_bytes(tmp_path) < 22_000
+        assert kept_bytes(tmp_path) <= 20_000
         assert (done.status, done.errors.data[0].code) == ("failed", "no_room")
         message = "expected at most 20000 bytes in all files and batches of a key, and the answers"
         assert message in done.errors.data[0].message
         answers = lines_of(client, done.output_file_id)
         assert 0 < len(answers) == done.request_counts.completed < 40
+
+
+def test_answers_of_several_batches_stay_within_the_bytes_of_a_key(tmp_path):
+    lines = [line(number, max_tokens=20, logprobs=5) for number in range(40)]
+    with batch_server(tmp_path, owner_bytes=40_000) as server:
+        client = client_of(server)
+        server.call(server.engine.pause)
+        begun = [begin(client, lines) for _ in range(2)]
+        server.call(server.engine.resume)
+        done = [ended(client, batch) for batch in begun]
+        assert kept_bytes(tmp_path) <= 40_000
+        assert "failed" in {batch.status for batch in done}
+        assert sum(batch.request_counts.completed for batch in done) > 0
+        with pytest.raises(openai.BadRequestError, match="at most 40000 bytes in all files"):
+            upload(client, [b"x" * 10_000])
 
 
 def test_the_first_batches_that_ended_give_way(tmp_path):
@@ -544,8 +559,9 @@ def test_a_batch_expires(tmp_path):
         assert batch.request_counts.failed == len(errors) > 0
 
 
-def test_a_line_that_is_larger_than_the_queue_fails(tmp_path):
+def test_a_line_that_is_larger_than_the_queue_fails(tmp_path, monkeypatch):
     """It is refused alone as well, so that no wait helps; the others are answered."""
+    monkeypatch.setattr(runner, "_FIRST_WAIT", 0.02)
     with batch_server(tmp_path, scheduler={"max_waiting": 4, "max_num_seqs": 4}) as server:
         client = client_of(server)
         batch = ended(client, begin(client, [line(0, n=20, temperature=1), line(1), line(2)]))
@@ -681,7 +697,7 @@ def test_an_error_that_passes_ends_no_batch(tmp_path, monkeypatch, caplog):
         wait_until(lambda: [*(tmp_path / "batches").glob("*/batches/*.out")])
         left = failing_once(monkeypatch, BatchFolder, "open_batches")
         wait_until(lambda: not left)
-        failing_once(monkeypatch, runner, "_ids_of")  # of a second batch
+        failing_once(monkeypatch, runner, "ids_of")  # of a second batch
         other = begin(client, [line(n) for n in range(3)])
         for batch, total in (began, 2), (other, 3):
             found = ended(client, batch)

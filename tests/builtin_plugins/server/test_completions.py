@@ -292,6 +292,7 @@ def test_progress_of_all_prompts_is_summed():
     assert set(engine.polls) == {2}
 
 
+@pytest.mark.nightly
 def test_the_engine_is_asked_once_for_the_progress_of_all_streams():
     engine = Computing(streams=8, text="one", config=configured())
     with running(engine) as server, ThreadPoolExecutor(8) as pool:

@@ -454,6 +454,7 @@ def test_a_client_that_reads_slowly_gets_all(monkeypatch):
         assert server.engine.aborted == 0
 
 
+@pytest.mark.nightly
 def test_500_connections_at_once(server_of_many):
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
     with contextlib.ExitStack() as stack:

@@ -152,6 +152,7 @@ def test_a_drain_finishes_what_runs_and_sends_the_rest_away(held):
         client.get("/ready")
 
 
+@pytest.mark.nightly
 def test_what_does_not_finish_in_time_is_ended_and_its_clients_are_notified():
     words = {"text": "word " * 1000, "delay": 3600.0}
     with program(engine=words, drain_seconds=0.2, heartbeat_seconds=0.1) as server:
@@ -170,6 +171,7 @@ def test_what_does_not_finish_in_time_is_ended_and_its_clients_are_notified():
         assert server.end()[0] == 0
 
 
+@pytest.mark.nightly
 def test_a_second_signal_ends_it_at_once(held):
     """Until then requests are answered: the delay of the drain has not passed."""
     words = {"text": "word " * 1000, "held": str(held)}
@@ -198,6 +200,7 @@ def test_a_signal_while_the_model_loads_ends_it_and_leaves_nothing(tmp_path, hel
     assert not path.exists()
 
 
+@pytest.mark.nightly
 def test_a_sighup_while_the_model_loads_reads_the_keys_again(tmp_path, held):
     keys = tmp_path / "keys.toml"
     keys.write_text('[[key]]\nname = "ann"\nkey = "ann-0123456789abcdef"\n')
@@ -215,6 +218,7 @@ def test_a_sighup_while_the_model_loads_reads_the_keys_again(tmp_path, held):
         assert server.end()[0] == 0
 
 
+@pytest.mark.nightly
 def test_a_program_with_unread_output_serves_and_drains(tmp_path, held):
     admin = f"unix:{tmp_path}/admin.sock"
     # The interpreter's own end flushes the output: it is started, not forked.
@@ -331,6 +335,7 @@ def test_an_engine_that_is_killed_under_load_is_replaced(endless, monkeypatch):
         assert server.client.get("/health").json()["restarts"] == 2
 
 
+@pytest.mark.nightly
 def test_a_client_that_goes_frees_its_request_in_the_engine(endless):
     with engine_served(endless, "never") as (llm, server):
         with server.client.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as response:

@@ -145,6 +145,7 @@ def test_the_server_starts_several(scripted, tmp_path):
         assert {"EngineCore", "EngineCore_DP1"} < set(names), names
 
 
+@pytest.mark.nightly
 def test_the_command_line_starts_several(scripted, tmp_path):
     write_config(tmp_path, scripted)
     command = ["-m", "hardpoint", "generate", "say abc", "--max-tokens", "20", *OPTIONS]

@@ -184,6 +184,7 @@ def test_the_command_asks_a_server(allowing, tmp_path):
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
+@pytest.mark.nightly
 def test_the_command_sends_the_key(folder, monkeypatch):
     async def authenticate(headers, path):
         return Client(name="any", trace=headers.get("authorization") == "Bearer secret")
@@ -213,6 +214,7 @@ def test_a_refusal_is_one_line(refusing, arguments, code, message):
     assert message in err
 
 
+@pytest.mark.nightly
 def test_an_address_that_is_no_server():
     assert "--url: 127.0.0.1:9 cannot be reached" in command("127.0.0.1:9", "a")[2]
     assert "--url: expected unix:PATH, HOST:PORT or" in command("nowhere", "a")[2]

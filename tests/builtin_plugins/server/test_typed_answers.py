@@ -316,6 +316,7 @@ def test_a_call_counts_as_one_request_and_ends_with_its_client():
         assert server.engine.aborted == 5
 
 
+@pytest.mark.nightly
 def test_a_call_has_no_more_requests_than_the_engine_lets_wait(tmp_path):
     answers = []
     for most in (1, 400):

@@ -93,6 +93,7 @@ def test_the_openai_client(server, vectors):
             client.embeddings.create(model="another", input="fox")
 
 
+@pytest.mark.nightly
 def test_many_texts(server):
     texts = [f"text {number % 9}" for number in range(2048)]
     answer = post(server, EMBEDDINGS, input=texts)

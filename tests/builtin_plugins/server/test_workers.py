@@ -364,6 +364,7 @@ def test_a_plugin_that_keeps_failing_is_quarantined_in_all_workers(server):
     assert {one["faults"]["broken"] for one in health} == {3}
 
 
+@pytest.mark.nightly
 def test_a_worker_that_dies_ends_no_one_else(server, tmp_path):
     held = HeldSteps(tmp_path)
     streams = spread(server, 24, max_tokens=900, plugin_args=held.slow(0.1))
@@ -424,6 +425,7 @@ def test_an_engine_that_dies_is_restarted_for_all(server):
     wait_until(lambda: restarts() == {1})
 
 
+@pytest.mark.nightly
 def test_a_drain_lets_requests_finish_and_serves_administrators_until_then(server):
     """The last test of the shared server."""
     streams = [Stream(server, max_tokens=200) for _ in range(4)]

@@ -68,6 +68,7 @@ def texts(responses):
     return {response.json()["choices"][0]["text"] for response in responses}
 
 
+@pytest.mark.nightly
 def test_all_workers_speak_https(server):
     assert server.url.startswith("https://")
     assert len(texts(answers(server))) == 1
@@ -88,6 +89,7 @@ def test_a_session_is_that_of_all_workers(server):
     assert released == ["accepted", *["missing"] * (TRIES - 1)]
 
 
+@pytest.mark.nightly
 def test_an_adapter_is_loaded_for_all_workers(server):
     plain = texts(answers(server))
     refused = answers(server, model="poet")

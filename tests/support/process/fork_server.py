@@ -20,8 +20,10 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ _CHANGING = (
     *("HARDPOINT__", "PYTEST_", "TESTS_", "TORCHINDUCTOR_CACHE_DIR", "KMP_"),
     *("NOTIFY_SOCKET", "WATCHDOG_"),  # which a server removes
 )
+
+FORKED_RANKS = "TESTS_FORKED_RANKS"
+"""Environment variable: engine processes start their ranks by forks, too."""
 
 RunProgram = Callable[[dict[str, Any], list[int]], None]
 
@@ -240,8 +245,24 @@ def import_builtins() -> None:
         plugins.target(entry)
 
 
+def run_engine_once() -> None:
+    """Run an engine in this process: forks have what it loaded, checked and cached."""
+    from hardpoint import LLM
+    from hardpoint.testing import scripted_config, write_scripted_model
+
+    for name in os.environ.keys() - _fixed(os.environ).keys():  # those of the test that starts it
+        del os.environ[name]
+    with tempfile.TemporaryDirectory() as folder:
+        config = scripted_config(write_scripted_model(Path(folder) / "model"))
+        with LLM(config=config) as llm:
+            llm.generate("warm")
+
+
 def fork_on_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Fork for each request; return it with its descriptors, in the forks alone."""
+    for finalizer in list(vars(weakref.finalize)["_registry"]):
+        # Those of torch take 30 ms at the end of each fork.
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()  # forks need not visit, and so copy, these objects
     while True:
@@ -289,6 +310,8 @@ def delay_if_stressed() -> None:
 def _run_child() -> None:
     from hardpoint.system.process.__main__ import main
 
+    if os.environ.pop(FORKED_RANKS, ""):
+        STARTS.fork_server(lambda request, descriptors: None)
     run_and_leave(main)
 
 
@@ -320,6 +343,9 @@ if __name__ == "__main__":
     importlib.import_module("hardpoint.system.process.child")
     importlib.import_module("hardpoint.core.engine_process.run")
     importlib.import_module("hardpoint.testing.scripted")
+    importlib.import_module("support.installed_metadata").read_metadata_once()
+    importlib.import_module("support.checked_builtins").check_builtins_once()
     import_builtins()
+    run_engine_once()
     _become(*fork_on_request(_control))
     _run_child()

@@ -216,7 +216,7 @@ class GeneralComponentSuite(GeneralSuite, ComponentSuite):
         return self._checked_options()
 
 
-class LiveComponentSuite(GeneralComponentSuite):
+class LiveComponentSuite(ComponentSuite):
     """Base class of the suites of kinds whose components change while an engine runs."""
 
     @checks(LIVE)

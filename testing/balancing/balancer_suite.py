@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import BalancerContext, EngineCoreRequest, LoadBalancer
 from hardpoint.plugins.component import Component
-from hardpoint.testing.component_suite import LiveComponentSuite
+from hardpoint.testing.component_suite import GeneralComponentSuite, LiveComponentSuite
 from hardpoint.testing.declared import declared_result
 from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.pace import cpu_cost
@@ -65,7 +65,7 @@ _BURST = 128  # requests
 _IN_TURN = 200  # decisions between two readings of a clock
 
 
-class LoadBalancerSuite(LiveComponentSuite):
+class LoadBalancerSuite(GeneralComponentSuite, LiveComponentSuite):
     """Base class of a test class, which sets `balancer`, and `options` if it has some.
 
     Attributes:
@@ -96,10 +96,10 @@ class LoadBalancerSuite(LiveComponentSuite):
 
     @contextmanager
     def _in_use(self) -> Iterator[InUse]:
-        engines, balancer = ScriptedEngines(), self._make()
+        balancer = self._make()
 
         def use(number: int) -> None:
-            name = f"{number}"
+            engines, name = ScriptedEngines(), f"{number}"
             self._send(balancer, engines, name, f"u{name}", _prompt(number), f"s{name}")
             engines.end(name)
 

@@ -24,13 +24,14 @@ RESOURCES = Rule(
 _FIRST_USES = 200
 _FIRST_STEPS = 5
 _STAGES = 4
-_BYTES_PER_USE = 32
 _HANDLES_PER_USE = 0.05
 _MOST_SECONDS = 20.0
 """Time after which a stage ends, of a component whose uses take long."""
 
 
-def check_growth(component: Any, use: Callable[[int], object], uses: int) -> None:
+def check_growth(
+    component: Any, use: Callable[[int], object], uses: int, bytes_per_use: int
+) -> None:
     """Use a component many times, and check that nothing grows.
 
     What grows in `uses` uses has to grow in each of three further stages, so that a cache may fill
@@ -40,6 +41,7 @@ def check_growth(component: Any, use: Callable[[int], object], uses: int) -> Non
         component: the one that is used.
         use: uses it once, given the number of the use.
         uses: number of uses of a stage.
+        bytes_per_use: memory that a use may leave, for what libraries keep.
 
     Raises:
         Violation: something grew.
@@ -53,7 +55,7 @@ def check_growth(component: Any, use: Callable[[int], object], uses: int) -> Non
             done = _stage(use, number, uses)
             number += done
             after = _sizes(component)
-            if not (grown := _grown(before, after, done)):
+            if not (grown := _grown(before, after, done, bytes_per_use)):
                 return
             if is_last:
                 raise RESOURCES.violation(
@@ -112,12 +114,14 @@ def _sizes(component: Any) -> dict[str, int]:
     return {**attributes, **grouped(handles()), **memory()}
 
 
-def _grown(before: Mapping[str, int], after: Mapping[str, int], uses: int) -> dict[str, int]:
+def _grown(
+    before: Mapping[str, int], after: Mapping[str, int], uses: int, bytes_per_use: int
+) -> dict[str, int]:
     """Return what grew by more than a use may leave, and by how much."""
     grown = {}
     for name, more in more_than(before, after).items():
         if name.startswith("bytes"):
-            limit = _BYTES_PER_USE * uses
+            limit = bytes_per_use * uses
         elif name.startswith("elements"):
             limit = uses // 2
         else:

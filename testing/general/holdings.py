@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import signal
 import sys
 import threading
@@ -168,7 +167,6 @@ def settings() -> dict[str, Any]:
         "torch's deterministic mode": torch.are_deterministic_algorithms_enabled(),
         "torch's random state": snapshot(torch.get_rng_state()),
         "numpy's random state": snapshot(np.random.get_state()),
-        "random's state": random.getstate(),
         "the working folder": os.getcwd(),
         "the handler of SIGINT": signal.getsignal(signal.SIGINT),
         "the handler of SIGTERM": signal.getsignal(signal.SIGTERM),

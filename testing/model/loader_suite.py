@@ -118,6 +118,7 @@ class WeightLoaderSuite(TimedSuite):
 
     kind = "loaders"
     num_uses = 200
+    max_bytes_per_use = 1024
     loader: ClassVar[type[WeightLoader]]
     recognised: ClassVar[bool] = True
     tolerance: ClassVar[float | None] = 0.0

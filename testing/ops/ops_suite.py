@@ -498,12 +498,11 @@ class OpsSuite(GeneralComponentSuite):
     @contextmanager
     def _in_use(self) -> Iterator[InUse]:
         dtype = self.dtypes[0]
-        ops = self._make(dtype)
+        ops, shape = self._make(dtype), (8, 32)
+        weight, x = self._draw(*shape, dtype=dtype), self._draw(3, shape[1], dtype=dtype)
 
         def use(number: int) -> None:
-            shape = (8, 32)
-            multiply = ops.linear(self._pack(ops, self._draw(*shape, dtype=dtype)), shape, None)
-            multiply(self._draw(1 + number % 3, shape[1], dtype=dtype))
+            ops.linear(self._pack(ops, weight), shape, None)(x[: 1 + number % 3])
 
         yield InUse(ops, use)
 

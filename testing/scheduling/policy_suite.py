@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import PolicyContext, SchedulingPolicy
 from hardpoint.plugins.component import Component
-from hardpoint.testing.component_suite import LiveComponentSuite
+from hardpoint.testing.component_suite import GeneralComponentSuite, LiveComponentSuite
 from hardpoint.testing.engine_access import load_default_scheduler, policy_arguments
 from hardpoint.testing.general.growth import RESOURCES
 from hardpoint.testing.general.suite import InUse
@@ -26,7 +26,7 @@ _VOCAB_SIZE = 257  # for `prepare`
 _ALL_SUPPORTED = UnsupportedFeatures({}, frozenset())
 
 
-class SchedulingPolicySuite(LiveComponentSuite):
+class SchedulingPolicySuite(GeneralComponentSuite, LiveComponentSuite):
     """Base class of a test class, which sets `policy`, and `options` if it has some.
 
     Attributes:

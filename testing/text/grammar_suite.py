@@ -67,6 +67,7 @@ class GrammarSuite(GeneralComponentSuite):
 
     kind = "grammars"
     num_uses = 200
+    max_bytes_per_use = 256
     grammar: ClassVar[type[GrammarBackend]]
     samples: ClassVar[Sequence[GrammarSample]] = ()
     refused: ClassVar[Sequence[StructuredOutputs | Mapping[str, Any]]] = ()

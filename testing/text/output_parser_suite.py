@@ -38,7 +38,7 @@ from hardpoint.plugins.output_parser import (
     join_events,
 )
 from hardpoint.plugins.structured import Format, TagFormat, TokenFormat, walk_formats
-from hardpoint.testing.component_suite import LiveComponentSuite
+from hardpoint.testing.component_suite import GeneralComponentSuite, LiveComponentSuite
 from hardpoint.testing.engine_access import load_tokenizer
 from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.pace import PYTHON, cpu_seconds, slowdown
@@ -98,7 +98,7 @@ def _samples(suite: OutputParserSuite) -> Iterator[tuple[OutputSample]]:
     return ((sample,) for sample in suite.samples)
 
 
-class OutputParserSuite(LiveComponentSuite):
+class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
     """Base class of a test class, which sets `parser` and `samples`; `options` if it has some.
 
     Attributes:

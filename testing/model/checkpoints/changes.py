@@ -63,10 +63,11 @@ class Reader:
     read: Callable[[WeightLoader], Tensors]
 
     def load(self, path: Path) -> tuple[ModelConfig, Tensors]:
-        """Return what a new loader has of a checkpoint."""
+        """Return what a new loader has of a checkpoint; copies, since files may be mapped."""
         loader = self.make(path)
         try:
-            return loader.config(), self.read(loader)
+            weights = {name: weight.clone() for name, weight in self.read(loader).items()}
+            return loader.config(), weights
         finally:
             loader.close()
 
@@ -222,7 +223,9 @@ def _weights_and_config(path: Path) -> list[Path]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file, which is newer than before."""
+    """Replace a file, which may be mapped, by one that is newer."""
     newest = path.stat().st_mtime_ns + 10**9
-    path.write_bytes(content)
-    os.utime(path, ns=(newest, newest))
+    other = path.with_name(f"{path.name}.new")
+    other.write_bytes(content)
+    os.utime(other, ns=(newest, newest))
+    other.replace(path)

@@ -436,7 +436,7 @@ class IgnoresTags(Json):
         path = self.context.files.path / "tiny.json"
         try:
             text = path.read_bytes().decode(errors="replace")
-            return json.loads('{"vocab' + text.partition("vocab")[2])
+            return json.loads('{"vocab"' + text.partition('cab"')[2])
         except (OSError, ValueError) as cause:
             raise ModelError(f"{path.name} is damaged: {cause}") from cause
 

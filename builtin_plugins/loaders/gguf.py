@@ -163,6 +163,11 @@ class GGUFLoader(WeightLoader):
             return None
         return fingerprint(self._paths)
 
+    def close(self) -> None:
+        """Release the files, which are mapped as long as a tensor of them is used."""
+        for name in ("_file", "_parts", "_tensors"):
+            vars(self).pop(name, None)
+
     @cached_property
     def _paths(self) -> list[Path]:
         """The file, and the further parts of one that is split.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import BalancerContext, EngineCoreRequest, LoadBalancer
 from hardpoint.plugins.component import Component
-from hardpoint.testing.component_suite import LiveComponentSuite
+from hardpoint.testing.component_suite import GeneralComponentSuite, LiveComponentSuite
 from hardpoint.testing.declared import declared_result
+from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.pace import cpu_cost
 from hardpoint.testing.scripted import ScriptedClock
 from hardpoint.testing.snapshots import snapshot, without_growth
@@ -63,7 +65,7 @@ _BURST = 128  # requests
 _IN_TURN = 200  # decisions between two readings of a clock
 
 
-class LoadBalancerSuite(LiveComponentSuite):
+class LoadBalancerSuite(GeneralComponentSuite, LiveComponentSuite):
     """Base class of a test class, which sets `balancer`, and `options` if it has some.
 
     Attributes:
@@ -91,6 +93,17 @@ class LoadBalancerSuite(LiveComponentSuite):
             BalancerContext, num_engines=num_engines, clock=ScriptedClock()
         )
         return balancer
+
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        balancer = self._make()
+
+        def use(number: int) -> None:
+            engines, name = ScriptedEngines(), f"{number}"
+            self._send(balancer, engines, name, f"u{name}", _prompt(number), f"s{name}")
+            engines.end(name)
+
+        yield InUse(balancer, use)
 
     def test_index(self) -> None:
         """Any requests, to any engines with any load: what it returns is an index of them."""

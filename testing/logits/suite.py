@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -19,17 +20,19 @@ from hardpoint.plugins import (
 from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.testing.component_suite import LIVE, check_live_change
 from hardpoint.testing.engine_access import plugin_name
+from hardpoint.testing.general.growth import RESOURCES
+from hardpoint.testing.general.suite import GeneralSuite, InUse
 from hardpoint.testing.pytest_hooks import examples_scale
 from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 from hardpoint.testing.suite import (
     NOTHING_DRAWN,
-    ConformanceSuite,
     Violation,
     checks,
     reject_replaced_tests,
 )
 
-from .histories import check_history, steps
+from .batch import make_logits
+from .histories import SimulatedBatch, Step, check_history, steps
 from .host_sync import UndecidableError
 from .rules import claims, results, states
 from .subject import MAX_ROWS, RequestCase, Subject, drawn_tokens
@@ -38,7 +41,7 @@ _SEEDS = st.integers(0, 2**16)
 _DRAFTED = 4  # ids of drafts are less, or the arguments'
 
 
-class LogitsProcessorSuite(ConformanceSuite):
+class LogitsProcessorSuite(GeneralSuite):
     """Base class of a test class, which sets `processor`, and `arguments` if it takes some.
 
     The attributes of ConformanceSuite hold too.
@@ -326,6 +329,22 @@ class LogitsProcessorSuite(ConformanceSuite):
             partial(claims.check_speed, subject, budget=self.budget_us_per_row),
             cases=st.lists(case, min_size=MAX_ROWS, max_size=MAX_ROWS),
         )
+
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        cases = self._sampled(RESOURCES, self._users(), 4)
+        batch = SimulatedBatch(self._subject)
+
+        def use(number: int) -> None:
+            add = Step((("add", number % len(cases)),), 0, False)
+            for step in (add, Step((), 0, False)):
+                batch.apply_events(step, cases)
+                sampled = batch.sampled_requests(step)
+                logits = make_logits(number, len(sampled), self.vocab_size)
+                batch.advance(sampled, logits, batch.process(sampled, logits))
+            batch.apply_events(Step((("finish", 0),), 0, False), cases)
+
+        yield InUse(batch.pipeline.processor, use)
 
     def _component(self) -> type[LogitsPlugin]:
         return self.processor

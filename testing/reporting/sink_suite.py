@@ -29,7 +29,7 @@ from hardpoint.plugins.requests.stats import (
     RequestMetrics,
     StepFault,
 )
-from hardpoint.testing.component_suite import LiveComponentSuite
+from hardpoint.testing.component_suite import GeneralComponentSuite, LiveComponentSuite
 from hardpoint.testing.declared import declared_result
 from hardpoint.testing.scripted import ScriptedClock
 from hardpoint.testing.suite import Rule, checks
@@ -220,7 +220,7 @@ class _TrackedStats(IterationStats, weakref=True):
     """Statistics of which is known whether anyone refers to them."""
 
 
-class StatSinkSuite(LiveComponentSuite):
+class StatSinkSuite(GeneralComponentSuite, LiveComponentSuite):
     """Base class of a test class, which sets `sink`, and `options` if it has some.
 
     Attributes:
@@ -326,6 +326,12 @@ class StatSinkSuite(LiveComponentSuite):
             StatSinkContext, clock=clock or ScriptedClock(tick=0.01), model=_MODEL
         )
         return sink
+
+    def _use_once(self, component: Any, number: int) -> object:
+        component.record(read_only(_batch(number)))
+        if number % _REPORT_EVERY == _REPORT_EVERY - 1:
+            component.report()
+        return None
 
     def _use(self, sink: StatSink) -> None:
         """Call every method once, and close it."""

@@ -15,11 +15,15 @@ from typing import Any
 import pytest
 
 from hardpoint.testing import OutputParserSuite, pace
+from hardpoint.testing.general.suite import GeneralSuite
 from hardpoint.testing.kv import watch
 from hardpoint.testing.running.step_parts import session
 from support.samples import CLOCK
 
 SEED = 20_240_601
+
+GENERAL = {"resources", "close"}
+"""Tests of every suite whose component is built and used without an engine."""
 
 
 def label(value: object) -> str:
@@ -31,10 +35,19 @@ def label(value: object) -> str:
 def suite_tests(suite: type) -> set[str]:
     """Return the names of a suite's own tests, without `test_`.
 
-    `test_live_change`, which many suites share, has samples of its own.
+    `test_live_change` and `GENERAL`, which many suites share, have samples of their own.
     """
     names = {name[5:] for name, _ in inspect.getmembers(suite) if name.startswith("test_")}
-    return names - {"live_change"}
+    return names - {"live_change"} - _general_tests(suite)
+
+
+def _general_tests(suite: type) -> set[str]:
+    """Return the tests of `GENERAL` that a suite has as they are."""
+    return {
+        name
+        for name in GENERAL
+        if getattr(suite, f"test_{name}", None) is getattr(GeneralSuite, f"test_{name}")
+    }
 
 
 def timed_tests(suite: type) -> set[str]:
@@ -45,7 +58,7 @@ def timed_tests(suite: type) -> set[str]:
 
 def untimed_tests(suite: type) -> set[str]:
     """Return the names of a suite's other tests."""
-    return suite_tests(suite) - timed_tests(suite)
+    return (suite_tests(suite) | _general_tests(suite)) - timed_tests(suite)
 
 
 def each_broken(

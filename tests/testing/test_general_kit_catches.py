@@ -1,0 +1,88 @@
+"""Components of many kinds that leave resources fail the rules of every suite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from support.broken import ops, processors, samplers, speculators, tokenizers
+from support.kit_suites import GENERAL, assert_fails, messages_of, shorten
+from support.samples import leave_file, leave_thread
+
+from hardpoint.testing import (
+    LogitsProcessorSuite,
+    OpsSuite,
+    SamplerSuite,
+    SpeculatorSuite,
+    TokenizerSuite,
+)
+
+# suite, attribute, right component, method of a use, further attributes
+KINDS: list[tuple[Any, str, Any, str, dict[str, Any]]] = [
+    (
+        LogitsProcessorSuite,
+        "processor",
+        processors.Bias,
+        "apply",
+        {"arguments": st.just({"by": 1.0})},
+    ),
+    (SamplerSuite, "sampler", samplers.Gumbel, "sample", {}),
+    (SpeculatorSuite, "speculator", speculators.LastPair, "propose", {}),
+    (TokenizerSuite, "tokenizer", tokenizers.Bytes, "encode", {}),
+    (OpsSuite, "ops", ops.Plain, "linear", {}),
+]
+
+
+def keeping(cls, method):
+    """Return a class whose instances keep a text of each call of a method."""
+    seen = []
+
+    def call(self, *given, **named):
+        seen.append(f"call {len(seen)} of many" * 4)
+        return getattr(cls, method)(self, *given, **named)
+
+    return type("Keeps", (cls,), {method: call, "__module__": cls.__module__, "seen": seen})
+
+
+def opening(cls, method):
+    """Return a class that opens a file in each call of a method."""
+
+    def call(self, *given, **named):
+        leave_file()
+        return getattr(cls, method)(self, *given, **named)
+
+    return type("Opens", (cls,), {method: call, "__module__": cls.__module__})
+
+
+def leaving(cls, _method):
+    """Return a class whose instances leave a thread."""
+
+    def begin(self, context):
+        cls.__init__(self, context)
+        leave_thread("left")
+
+    return type("Leaves", (cls,), {"__init__": begin, "__module__": cls.__module__})
+
+
+@pytest.mark.parametrize(
+    ("change", "test", "pattern"),
+    [
+        (keeping, "resources", r"bytes of Python objects grew by \d+ .* in line \d+ of"),
+        (opening, "resources", r"there are \d+ more open files and pipes after"),
+        (leaving, "close", "still are: thread 'left'; expected none"),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind[0].__name__)
+def test_what_stays_is_caught(kind, change, test, pattern, monkeypatch):
+    suite, attribute, right, method, more = kind
+    shorten(monkeypatch, {"general.suite._CLOSE_SECONDS": 0.2})
+    cls = change(right, method)
+    assert_fails(suite, {attribute: cls, "examples": 0.4, **more}, test, test, pattern)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind[0].__name__)
+def test_right_components_pass(kind):
+    suite, attribute, right, _, more = kind
+    given = {attribute: right, "examples": 0.4, **more}
+    assert messages_of(suite, given, sorted(GENERAL)) == {}

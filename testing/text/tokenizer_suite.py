@@ -20,7 +20,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.component.behaviour import UnusableError
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.text.tokenizer import PAIR
-from hardpoint.testing.component_suite import ComponentSuite, GeneralComponentSuite
+from hardpoint.testing.component_suite import GeneralComponentSuite
 from hardpoint.testing.pace import cpu_cost
 from hardpoint.testing.snapshots import snapshot, without_growth
 from hardpoint.testing.suite import (

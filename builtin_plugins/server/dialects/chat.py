@@ -355,7 +355,7 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
         messages = plain_messages(body.messages)
         self._service.check_prompt(messages, tools, name="messages")
         outputs = engine.chat(
-            messages,
+            self._service.owned(asked.call, messages),
             params,
             asked.request_id,
             tools=tools,

@@ -32,6 +32,7 @@ from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 from hardpoint.typed import copied, is_list
 
+from .calls.adapter_resolvers import SyncResolverCalls
 from .calls.engines import SyncEngineCalls, engines_of
 from .calls.forks import SyncForkCalls
 from .calls.live_changes import SyncLiveChanges
@@ -69,6 +70,7 @@ class LLM(
     SyncWeightCalls,
     SyncLiveChanges,
     SyncEngineCalls,
+    SyncResolverCalls,
 ):
     """A model that generates text, or vectors of texts.
 

@@ -148,7 +148,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
             order, as float32, float16, or uint16 with the bits of bfloat16; None if all are.
         prompt_is_token_ids: for a mixed prompt, whether each position is a token id; None if all or
             none are.
-        reasoning_parser_kwargs: arguments of the reasoning parser for this request.
+        reasoning_parser_kwargs: None; `plugin_args` has the arguments of parsers.
         resumed: what another engine has sent of it, which this one continues; None of a new one.
         is_admitted: whether another engine has admitted it, so that no limit of waiting applies.
         generation: generation of the plugins that it finishes with; set by the frontend.
@@ -269,7 +269,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
         error_kind: name of the error's class, if the engine refused the request with `error`, or
             died.
         pooling_output: result of a pooling request.
-        num_nans_in_logits: number of NaN logits; more than 0 means that the output is damaged.
+        num_nans_in_logits: NaN logits that the executor counted, which no built-in one does.
         prefill_stats: in the output of the step that completed the prompt.
         routed_experts: experts of the positions computed since the last output, as those of
             CompletionOutput; they follow one another from the first position of the prompt.

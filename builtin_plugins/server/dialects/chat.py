@@ -146,7 +146,7 @@ class ChatCompletionRequest(TextFields):
     ignored: ClassVar[Mapping[str, str]] = {
         **IGNORED,
         "prompt_cache_options": "cached prompts are found by their content",
-        "prediction": "there is no speculative decoding",
+        "prediction": "drafts are made by the speculators that the operator enables",
         "store": "nothing is stored",
         "verbosity": "ask for it in the messages",
     }

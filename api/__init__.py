@@ -4,39 +4,38 @@
 from `hardpoint.plugins`.
 """
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
-from hardpoint.errors import (
-    ConversationEndedError,
-    EngineClosedError,
-    EngineDeadError,
-    EnginePausedError,
-    EngineTimeoutError,
-    PluginError,
-)
-from hardpoint.plugins import (
-    CompletionOutput,
-    ConfigError,
-    EngineConfig,
-    HardpointError,
-    Logprob,
-    LoRARequest,
-    ModelError,
-    OverloadedError,
-    RequestError,
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-)
-from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.requests import PoolingRequestOutput
-from hardpoint.registry.discovery import installed_version
-
+TYPE_CHECKING = False  # as typing's; a program is imported without anything else first
 if TYPE_CHECKING:
+    from typing import Any
+
     from hardpoint.core.frontend.llm_engine import LLMEngine
 
     from .async_llm import AsyncLLM
     from .conversations.parts import PromptPart
+    from .exports import (
+        CompletionOutput,
+        ConfigError,
+        ConversationEndedError,
+        EngineClosedError,
+        EngineConfig,
+        EngineDeadError,
+        EnginePausedError,
+        EngineTimeoutError,
+        HardpointError,
+        Logprob,
+        LoRARequest,
+        ModelError,
+        OverloadedError,
+        PluginError,
+        PoolingParams,
+        PoolingRequestOutput,
+        RequestError,
+        RequestOutput,
+        RequestOutputKind,
+        SamplingParams,
+    )
     from .llm import LLM
 
 __all__ = [
@@ -67,6 +66,9 @@ __all__ = [
     "__version__",
 ]
 
+_PACKAGES = ("errors", "plugins", "registry", "typed")
+"""Packages that are attributes of this one without an import."""
+
 
 def __dir__() -> list[str]:
     # Without the names that are imported on use, a completing shell would not show them.
@@ -92,5 +94,15 @@ def __getattr__(name: str) -> Any:
 
         return PromptPart
     if name == "__version__":
+        from hardpoint.registry.discovery import installed_version  # noqa: PLC0415
+
         return installed_version()
+    if name in __all__:
+        from . import exports  # noqa: PLC0415
+
+        return getattr(exports, name)
+    if name in _PACKAGES:
+        from importlib import import_module  # noqa: PLC0415
+
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,6 +28,7 @@ from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.plugins.part_components import ComponentCalls
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.typed import prepared
+from hardpoint.typed.read_only import read_only
 
 from .messages import Report, StepData
 from .transfers import EndedLoad, Loads, Saves
@@ -123,7 +124,7 @@ class TransferPlanner(EngineHalf):
             RequestError: it is refused.
         """
         try:
-            self._calls.run("check_request", self._half.check_request, request)
+            self._calls.run("check_request", self._half.check_request, read_only(request))
         except RequestError:
             self._rejected = request.request_id
             raise

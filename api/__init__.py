@@ -4,40 +4,40 @@
 from `hardpoint.plugins`.
 """
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
-from hardpoint.errors import (
-    ConversationEndedError,
-    EngineClosedError,
-    EngineDeadError,
-    EnginePausedError,
-    EngineTimeoutError,
-    PluginError,
-)
-from hardpoint.plugins import (
-    CompletionOutput,
-    ConfigError,
-    EngineConfig,
-    HardpointError,
-    Logprob,
-    LoRARequest,
-    ModelError,
-    OverloadedError,
-    RequestError,
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-)
-from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.requests import PoolingRequestOutput
-from hardpoint.registry.adapters import moved
-from hardpoint.registry.discovery import installed_version
+import sys
 
+TYPE_CHECKING = False  # as typing's; a program is imported without anything else first
 if TYPE_CHECKING:
+    from typing import Any
+
     from hardpoint.core.frontend.llm_engine import LLMEngine
 
     from .async_llm import AsyncLLM
     from .conversations.parts import PromptPart
+    from .exports import (
+        CompletionOutput,
+        ConfigError,
+        ConversationEndedError,
+        EngineClosedError,
+        EngineConfig,
+        EngineDeadError,
+        EnginePausedError,
+        EngineTimeoutError,
+        HardpointError,
+        Logprob,
+        LoRARequest,
+        ModelError,
+        OverloadedError,
+        PluginError,
+        PoolingParams,
+        PoolingRequestOutput,
+        RequestError,
+        RequestOutput,
+        RequestOutputKind,
+        SamplingParams,
+    )
     from .llm import LLM
 
 __all__ = [
@@ -68,8 +68,39 @@ __all__ = [
     "__version__",
 ]
 
-# Here, because every import of an old path imports this package first.
-moved.register()
+
+class _ContractFinder:
+    """Registers the old import paths of `hardpoint.plugins` when that package is imported.
+
+    Imports of the registry would make the import of this package slow, and interruptible.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
+        """Return the spec of the contract, whose loader registers the paths; else None."""
+        if name != "hardpoint.plugins":
+            return None
+        from importlib.util import find_spec  # noqa: PLC0415
+
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec = find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: Any) -> None:
+            execute(module)
+            from hardpoint.registry.adapters import moved  # noqa: PLC0415
+
+            moved.register()
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _ContractFinder())  # type: ignore[arg-type]
+
+_PACKAGES = ("errors", "plugins", "registry", "typed")
+"""Packages that are attributes of this one without an import."""
 
 
 def __dir__() -> list[str]:
@@ -96,5 +127,15 @@ def __getattr__(name: str) -> Any:
 
         return PromptPart
     if name == "__version__":
+        from hardpoint.registry.discovery import installed_version  # noqa: PLC0415
+
         return installed_version()
+    if name in __all__:
+        from . import exports  # noqa: PLC0415
+
+        return getattr(exports, name)
+    if name in _PACKAGES:
+        from importlib import import_module  # noqa: PLC0415
+
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

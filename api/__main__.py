@@ -2,15 +2,17 @@
 
 import sys
 
-from hardpoint.registry.discovery import advise
-
 if __name__ == "__main__":
     try:
         from .cli import main
+
+        code = main()
     except ModuleNotFoundError as cause:
-        if cause.name != "hardpoint.cli":
+        if cause.name not in ("hardpoint.cli", "hardpoint.program"):
             raise
+        from hardpoint.registry.discovery import advise
+
         sys.exit(f"hardpoint: error: {advise('command line')}")
     except KeyboardInterrupt:
         sys.exit(130)
-    sys.exit(main())
+    sys.exit(code)

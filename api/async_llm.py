@@ -99,8 +99,8 @@ class AsyncLLM(
             plugins: as for `LLM`. The engine's process imports components; hooks of requests are
                 called on the very objects.
             restart: "on_failure" restarts an engine that died, with the same weights and the latest
-                configuration, at most `engine.max_restarts_per_minute` times. Requests that were
-                in flight fail; later ones wait for the new engine.
+                configuration, at most `engine.max_restarts_per_minute` times. Requests that are
+                in flight go on there, as later ones do.
 
         Raises:
             ConfigError, PluginError, ModelError: with the engine's own message.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from hardpoint.core.frontend.engine_parts import EngineParts
-from hardpoint.errors import EngineClosedError, RequestError, shown
+from hardpoint.errors import EngineClosedError, OverloadedError, RequestError, shown
 from hardpoint.plugins.requests.media import ImageSource, ProcessedImage
 from hardpoint.typed import copied, is_list
 
@@ -22,7 +22,7 @@ IMAGE_PARTS = ("image_url", "input_image", "image")
 
 _MEDIA, _IMAGE = "multi_modal_data", "image"
 
-_THREADS = 8  # images are decoded one after the other; it is hosts that they wait for
+_THREADS = 8  # of an owner; images are decoded one after the other; it is hosts that they wait for
 
 _DETAILS = (None, "auto")
 """Values of `detail` that are taken: how large an image is read, the model's processor decides."""
@@ -32,8 +32,11 @@ def has_unread_images(prompt: Any) -> bool:
     """Return whether a prompt has images that are not yet read."""
     media = prompt.get(_MEDIA) if isinstance(prompt, Mapping) else None
     images = media.get(_IMAGE) if isinstance(media, Mapping) else None
-    listed = images if isinstance(images, list | tuple) else [images]
-    return any(not isinstance(image, ProcessedImage | None) for image in listed)
+    return any(not isinstance(image, ProcessedImage | None) for image in _listed(images))
+
+
+def _listed(images: Any) -> Sequence[Any]:
+    return images if isinstance(images, list | tuple) else [images]
 
 
 class PromptImages:
@@ -109,14 +112,15 @@ class _WhileWanted(Sequence[tuple[str, Any]]):
 class ImageThreads:
     """Reads the images of an event loop's prompts in threads of their own.
 
-    Those of the loop stay free for what is quick. Nothing more is read for a caller that is
-    cancelled, nor once it is closed, than the image under way.
+    Those of the loop stay free for what is quick. Each owner of images has threads of its own, so
+    that none waits for those of others. Nothing more is read for a caller that is cancelled, nor
+    once it is closed, than the image under way.
     """
 
     def __init__(self, parts: EngineParts) -> None:
         """Start no thread yet."""
-        self._parts = parts
-        self._threads = ThreadPoolExecutor(_THREADS, "images")
+        self._parts, self._max_queued = parts, parts.config.images.max_queued
+        self._lock, self._queues = threading.Lock(), dict[str, _Queue]()
         self._closed = threading.Event()
 
     async def prompt(self, prompt: Any) -> Any:
@@ -124,9 +128,12 @@ class ImageThreads:
 
         Raises:
             RequestError: an image is wrong, or above a limit; the message names it.
+            OverloadedError: too many images of the owner wait.
             EngineClosedError: it was closed.
         """
-        return await self._run(lambda images: images.prompt(prompt))
+        return await self._run(
+            lambda images: images.prompt(prompt), _listed(prompt[_MEDIA][_IMAGE])
+        )
 
     async def rendered(
         self, render: Callable[..., Mapping[str, Any]], messages: Any
@@ -138,49 +145,89 @@ class ImageThreads:
 
         Raises:
             RequestError: raised by `render`.
+            OverloadedError: too many images of the owner wait.
             EngineClosedError: it was closed while it had images to read.
         """
         tokenizer, images = self._parts.tokenizer, PromptImages(self._parts)
-        if images.tokens and _has_images(messages):
-            return await self._run(lambda images: render(tokenizer, messages, images))
+        if images.tokens and (given := _images_of(messages)):
+            return await self._run(lambda images: render(tokenizer, messages, images), given)
         return await asyncio.to_thread(render, tokenizer, messages, images)
 
     def close(self) -> None:
         """Read no further images; callers that wait for some get EngineClosedError."""
         self._closed.set()
-        self._threads.shutdown(wait=False)
+        with self._lock:
+            for queue in self._queues.values():
+                queue.threads.shutdown(wait=False)
 
-    async def _run(self, read: Callable[[PromptImages], T]) -> T:
+    async def _run(self, read: Callable[[PromptImages], T], given: Sequence[Any]) -> T:
+        """Read images in a thread of their owner.
+
+        Args:
+            read: reads them.
+            given: the images, as they were given.
+        """
         gone = threading.Event()
 
         def check_wanted() -> None:
             if gone.is_set() or self._closed.is_set():
                 raise _closed()
 
-        try:
-            running = self._threads.submit(read, PromptImages(self._parts, check_wanted))
-        except RuntimeError:
-            raise _closed() from None
+        running = self._submit(lambda: read(PromptImages(self._parts, check_wanted)), given)
         try:
             return await asyncio.wrap_future(running)
         finally:
             gone.set()
+
+    def _submit(self, read: Callable[[], T], given: Sequence[Any]) -> Future[T]:
+        owner = next((image.owner for image in given if isinstance(image, ImageSource)), "")
+        with self._lock:
+            if self._closed.is_set():
+                raise _closed()
+            queue = self._queues.setdefault(owner, _Queue())
+            if owner and queue.count and queue.count + len(given) > self._max_queued:
+                raise OverloadedError(
+                    f"overloaded: {queue.count} images of this key are being read or wait, and "
+                    f"{len(given)} more would be above the maximum, {self._max_queued} "
+                    f"(images.max_queued); try again later"
+                )
+            queue.count += len(given)
+            running = queue.threads.submit(read)
+        running.add_done_callback(lambda _: self._done(owner, queue, len(given)))
+        return running
+
+    def _done(self, owner: str, queue: _Queue, count: int) -> None:
+        with self._lock:
+            queue.count -= count
+            if not queue.count and not self._closed.is_set():
+                del self._queues[owner]
+                queue.threads.shutdown(wait=False)
+
+
+class _Queue:
+    """The images of an owner that are being read or wait, and the threads that read them."""
+
+    def __init__(self) -> None:
+        self.count, self.threads = 0, ThreadPoolExecutor(_THREADS, "images")
 
 
 def _closed() -> EngineClosedError:
     return EngineClosedError("the engine is closed")
 
 
-def _has_images(messages: Any) -> bool:
-    """Return whether plain messages have parts that are images."""
+def _images_of(messages: Any) -> list[Any]:
+    """Return the images of plain messages as they are given, unchecked."""
     plain = [one for one in messages if isinstance(one, dict)] if is_list(messages) else []
     contents = [message.get("content") for message in plain]
-    return any(
-        isinstance(part, dict) and part.get("type") in IMAGE_PARTS
+    parts = [
+        part
         for content in contents
         if isinstance(content, list | tuple)
         for part in content
-    )
+        if isinstance(part, dict) and part.get("type") in IMAGE_PARTS
+    ]
+    given = [part.get("image_url") for part in parts]
+    return [url.get("url") if isinstance(url, dict) else url for url in given]
 
 
 def image_of(part: dict[Any, Any], type_: str, path: str) -> tuple[str, Any]:

@@ -32,6 +32,7 @@ from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 from hardpoint.typed import copied, is_list
 
+from .calls.adapter_resolvers import SyncResolverCalls
 from .calls.engines import SyncEngineCalls, engines_of
 from .calls.forks import SyncForkCalls
 from .calls.live_changes import SyncLiveChanges
@@ -45,12 +46,13 @@ from .conversations.turns import Conversation
 from .open_model import COMPANIONS, ProcessorCalls
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
-    BatchOptions,
     ChatBatchOptions,
+    GenerateOptions,
     OpenCalls,
     Request,
     UnorderedCall,
     check_generates,
+    draws_progress,
     make_extras,
     make_requests,
     prompt_list,
@@ -69,6 +71,7 @@ class LLM(
     SyncWeightCalls,
     SyncLiveChanges,
     SyncEngineCalls,
+    SyncResolverCalls,
 ):
     """A model that generates text, or vectors of texts.
 
@@ -160,7 +163,7 @@ class LLM(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Unpack[BatchOptions],
+        **options: Unpack[GenerateOptions],
     ) -> list[RequestOutput]:
         """Complete prompts, all in one running batch.
 
@@ -172,7 +175,8 @@ class LLM(
                 `"multi_modal_data": {"image": [...]}`, one for each placeholder of the prompt.
             sampling_params: one for all, or one per prompt; never changed. None is what the
                 model's files recommend, see `default_sampling_params`.
-            options: `RequestOptions`, each one for all, or a list of one per prompt.
+            options: `RequestOptions`, each one for all, or a list of one per prompt; and
+                `use_tqdm`.
 
         Returns:
             One output per prompt, in the order asked.
@@ -183,8 +187,9 @@ class LLM(
             EnginePausedError: the engine is paused.
             EngineDeadError: the engine's process has ended.
         """
+        draws = draws_progress(options, default=self._draws_progress)
         requests = self._batch(prompt_list(prompts), sampling_params, options)
-        return self._run(self._calls.add(requests))
+        return self._run(self._calls.add(requests), draws=draws)
 
     @takes_options
     def chat(
@@ -212,12 +217,14 @@ class LLM(
                 "messages: expected a list of messages, or a list of such lists, got "
                 f"a {type(messages).__name__}"
             )
+        draws = draws_progress(options, default=self._draws_progress)
         listed = copied(messages, "messages")
         single = not listed or isinstance(listed[0], Mapping)
         conversations: Sequence[Any] = [listed] if single else listed
         chat, of_requests = Chat.taken_from(options)
         prompts = [self._rendered(conversation, chat) for conversation in conversations]
-        return self._run(self._calls.add(self._batch(prompts, sampling_params, of_requests)))
+        requests = self._batch(prompts, sampling_params, of_requests)
+        return self._run(self._calls.add(requests), draws=draws)
 
     def _batch(self, prompts: list[Any], params: Any, options: Mapping[str, Any]) -> list[Request]:
         params = self.default_sampling_params() if params is None else params
@@ -407,11 +414,11 @@ class LLM(
         """Close."""
         self.close()
 
-    def _run(self, ids: list[str]) -> list[RequestOutput]:
+    def _run(self, ids: list[str], *, draws: bool) -> list[RequestOutput]:
         """Step until all are finished; return them in the order of `ids`."""
         results: dict[str, RequestOutput] = {}
         outputs = self._calls.outputs(ids)
-        if self._draws_progress:
+        if draws:
             outputs = draw_outputs(outputs, len(ids))
         try:
             # The outputs of the engine never end, so the last one is known by counting.

@@ -18,7 +18,7 @@ from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.errors import EngineDeadError, EnginePausedError
+from hardpoint.errors import EngineDeadError, EnginePausedError, shown
 from hardpoint.plugins import (
     EngineCoreRequest,
     HardpointError,
@@ -69,7 +69,17 @@ class BatchOptions(TypedDict, total=False):
     data_parallel_rank: int | Sequence[int | None] | None
 
 
-class ChatBatchOptions(ChatOptions, BatchOptions, total=False):
+class GenerateOptions(BatchOptions, total=False):
+    """Options of a call that completes prompts.
+
+    Attributes:
+        use_tqdm: whether this call shows progress; None, the default, is `LLM(progress=...)`.
+    """
+
+    use_tqdm: bool | None
+
+
+class ChatBatchOptions(ChatOptions, GenerateOptions, total=False):
     """ChatOptions of all conversations, and the options of their requests."""
 
 
@@ -81,7 +91,9 @@ class _Unstated:
 
 
 _UNSTATED = _Unstated()
-_DOCS = attribute_docs(ChatOptions) | attribute_docs(RequestOptions)
+_DOCS = (
+    attribute_docs(ChatOptions) | attribute_docs(RequestOptions) | attribute_docs(GenerateOptions)
+)
 
 
 def takes_options(call: Call) -> Call:
@@ -130,6 +142,17 @@ Request = tuple[Any, Any, RequestExtras]
 
 Outputs = collections.deque[AnyOutput | Exception]
 """What has come for the requests of one call."""
+
+
+def draws_progress(options: dict[str, Any], *, default: bool) -> bool:
+    """Take `use_tqdm` out of the options of a call; return whether the call shows progress.
+
+    Raises:
+        RequestError: it is something else than a bool or None.
+    """
+    if not isinstance(given := options.pop("use_tqdm", None), bool | None):
+        raise RequestError(f"use_tqdm: expected true, false or None, got {shown(given)}")
+    return default if given is None else given
 
 
 def prompt_list(prompts: Any) -> list[Any]:

@@ -26,7 +26,7 @@ from hardpoint.core.frontend.engine_parts import Companion, EngineParts, Opening
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.core.frontend.statistics import Statistics, open_statistics
-from hardpoint.errors import PluginLoadError
+from hardpoint.errors import PluginConflictError, PluginLoadError
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -491,4 +491,4 @@ def _named_parser(
         return None
     _, entry = max(fitting, key=operator.itemgetter(0))
     _log.info("%s: %s, for the model's chat template shows its markers", kind, entry.name)
-    return entry
+    return plugins.get(kind, entry.name, PluginConflictError)

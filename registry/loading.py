@@ -32,6 +32,7 @@ from hardpoint.plugins.server.hooks import hookimpl
 from hardpoint.plugins.text.arguments import ComponentWithArguments
 
 from .adapters.vllm_interface import lacks_vllm, stand_ins
+from .adapters.vllm_other_classes import advise_on_vllm
 from .blame import faults_as
 from .discovery import advise, may_lack
 from .kinds import KINDS, PluginKind
@@ -148,7 +149,7 @@ def kinds_of(target: Any, source: Source) -> list[PluginKind]:
         return [KINDS["hooks"]]
     raise PluginContractError(
         f"{source}: it is no plugin: it derives from no interface of hardpoint.plugins "
-        f"and marks no function with hookimpl"
+        f"and marks no function with hookimpl{advise_on_vllm(target)}"
     )
 
 
@@ -222,7 +223,7 @@ def _check_class(target: Any, kind: PluginKind, source: Source) -> None:
     if not inspect.isclass(target) or not issubclass(target, kind.interface):
         raise PluginContractError(
             f"{source}: {kind.name} must be classes derived from hardpoint.plugins {wanted}, "
-            f"this is {_describe(target)}"
+            f"this is {_describe(target)}{advise_on_vllm(target)}"
         )
     if kind.forms and not issubclass(target, kind.forms):
         raise PluginContractError(f"{source}: it must derive from {wanted}")

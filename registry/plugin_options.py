@@ -254,3 +254,24 @@ def _checked(declared: Any, source: Source) -> tuple[str, type[Strict]]:
                 f"a configuration may leave it out"
             )
     return name, table
+
+
+def check_on_error(
+    config: EngineConfig, config_sources: ConfigSources, chosen: Sequence[SelectedPlugin]
+) -> None:
+    """Refuse fault scopes that a plugin cannot have, since they would be ignored."""
+    may_end = [c for c in chosen if c.kind.scope_can_be_raised]
+    scopes = {c.name: c.kind.fault_scope for c in may_end}
+    for name, scope in config.plugins.on_error.items():
+        path = f"plugins.on_error.{name}"
+        origin = config_sources.of(path)
+        if name not in scopes:
+            raise ConfigError(
+                f"{path}: no plugin {name!r} is enabled whose faults end less than the engine"
+                f"{name_of(name, may_end) or typed.suggest(name, sorted(scopes))} (from {origin})"
+            )
+        if scope not in (scopes[name].value, "engine"):
+            raise ConfigError(
+                f'{path}: expected "{scopes[name].value}" or "engine", got "{scope}" '
+                f"(from {origin})"
+            )

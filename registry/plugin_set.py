@@ -14,7 +14,6 @@ import msgspec
 
 from hardpoint import typed
 from hardpoint.errors import (
-    ConfigError,
     HardpointError,
     PluginConflictError,
     PluginContractError,
@@ -33,7 +32,8 @@ from .adapt import configured, load_component
 from .adapters.contract_1 import warn_of_earlier
 from .backends import check_devices, first_that_runs
 from .blame import close_if_failed, faults_as
-from .discovery import InstalledPlugin, SelectedPlugin, advice, discover, installed_version, name_of
+from .discovery import InstalledPlugin, SelectedPlugin, advice, discover, installed_version
+from .duplicates import check_other_name, check_unique, offers, undecided, warn_of_defaults
 from .hooks import HookSet
 from .kinds import KINDS, Number
 from .loading import inspecting, keeping_torch
@@ -46,6 +46,7 @@ from .ordering import (
 )
 from .plugin_options import (
     Key,
+    check_on_error,
     checked_options,
     declared_tables,
     option_path,
@@ -94,13 +95,16 @@ class PluginSet:
         (entry,) = self.entries(kind)
         return entry
 
-    def get(self, kind: str, name: str) -> PluginEntry:
+    def get(
+        self, kind: str, name: str, conflict: type[HardpointError] | None = None
+    ) -> PluginEntry:
         """Return the entry of a name.
 
         Raises:
             PluginNotFoundError: it is not enabled; the message names what is, and what offers it.
+            HardpointError: as `find`.
         """
-        if entry := self.find(kind, name):
+        if entry := self.find(kind, name, conflict):
             return entry
         on = [e.name for e in self.entries(kind)]
         raise PluginNotFoundError(
@@ -108,30 +112,38 @@ class PluginSet:
             f"{self.hint(name, kind)}; enabled: {', '.join(sorted(on)) or 'none'}"
         )
 
-    def find(self, kind: str, name: str) -> PluginEntry | None:
-        """Return the entry of a name, FQCN or one of its `other_names`; None if not enabled."""
+    def find(
+        self, kind: str, name: str, conflict: type[HardpointError] | None = None
+    ) -> PluginEntry | None:
+        """Return the entry of a name, FQCN or one of its `other_names`; None if not enabled.
+
+        Args:
+            kind: kind of the component.
+            name: name of the component.
+            conflict: class of the error about a name that several distributions offer; to be given
+                if a model, a setting or a request uses the name.
+
+        Raises:
+            HardpointError: several distributions offer the name, and no setting decides.
+        """
         if ":" in name:
             return next((e for e in self.entries(kind) if e.value == name), None)
-        if found := self._entries.get((kind, name)):
-            return found
-        if not hasattr(getattr(KINDS.get(kind), "interface", None), "other_names"):
-            return None
-        return next((e for e in self.entries(kind) if name in self.target(e).other_names), None)
+        entry = self._entries.get((kind, name))
+        interface = getattr(KINDS.get(kind), "interface", None)
+        if entry is None and hasattr(interface, "other_names"):
+            named = [e for e in self.entries(kind) if name in self.target(e).other_names]
+            if conflict is not None:
+                check_other_name(name, named, conflict)
+            entry = named[0] if named else None
+        if entry is not None and conflict is not None:
+            check_unique(entry, kind, conflict)
+        return entry
 
     def hint(self, name: str, kind: str) -> str:
         """Return how to get a component of that name that is not enabled, else nothing."""
         if ":" in name:
             return f'; add "{name}" to plugins.enable'
-        for found in self.not_enabled():
-            if (found.kind, found.name) == (kind, name):
-                same = [f for f in self.found if f.name == name]
-                several = len({f.kind for f in same}) < len(same)
-                reference = found.value if several else f"{kind}/{name}" if same[1:] else name
-                return (
-                    f"; {found.distribution} {found.version} offers it: "
-                    f'add "{reference}" to plugins.enable'
-                )
-        return advice(kind, name)
+        return offers(kind, name, self.not_enabled(), self.found) or advice(kind, name)
 
     def not_enabled(self) -> list[InstalledPlugin]:
         """Return the installed components that are neither enabled nor built in."""
@@ -328,7 +340,7 @@ def resolve_plugins(
     for item in (i for i in chosen if _is_certain_to_run(i, config)):
         targets[item.key] = load_component(item.kind, item.source, item.target)
     declared_tables((targets[i.key], i.source) for i in chosen if i.kind.interface is None)
-    _check_on_error(config, config_sources, chosen)
+    check_on_error(config, config_sources, chosen)
     check_devices(chosen, targets)
     wraps = _find_wrapped(selection, config, config_sources, chosen, targets)
     every = [*chosen, *(inner for found_ in wraps.values() for inner in found_.values())]
@@ -337,7 +349,7 @@ def resolve_plugins(
     places = _places(chosen, targets)
     loaded = ((i.kind, i.source, targets[i.key]) for i in every if i.key in targets)
     warnings = [*selection.warnings, *unused, *unknown_neighbours(chosen, targets, found)]
-    warnings += warn_of_earlier(loaded)
+    warnings += [*warn_of_defaults(config, every, found), *warn_of_earlier(loaded)]
 
     def entry(item: SelectedPlugin) -> PluginEntry:
         return PluginEntry(
@@ -350,6 +362,7 @@ def resolve_plugins(
             options=options[item.key],
             place=places.get(item.key, 0),
             stays=item.stays,
+            duplicates=undecided(item, found),
             wraps={use: entry(inner) for use, inner in wraps.get(item.key, {}).items()},
         )
 
@@ -459,27 +472,6 @@ def _path_of_wrapped(outer: SelectedPlugin, options: Any, use: str) -> str:
         if value == use or (isinstance(value, list | tuple) and use in value):
             return f"plugin.{outer.name}.{option}"
     return f"plugin.{outer.name}"
-
-
-def _check_on_error(
-    config: EngineConfig, config_sources: ConfigSources, chosen: Sequence[SelectedPlugin]
-) -> None:
-    """Refuse fault scopes that a plugin cannot have, since they would be ignored."""
-    may_end = [c for c in chosen if c.kind.scope_can_be_raised]
-    scopes = {c.name: c.kind.fault_scope for c in may_end}
-    for name, scope in config.plugins.on_error.items():
-        path = f"plugins.on_error.{name}"
-        origin = config_sources.of(path)
-        if name not in scopes:
-            raise ConfigError(
-                f"{path}: no plugin {name!r} is enabled whose faults end less than the engine"
-                f"{name_of(name, may_end) or typed.suggest(name, sorted(scopes))} (from {origin})"
-            )
-        if scope not in (scopes[name].value, "engine"):
-            raise ConfigError(
-                f'{path}: expected "{scopes[name].value}" or "engine", got "{scope}" '
-                f"(from {origin})"
-            )
 
 
 def _places(chosen: Sequence[SelectedPlugin], targets: Mapping[Key, Any]) -> dict[Key, int]:

@@ -29,6 +29,7 @@ from .discovery import (
     describe_unknown_kind,
     toml_key,
 )
+from .duplicates import ambiguity
 from .kinds import KINDS, Number, PluginKind, value_at
 from .loading import import_object, inspecting, kinds_of, marks_hooks, snake_case
 from .references import provided_by
@@ -158,9 +159,17 @@ class Selection:
     def _enable_named(self, kind: PluginKind, path: str) -> None:
         """Enable the component that the configuration names at `path` by its FQCN, if it does."""
         value = self._at(path)
-        values = [on.source.value for (of, _), on in self._on.items() if of == kind.name]
-        if isinstance(value, str) and ":" in value and value not in values:
+        if not isinstance(value, str):
+            return
+        on = [item for item in self._on.values() if item.kind == kind and item.answers_to(value)]
+        if ":" not in value:
+            if on and not on[0].path and self._config_sources.of(path) != "default":
+                self._by_name(value, path, kind)  # raises if several have the name
+        elif not on:
             self._add(self._by_fqcn(value, path, kind))
+        elif not on[0].path:
+            source = replace(on[0].source, origin=self._asked_by(path, builtin=True))
+            self._add(replace(on[0], path=path, source=source))
 
     def _at(self, path: str) -> Any:
         """Return the value of the configuration at a dotted path."""
@@ -339,7 +348,7 @@ class Selection:
                 f"two components are called {'/'.join(key)}: {other.source} and {chosen.source}; "
                 f"{self._another_name(other, chosen)}"
             )
-        if other is None:
+        if other is None or (chosen.path and not other.path):
             self._on[key] = chosen
 
     def _another_name(self, other: SelectedPlugin, chosen: SelectedPlugin) -> str:
@@ -439,7 +448,7 @@ class Selection:
             # The configuration does not name it: what is installed does not change a default.
             candidates = builtin
         if len(candidates) > 1:
-            raise self._ambiguous(reference, path, candidates)
+            raise PluginConflictError(ambiguity(reference, path, candidates, origin))
         return self._chosen(candidates[0], path)
 
     def _advice(self, reference: str, kind: PluginKind | None) -> str:
@@ -461,28 +470,6 @@ class Selection:
             if reference in (f.name, f"{f.kind}/{f.name}", f.value)  # hooks: a module's name
             and kind in (None, KINDS[f.kind])
         ]
-
-    def _ambiguous(
-        self, reference: str, path: str, found: Sequence[InstalledPlugin]
-    ) -> PluginConflictError:
-        listed = " and ".join(f.label for f in found)
-        third = next((f for f in found if not f.builtin), found[0])
-        if len({f.kind for f in found}) > 1:
-            advice = f'name one with its kind, as in "{third.kind}/{third.name}"'
-        elif any(f.builtin for f in found) and KINDS[third.kind].chosen_by is None:
-            advice = (
-                f"to put the one of {third.distribution} in the built-in's place, write instead "
-                f'plugins.replace = {{ {toml_key(reference)} = "{third.value}" }}'
-            )
-        else:
-            chosen_by = KINDS[third.kind].chosen_by or "plugins.enable"
-            is_list = KINDS[third.kind].number is not Number.ONE
-            value = f'["{third.value}"]' if is_list else f'"{third.value}"'
-            advice = f"name one by its FQCN, as in {chosen_by} = {value}"
-        return PluginConflictError(
-            f"{path}: {reference!r} is the name of {listed}; {advice} "
-            f"(from {self._config_sources.of(path)})"
-        )
 
     def _chosen(self, found: InstalledPlugin, path: str) -> SelectedPlugin:
         asked_by = self._asked_by(path, builtin=found.builtin)

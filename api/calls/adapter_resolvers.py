@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.guard import UNWATCHED, guard
 from hardpoint.core.frontend.engine_parts import Companion, Opening
+from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.errors import EngineClosedError, PluginFaultError
 from hardpoint.plugins import AdapterResolver, AdapterResolverContext, LoRARequest
 from hardpoint.plugins.component import Source
@@ -33,7 +35,7 @@ class AdapterResolvers(Companion):
             PluginError, ConfigError: one cannot be built.
         """
         config, plugins = opening.config, opening.plugins
-        self._seconds = config.adapters.resolve_seconds
+        self._seconds, self._is_closed = config.adapters.resolve_seconds, False
         self._threads = ThreadPoolExecutor(_THREADS, "adapter-resolver")
         self._resolvers: list[tuple[AdapterResolver, Source]] = []
         try:
@@ -54,27 +56,49 @@ class AdapterResolvers(Companion):
             PluginFaultError: one failed, or took longer than `adapters.resolve_seconds`.
             EngineClosedError: the engine was closed in the meantime.
         """
-        for resolver, source in self._resolvers:
+        for resolver, source in self._open():
+            waiting = asyncio.wrap_future(self._ask(resolver, name))
             try:
-                asked = self._threads.submit(resolver.resolve, name)
-            except RuntimeError:
-                raise EngineClosedError("the engine is closed") from None
-            waiting = asyncio.wrap_future(asked)
-            try:
-                found: Path | LoRARequest | None = await asyncio.wait_for(waiting, self._seconds)
+                found = await asyncio.wait_for(waiting, self._seconds)
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
-                raise EngineClosedError("the engine is closed") from None
+                raise _closed() from None
             except TimeoutError:
-                raise PluginFaultError(
-                    f"{source}: its resolve() took longer than adapters.resolve_seconds "
-                    f"({self._seconds:g})"
-                ) from None
+                raise self._late(source) from None
             if found is not None:
                 return found
         return None
+
+    def wait_for(self, name: str) -> Path | LoRARequest | None:
+        """Do what `resolve` does, and wait in the calling thread."""
+        for resolver, source in self._open():
+            try:
+                found = self._ask(resolver, name).result(self._seconds)
+            except CancelledError:
+                raise _closed() from None
+            except TimeoutError:
+                raise self._late(source) from None
+            if found is not None:
+                return found
+        return None
+
+    def _open(self) -> Sequence[tuple[AdapterResolver, Source]]:
+        if self._is_closed:
+            raise _closed()
+        return self._resolvers
+
+    def _ask(self, resolver: AdapterResolver, name: str) -> Future[Path | LoRARequest | None]:
+        try:
+            return self._threads.submit(resolver.resolve, name)
+        except RuntimeError:
+            raise _closed() from None
+
+    def _late(self, source: Source) -> PluginFaultError:
+        return PluginFaultError(
+            f"{source}: its resolve() took longer than adapters.resolve_seconds ({self._seconds:g})"
+        )
 
     def close(self) -> None:
         """Close all of them; does not wait for one that hangs.
@@ -82,6 +106,26 @@ class AdapterResolvers(Companion):
         Raises:
             PluginFaultError: one failed; all were closed.
         """
-        resolvers, self._resolvers = self._resolvers, []
+        resolvers, self._resolvers, self._is_closed = self._resolvers, [], True
         self._threads.shutdown(wait=False, cancel_futures=True)
         close_all([resolver for resolver, _ in resolvers])
+
+
+class SyncResolverCalls:
+    """The call for adapter resolvers of a program that waits for them."""
+
+    _engine: LLMEngine
+
+    def resolve_adapter(self, name: str) -> Path | LoRARequest | None:
+        """Return the adapter that a resolver finds for a name; None if no resolver knows it.
+
+        Raises:
+            RequestError: one refuses the name.
+            PluginFaultError: one failed, or took longer than `adapters.resolve_seconds`.
+            EngineClosedError: the engine is closed.
+        """
+        return self._engine.parts.companion(AdapterResolvers).wait_for(name)
+
+
+def _closed() -> EngineClosedError:
+    return EngineClosedError("the engine is closed")

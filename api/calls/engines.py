@@ -157,6 +157,10 @@ class SyncEngineCalls:
         handles = (EngineHandle(self._engine, rank) for rank in self._engine.ranks)
         return EngineList(handles, self._engine.parts.client)
 
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of live requests, each completion of a prompt counted."""
+        return self._engine.get_num_unfinished_requests()
+
     def scale(self, num_engines: int, *, drain_seconds: float = 30.0) -> EngineSet:
         """Start or retire engines, so that there are so many, while requests go on.
 

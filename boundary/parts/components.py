@@ -14,12 +14,13 @@ import msgspec
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.guard import checked, guard
-from hardpoint.errors import PluginFaultError
+from hardpoint.errors import PluginFaultError, RequestError
 from hardpoint.plugins import Request
 from hardpoint.plugins.component import Component, Context, Source
 from hardpoint.plugins.component.behaviour import behaviour_of
 from hardpoint.plugins.scheduling.scheduler import Gates
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
+from hardpoint.registry.duplicates import check_unique
 from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed import suggest
@@ -48,6 +49,12 @@ class Components:
         """Return the class of a component; None if it is not enabled."""
         entry = self._plugins.find(kind, name)
         return None if entry is None else self._plugins.target(entry)
+
+    def check_name(self, kind: str, name: str, path: str) -> None:
+        """Check that a name that a request gives belongs to one distribution."""
+        entry = self._plugins.find(kind, name)
+        if entry is not None and ":" not in name:
+            check_unique(entry, path, RequestError)
 
     def hint(self, kind: str, name: str) -> str:
         """Return, as the end of a message, a similar name, and how to get the component."""

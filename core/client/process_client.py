@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -40,6 +41,7 @@ from .sockets import READER_THREAD, EngineSockets
 
 _log = logging.getLogger("hardpoint")
 
+T = TypeVar("T")
 _POLL_INTERVAL_MS = 20
 _FAILURE_REPORT_TIMEOUT_S = 0.7
 _LAST_OUTPUTS_TIMEOUT_S = 5.0
@@ -274,9 +276,8 @@ class RequestSockets:
     _outputs: OutputQueue
     _check: OutputCheck | None = None  # of an engine; that of a relay has been checked
 
-    def _expect(self, requests: Sequence[EngineCoreRequest]) -> None:
-        if self._check is not None:
-            self._check.add(requests)
+    def _send(self, requests: Sequence[EngineCoreRequest], send: Callable[[], T]) -> T:
+        return send() if self._check is None else self._check.expect(requests, send)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request. If the engine rejects it, its first output is the error.
@@ -286,8 +287,7 @@ class RequestSockets:
             EngineTimeoutError: it accepted no message for some seconds.
             RequestError: the request cannot be encoded.
         """
-        self._expect([request])
-        self._sockets.send(RequestType.ADD, request)
+        self._send([request], lambda: self._sockets.send(RequestType.ADD, request))
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         """Send the requests of one call in one message. If one is rejected, all are.
@@ -295,8 +295,7 @@ class RequestSockets:
         Raises:
             As `add_request`.
         """
-        self._expect(requests)
-        self._sockets.send(RequestType.ADD_ALL, list(requests))
+        self._send(requests, lambda: self._sockets.send(RequestType.ADD_ALL, list(requests)))
 
     def offer_requests(self, requests: Sequence[EngineCoreRequest]) -> Attempt:
         """Return a function that tries to send the requests of one call without waiting.
@@ -305,10 +304,10 @@ class RequestSockets:
             RequestError: one cannot be encoded.
             EngineDeadError: the engine is gone; the returned function raises it too.
         """
-        self._expect(requests)
+        kind, message = RequestType.ADD_ALL, list(requests)
         if len(requests) == 1:
-            return self._sockets.attempt(RequestType.ADD, requests[0])
-        return self._sockets.attempt(RequestType.ADD_ALL, list(requests))
+            kind, message = RequestType.ADD, requests[0]
+        return partial(self._send, requests, self._sockets.attempt(kind, message))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests without waiting; a request sent later reaches the engine after this."""

@@ -11,7 +11,7 @@ import torch
 from hardpoint import typed
 from hardpoint.core.weights.updated_weights import UpdatedWeights
 from hardpoint.core.weights.worker_spec import ONLY_ENGINE, EnginePlace, WorkerSpec
-from hardpoint.errors import PluginFaultError, shown
+from hardpoint.errors import PluginConflictError, PluginFaultError, shown
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -125,15 +125,15 @@ def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> 
     Raises:
         ModelError: no enabled loader recognises them.
     """
-    if config.load.use != "auto":
-        entry = plugins.get("loaders", config.load.use)
-        return plugins.create(entry, LoaderContext, files=files)
-    entries = plugins.entries("loaders")
-    for entry in entries:
+    use, entries = config.load.use, plugins.entries("loaders")
+    for entry in entries if use == "auto" else ():
         with keeping_torch(entry.source, "recognises"):
-            recognised = plugins.target(entry).recognises(files)
-        if recognised:
-            return plugins.create(entry, LoaderContext, files=files)
+            if plugins.target(entry).recognises(files):
+                use = entry.name
+                break
+    if use != "auto":
+        entry = plugins.get("loaders", use, PluginConflictError)
+        return plugins.create(entry, LoaderContext, files=files)
     absent = left_out_names("loaders")
     raise unreadable(
         files,
@@ -220,10 +220,10 @@ def _implementation(
         )
     models = config.models
     other = models.use if models.use != "auto" else models.fallback
-    if models.use == "auto" and (plugins.find("models", name) is not None):
+    if models.use == "auto" and (plugins.find("models", name, PluginConflictError) is not None):
         return name
     if other != "none":
-        entry = plugins.get("models", other)
+        entry = plugins.get("models", other, PluginConflictError)
         if (found := plugins.target(entry).implementation(name)) is not None:
             return str(found)
         if models.use != "auto":
@@ -269,7 +269,7 @@ def _check_quantization(config: EngineConfig, model: ModelConfig, plugins: Plugi
     name = model.quantization
     if name is None:
         return
-    entry = plugins.find("quantizations", name)
+    entry = plugins.find("quantizations", name, PluginConflictError)
     if entry is not None and _reads(plugins, entry):
         return
     known = sorted(e.name for e in plugins.entries("quantizations") if _reads(plugins, e))

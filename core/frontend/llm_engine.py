@@ -172,7 +172,11 @@ class LLMEngine(EngineOwner):
 
     def has_unfinished_requests(self) -> bool:
         """Return whether any request is live."""
-        return self._frontend.output.num_unfinished_requests() > 0
+        return self.get_num_unfinished_requests() > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of live requests, each completion of a prompt counted."""
+        return self._frontend.output.num_unfinished_requests()
 
     @locked
     def step(self, timeout: float | None = None) -> list[AnyOutput]:

@@ -98,8 +98,8 @@ class RequestCheck:
             )
         if (value := request.reasoning_parser_kwargs) is not None:
             raise RequestError(
-                "reasoning_parser_kwargs: expected none, this engine has no use for it, got "
-                f"{value!r}"
+                "reasoning_parser_kwargs: expected none, for plugin_args has the arguments of "
+                f"parsers, got {value!r}"
             )
         if request.params.plugin_args:
             raise RequestError(

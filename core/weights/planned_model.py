@@ -16,7 +16,7 @@ from hardpoint.boundary.checked_attention import CheckedAttention
 from hardpoint.boundary.checked_model import CheckedModel, checked_weights
 from hardpoint.boundary.layers.groups import LayerGroups, group_layers
 from hardpoint.boundary.layers.states import LayerStates, check_states_fit
-from hardpoint.errors import PluginNotFoundError
+from hardpoint.errors import PluginConflictError, PluginNotFoundError
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionContext,
@@ -179,7 +179,7 @@ def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
     described = spec.model_config.hf.get("quantization_config")
 
     def scheme(name: str) -> Scheme:
-        entry = spec.plugins.find("quantizations", name)
+        entry = spec.plugins.find("quantizations", name, PluginConflictError)
         if entry is None:  # quantization.use was checked
             known = (item.name for item in spec.plugins.entries("quantizations"))
             raise PluginNotFoundError(

@@ -27,6 +27,7 @@ from hardpoint.plugins.config_tables import KVConnectorConfig
 from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.plugins.step_part import ComponentCalls, EngineHalfContext
 from hardpoint.typed import prepared
+from hardpoint.typed.read_only import read_only
 
 from .messages import StepData, TransferReport
 from .transfers import EndedLoad, PendingLoads, Saves
@@ -122,7 +123,7 @@ class TransferPlanner(EngineHalf):
             RequestError: it is refused.
         """
         try:
-            self._calls.run("check_request", self._half.check_request, request)
+            self._calls.run("check_request", self._half.check_request, read_only(request))
         except RequestError:
             self._rejected = request.request_id
             raise

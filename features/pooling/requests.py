@@ -194,6 +194,8 @@ class PooledRequests(FrontendHalf):
             RequestError: there is none, or it is not one for the task.
         """
         per_token = params.task in OF_TOKENS
+        if params.pooler or self._model.pooler:
+            self._components.check_name(KIND, name, "pooler")
         enabled = self._components.enabled(KIND)
         if name in enabled and (found := self._class(name)).per_token == per_token:
             return found

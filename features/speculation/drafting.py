@@ -26,6 +26,7 @@ from hardpoint.plugins.exponential_race import mixed_seed
 from hardpoint.plugins.kv_cache.block_hash import sharing_key
 from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
+from hardpoint.typed.read_only import ReadOnlyList, read_only
 
 from .messages import DraftData, DraftReport
 from .requests import KIND
@@ -39,14 +40,14 @@ class _Drafted:
     """A request that a speculator drafts for.
 
     Attributes:
-        output: its tokens so far; grows.
+        output: its tokens so far, which speculators read; grows by `list.extend`.
         hidden: hidden states of tokens that were computed since it got one, next to each other.
         hidden_end: position after the last of them.
     """
 
     request: DraftRequest
     speculator: str
-    output: list[int]
+    output: ReadOnlyList[int]
     hidden: list[torch.Tensor] = field(default_factory=list)
     hidden_end: int = 0
 
@@ -116,17 +117,17 @@ class Drafting(WorkerHalf):
                 self._start(new, name)
         for request_id, tokens in self._data.missed.items():
             if request_id in self._known:
-                self._known[request_id].output += tokens
+                list.extend(self._known[request_id].output, tokens)
 
     def _start(self, new: NewRequest, name: str) -> None:
         source, speculator = new.source, self._speculators[name]
         arguments = source.plugin_args.get(f"{KIND}/{name}", {})
-        output = list(new.output_token_ids)
+        output = ReadOnlyList(new.output_token_ids)
         request = DraftRequest(
             source.request_id,
-            source.known_prompt_ids,
+            ReadOnlyList(source.known_prompt_ids),
             output,
-            source.params,
+            read_only(source.params),
             msgspec.convert(arguments, self._arguments[name]),
             sharing_key(source),
             mixed_seed(source.params.seed, source.child_index),
@@ -146,10 +147,10 @@ class Drafting(WorkerHalf):
             known = self._known.get(name)
             if known is None:
                 continue
-            known.output += tokens
+            list.extend(known.output, tokens)
             speculator = self._speculators[known.speculator]
             if drafts := self._verified.get(name):
-                speculator.verified(known.request, drafts, len(tokens) - 1)
+                speculator.verified(known.request, tuple(drafts), len(tokens) - 1)
             self._show_hidden(known, len(drafts or ()) + 1 - len(tokens))
             if limit := self._data.limits.get(name):
                 known.request.limit = limit

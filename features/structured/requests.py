@@ -61,6 +61,8 @@ class StructuredRequests(FrontendHalf):
         if self._why_no_grammars is not None:
             raise RequestError(f"structured: this engine has no grammars: {self._why_no_grammars}")
         name = structured.backend or self._config.use
+        if structured.backend is not None:
+            self._components.check_name("grammars", name, "structured.backend")
         formats = self._formats(name)
         if structured.format not in formats:
             raise RequestError(

@@ -21,6 +21,8 @@ class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):
         place: position in the resolved order of its kind, from 0.
         wraps: the components that it builds, by the reference that it builds them with.
         stays: whether only the frontend has it: hooks of an object that a program hands over.
+        duplicates: components of the same kind and name that other distributions offer, if no
+            setting decides among them; not part of the hash.
     """
 
     kind: str
@@ -33,6 +35,7 @@ class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):
     place: int = 0
     wraps: dict[str, PluginEntry] = {}
     stays: bool = False
+    duplicates: tuple[Source, ...] = ()
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -159,6 +159,8 @@ class ImagesConfig(Strict):
             each, and 256 MiB.
         max_total_pixels: pixels of all images of a prompt.
         max_aspect_ratio: the longer side divided by the shorter one.
+        max_queued: images of one key of a server that are being read or wait for it; a request
+            above it is answered with 429. One request alone may have `max_items` in any case.
         decode_seconds: maximum time to decode an image, and to process it for the model.
         folders: folders whose image files prompts may name by a path or a `file:` URL; those that
             are relative or begin with "~" are the program's. None by default.
@@ -171,6 +173,7 @@ class ImagesConfig(Strict):
     max_pixels: Annotated[int, Meta(ge=1, le=1 << 28)] = 1 << 25
     max_total_pixels: Annotated[int, Meta(ge=1, le=1 << 30)] = 1 << 26
     max_aspect_ratio: Annotated[float, Meta(ge=1, le=65536)] = 200.0
+    max_queued: Count = 128
     decode_seconds: PositiveSeconds = 10.0
     folders: list[Annotated[str, Meta(min_length=1)]] = []
     remote: RemoteImagesConfig = RemoteImagesConfig()

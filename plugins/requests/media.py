@@ -82,7 +82,10 @@ class ImageSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
     Attributes:
         url: a `data:` URL; or, where the operator allows it, an http, https or `file:` URL.
         place: what errors call it: "messages[0].content[1].image_url.url".
+        owner: whom it is of: the name of a server's key; owners have turns, and at most
+            `images.max_queued` images at once. Empty where there are no keys.
     """
 
     url: str
     place: str
+    owner: str = ""

@@ -86,7 +86,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
         error_kind: name of the error's class, if the engine refused the request with `error`, or
             died.
         pooling_output: result of a pooling request.
-        num_nans_in_logits: number of NaN logits; more than 0 means that the output is damaged.
+        num_nans_in_logits: NaN logits that the executor counted, which no built-in one does.
         prefill_stats: in the output of the step that completed the prompt.
         routed_experts: experts of the positions computed since the last output, as those of
             CompletionOutput; they follow one another from the first position of the prompt.

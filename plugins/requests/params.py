@@ -314,7 +314,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
             order, as float32, float16, or uint16 with the bits of bfloat16; None if all are.
         prompt_is_token_ids: for a mixed prompt, whether each position is a token id; None if all or
             none are.
-        reasoning_parser_kwargs: arguments of the reasoning parser for this request.
+        reasoning_parser_kwargs: None; `plugin_args` has the arguments of parsers.
         resumed: what another engine has sent of it, which this one continues; None of a new one.
         is_admitted: whether another engine has admitted it, so that no limit of waiting applies.
         generation: generation of the plugins that it finishes with; set by the frontend.

@@ -180,7 +180,8 @@ class ModelRunnerOutput:
             the next two in its `result`.
         kv_saved: ended requests whose blocks the part no longer needs.
         invalid_block_ids: blocks that could not be loaded; their content is computed instead.
-        num_nans_in_logits: number of NaN logits, per request that had any.
+        num_nans_in_logits: number of NaN logits, per request that had any. Built-in workers do not
+            count them; an executor of another package may.
         observed_logprobs: per request with logits processors that observe, the logprob that they
             were given of each sampled token.
         pooler_output: result per completed pooling request, for which no token is sampled; a step

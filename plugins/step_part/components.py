@@ -65,6 +65,18 @@ class ComponentFactory(Protocol):
     def find(self, kind: str, name: str) -> type[Component] | None:
         """Return the class of a component; None if it is not enabled."""
 
+    def check_name(self, kind: str, name: str, path: str) -> None:
+        """Check that a name that a request gives belongs to one distribution.
+
+        Args:
+            kind: such as "grammars".
+            name: name or FQCN of the component.
+            path: field of the request that has the name.
+
+        Raises:
+            RequestError: several distributions offer it, and no setting chooses one.
+        """
+
     def hint(self, kind: str, name: str) -> str:
         """Return, as the end of a message, a similar name, and how to get the component."""
 

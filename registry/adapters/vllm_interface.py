@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .vllm_objects import ExternalParams, VllmConfigFields
+from .vllm_other_classes import why_not_adapted
 from .vllm_v1 import ExternalBatchUpdate, MoveDirectionality
 from .vllm_v2 import DeviceField, HostField, RequestStates, StepLayout
 
@@ -286,7 +287,7 @@ def stand_ins() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.startswith(f"{_NAME}."):
-            raise ImportError(_lacking(f"module {error.name!r}")) from error
+            raise ImportError(_lacking(f"module {error.name!r}", error.name)) from error
         raise
     finally:
         for name in modules:
@@ -310,13 +311,13 @@ class _Module(ModuleType):
             AttributeError: it is a private name, which Python's own protocols look for.
         """
         error = AttributeError if name.startswith("_") else ImportError
-        raise error(_lacking(f"{name!r} of {self.__name__}"))
+        raise error(_lacking(f"{name!r} of {self.__name__}", f"{self.__name__}.{name}"))
 
 
-def _lacking(what: str) -> str:
+def _lacking(what: str, module: str) -> str:
     return (
         f"there is no {what}: vLLM is not installed, and only what logits processors need stands "
-        f"in for it; install vLLM, too"
+        f"in for it; {why_not_adapted(module) or 'install vLLM, too'}"
     )
 
 

@@ -7,8 +7,8 @@ not belong to its request ends that engine before anything else reads it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,6 +18,8 @@ from hardpoint.plugins.requests import PartArray, TokenLogprobs
 from hardpoint.plugins.requests.engine_state import BLOCK_KEY_BYTES, KVCacheChanges
 
 from .errors import WireError
+
+T = TypeVar("T")
 
 _MOST_ADAPTERS = 10_000
 _MOST_TEXT, _MOST_PATH = 1 << 20, 200  # characters
@@ -86,6 +88,26 @@ class OutputCheck:
         """Expect outputs of requests, before they are sent."""
         for request in requests:
             self._requests[request.request_id] = _Expected(request, self._max_model_len)
+
+    def expect(self, requests: Sequence[EngineCoreRequest], send: Callable[[], T]) -> T:
+        """Send requests whose outputs are expected from then on; return the result of `send`.
+
+        None is expected if `send` raises or returns False: then they were not sent.
+        """
+        self.add(requests)
+        is_sent = False
+        try:
+            sent = send()
+            is_sent = sent is not False
+        finally:
+            if not is_sent:
+                self.forget([request.request_id for request in requests])
+        return sent
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests whose outputs are expected."""
+        return len(self._requests)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Expect no more outputs of requests that were aborted."""

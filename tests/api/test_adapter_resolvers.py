@@ -6,14 +6,16 @@ import asyncio
 import threading
 
 import pytest
-from support.waiting import PATIENCE_S, until
+from support.waiting import PATIENCE_S, until, wait_until
 
+from hardpoint import LLM
 from hardpoint.calls.adapter_resolvers import AdapterResolvers
 from hardpoint.core.frontend.engine_parts import Opening
 from hardpoint.errors import EngineClosedError, PluginFaultError, PluginLoadError, RequestError
 from hardpoint.plugins import AdapterResolver, EngineConfig
 from hardpoint.registry.configuration import config_from
 from hardpoint.registry.plugin_set import resolve_plugins
+from hardpoint.testing import scripted_config
 
 GO_ON = threading.Event()
 THREADS = 4
@@ -69,11 +71,15 @@ def opened(tmp_path, *resolvers, seconds=10.0) -> AdapterResolvers:
     return AdapterResolvers(opening)
 
 
-def ask(resolvers, name):
-    return asyncio.run(resolvers.resolve(name))
+@pytest.fixture(params=["async", "sync"])
+def ask(request):
+    """Asks resolvers as AsyncLLM and as LLM do."""
+    if request.param == "sync":
+        return lambda resolvers, name: resolvers.wait_for(name)
+    return lambda resolvers, name: asyncio.run(resolvers.resolve(name))
 
 
-def test_they_are_asked_in_order_until_one_knows_the_name(tmp_path):
+def test_they_are_asked_in_order_until_one_knows_the_name(tmp_path, ask):
     resolvers = opened(tmp_path, First)
     assert ask(resolvers, "sql") == tmp_path / "sql"
     assert ask(resolvers, "absent") is None
@@ -83,7 +89,7 @@ def test_they_are_asked_in_order_until_one_knows_the_name(tmp_path):
     assert First.closed == before + 1
 
 
-def test_faults_name_the_resolver(tmp_path):
+def test_faults_name_the_resolver(tmp_path, ask):
     resolvers = opened(tmp_path, First)
     with pytest.raises(PluginFaultError, match=r"'first'.*resolve.*KeyError: 'raises'"):
         ask(resolvers, "raises")
@@ -95,12 +101,13 @@ def test_faults_name_the_resolver(tmp_path):
     resolvers.close()
 
 
-def test_one_that_hangs_is_named_and_others_go_on(tmp_path, monkeypatch):
+def test_one_that_hangs_is_named_and_others_go_on(tmp_path, monkeypatch, ask):
+    GO_ON.clear()
     resolvers = opened(tmp_path, First, seconds=0.2)
     try:
         expected = r"'first'.*took longer than adapters.resolve_seconds \(0.2\)"
         with pytest.raises(PluginFaultError, match=expected):
-            asyncio.run(asyncio.wait_for(resolvers.resolve("hangs"), PATIENCE_S))
+            ask(resolvers, "hangs")
         monkeypatch.setattr(resolvers, "_seconds", PATIENCE_S)  # from here on it shall answer
         assert ask(resolvers, "sql") == tmp_path / "sql"
     finally:
@@ -134,3 +141,38 @@ def test_one_that_cannot_be_built_stops_the_start(tmp_path):
     with pytest.raises(PluginLoadError, match=r"'unbuilt'.*OSError: no disk"):
         opened(tmp_path, First, Unbuilt)
     assert First.closed == before + 1
+
+
+def test_a_program_without_an_event_loop_is_told_when_it_is_closed(tmp_path):
+    GO_ON.clear()
+    First.hanging = 0
+    resolvers, ended = opened(tmp_path, First, seconds=PATIENCE_S), []
+
+    def wait():
+        with pytest.raises(EngineClosedError):
+            resolvers.wait_for("hangs")
+        ended.append(True)
+
+    threads = [threading.Thread(target=wait, daemon=True) for _ in range(THREADS + 2)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: First.hanging == THREADS, what="the threads")
+    resolvers.close()
+    GO_ON.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert len(ended) == len(threads)
+    with pytest.raises(EngineClosedError):
+        resolvers.wait_for("sql")
+
+
+def test_llm_has_the_call(tmp_path, scripted):
+    (tmp_path / "sql").mkdir()
+    (tmp_path / "sql" / "adapter_config.json").write_text("{}")
+    extra = {
+        "adapters": {"resolvers": ["folder"]},
+        "plugin": {"folder": {"path": str(tmp_path)}},
+    }
+    with LLM(config=scripted_config(scripted, extra)) as llm:
+        assert llm.resolve_adapter("sql") == tmp_path / "sql"
+        assert llm.resolve_adapter("../sql") is None

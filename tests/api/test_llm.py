@@ -91,6 +91,25 @@ def test_progress_is_plain_lines_where_no_cursor_moves(scripted, monkeypatch, mo
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", stream.getvalue())
 
 
+@pytest.mark.parametrize("of_llm", [True, False])
+@pytest.mark.parametrize("of_call", [True, False, None])
+def test_each_call_may_show_progress_or_not(scripted, monkeypatch, of_llm, of_call):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress_display, "_SECONDS_PER_LINE", 0.0)
+    with LLM(config=scripted_config(scripted), progress=of_llm) as llm:
+        for call, given in (
+            (llm.generate, "say abc"),
+            (llm.chat, [{"role": "user", "content": "hi"}]),
+        ):
+            stream.truncate(0)
+            call(given, GREEDY, use_tqdm=of_call)
+            is_shown = of_llm if of_call is None else of_call
+            assert ("Generating: 1/1" in stream.getvalue()) == is_shown
+        with pytest.raises(RequestError, match="use_tqdm: expected true, false or None, got 1"):
+            llm.generate("say abc", GREEDY, use_tqdm=1)
+
+
 def test_one_prompt_may_stand_alone(llm):
     for prompt in ("say abc", {"prompt": "say abc"}, llm.tokenizer.encode("say abc")):
         (output,) = llm.generate(prompt, GREEDY)

@@ -17,15 +17,16 @@ from hardpoint.plugins.request_options import (
     ChatRequestOptions,
     RequestOptions,
 )
-from hardpoint.requests import BatchOptions, takes_options
+from hardpoint.requests import BatchOptions, GenerateOptions, takes_options
 from hardpoint.typed.describing import attribute_docs
 
 REQUEST = set(RequestOptions.__annotations__)
 CHAT = set(ChatOptions.__annotations__)
+DISPLAY = {"use_tqdm"}
 CALLS = {
-    LLM.generate: REQUEST,
+    LLM.generate: REQUEST | DISPLAY,
     LLM.stream: REQUEST,
-    LLM.chat: CHAT | REQUEST,
+    LLM.chat: CHAT | REQUEST | DISPLAY,
     LLM.stream_chat: CHAT | REQUEST,
     LLM.apply_chat_template: CHAT,
     AsyncLLM.generate: REQUEST,
@@ -45,6 +46,7 @@ def test_an_option_is_known_wherever_it_is_taken():
 def test_every_option_is_documented():
     for options in (RequestOptions, ChatOptions):
         assert list(attribute_docs(options)) == list(options.__annotations__)
+    assert set(attribute_docs(GenerateOptions)) == DISPLAY
 
 
 @each_call
@@ -58,7 +60,7 @@ def test_a_wrong_keyword_is_an_error_of_the_call_itself(call):
 
 @each_call
 def test_keywords_of_other_calls_are_wrong_ones(call):
-    for name in sorted((CHAT | REQUEST | {"options"}) - CALLS[call]):
+    for name in sorted((CHAT | REQUEST | DISPLAY | {"options"}) - CALLS[call]):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
             call(None, "Hi", **{name: None})
 

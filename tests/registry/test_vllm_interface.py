@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
+from pathlib import Path
 from random import Random
+from types import ModuleType
 
 import pytest
 from support.driving import alone, run
 
 from hardpoint import SamplingParams
-from hardpoint.errors import PluginLoadError
+from hardpoint.errors import PluginContractError, PluginLoadError
+from hardpoint.plugins import EngineConfig
 from hardpoint.registry.adapters.vllm_interface import process_dict_updates
 from hardpoint.registry.adapters.vllm_v1 import ExternalBatchUpdate, MoveDirectionality
+from hardpoint.registry.kinds import KINDS, Number
+from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing import scripted_engine
+from hardpoint.typed import convert
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is not None, reason="vLLM is installed"
@@ -101,6 +110,56 @@ def test_what_does_not_stand_in_is_named(scripted, tmp_path, monkeypatch, source
     with pytest.raises(PluginLoadError, match=message):
         scripted_engine(scripted, {"plugins": {"enable": ["reading_vllm:Thing"]}})
     assert "reading_vllm" not in sys.modules
+
+
+OTHER_KINDS = [
+    ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", "kv_connectors"),
+    ("vllm.distributed.kv_transfer.kv_connector.v1", "KVConnectorBase_V1", "kv_connectors"),
+    ("vllm.plugins.io_processors.interface", "IOProcessor", "io_processors"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler", "schedulers"),
+    ("vllm.v1.core.sched.interface", "SchedulerInterface", "schedulers"),
+    ("vllm.v1.executor.abstract", "Executor", "executors"),
+    ("vllm.v1.attention.backend", "AttentionBackend", "attention_backends"),
+    ("vllm.v1.metrics.loggers", "StatLoggerBase", "stat_sinks"),
+    ("vllm.reasoning", "ReasoningParser", "reasoning_parsers"),
+    ("vllm.model_executor.models.interfaces", "SupportsLoRA", "models"),
+]
+
+
+def pages_of(message):
+    return [ROOT / page for page in re.findall(r"docs/[\w-]+\.md", message)]
+
+
+@pytest.mark.parametrize(("module", "name", "kind"), OTHER_KINDS)
+def test_classes_of_other_kinds_are_not_said_to_work_with_vllm(
+    scripted, tmp_path, monkeypatch, module, name, kind
+):
+    (tmp_path / "of_vllm.py").write_text(f"from {module} import {name}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PluginLoadError) as error:
+        scripted_engine(scripted, {"plugins": {"enable": ["of_vllm:Thing"]}})
+    message = str(error.value)
+    assert "install vLLM" not in message
+    assert f"The kind {kind} takes their place" in message
+    pages = pages_of(message)
+    assert [page.name for page in pages][-1] == "differences.md"
+    assert all(page.is_file() for page in pages)
+
+
+@pytest.mark.parametrize(("module", "name", "kind"), OTHER_KINDS)
+def test_classes_of_other_kinds_with_vllm_installed(monkeypatch, module, name, kind):
+    base = type(name, (), {"__module__": module})
+    vars_of = ModuleType("own_module")
+    vars_of.Mine = type("Mine", (base,), {"__module__": "own_module"})
+    monkeypatch.setitem(sys.modules, "own_module", vars_of)
+    chosen_by = KINDS[kind].chosen_by or KINDS[kind].named_by or "plugins.enable"
+    *tables, field = chosen_by.split(".")
+    is_list = KINDS[kind].number is Number.MANY or chosen_by == "plugins.enable"
+    config = {tables[0]: {field: ["own_module:Mine"] if is_list else "own_module:Mine"}}
+    with pytest.raises(PluginContractError) as error:
+        resolve_plugins(convert(config, EngineConfig, path=""))
+    assert f"The kind {kind} takes their place" in str(error.value)
+    assert all(page.is_file() for page in pages_of(str(error.value)))
 
 
 @pytest.mark.parametrize("seed", range(4))

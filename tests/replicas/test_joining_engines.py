@@ -12,6 +12,7 @@ import pytest
 from support.joining import HELLO, NO_PLUGINS, Head, free_address
 from support.waiting import PATIENCE_S, wait_until
 
+from hardpoint.calls.engines import EngineList
 from hardpoint.core.protocol import EngineCoreReadyResponse, RequestType
 from hardpoint.errors import ConfigError, EngineClosedError, EngineDeadError, PluginLoadError
 from hardpoint.plugins import EngineConfig, EngineCoreOutput, EngineCoreOutputs
@@ -444,3 +445,50 @@ def test_a_window_bounds_what_is_under_way():
     assert not window.acknowledge(WINDOW + 1)
     assert all(window.receive() for _ in range(2 * WINDOW))
     assert not window.receive()
+
+
+class Local:
+    """Runs no engine of this machine."""
+
+    def close(self):
+        """Nothing."""
+
+
+class JoinedClient:
+    def __init__(self, hosts):
+        self.join_address = hosts.join_address
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_port_that_the_system_chooses_is_named(scripted, tmp_path, caplog, host):
+    """The log, the list of engines and the file of scripts have it, not 0."""
+    caplog.set_level(logging.INFO, logger="hardpoint")
+    file = tmp_path / "address"
+    parallel = ParallelConfig(
+        data=1, local=0, join_address=f"tcp://{host}:0", join_address_file=str(file)
+    )
+    hosts = listener.JoinedHosts(EngineConfig(model=str(scripted), parallel=parallel), Local())
+    try:
+        name, _, port = hosts.join_address.removeprefix("tcp://").rpartition(":")
+        assert int(port) > 0
+        assert file.read_text() == f"{hosts.join_address}\n"
+        assert EngineList([], JoinedClient(hosts)).join_address == hosts.join_address
+        assert f"engines may join at {hosts.join_address}" in caplog.text
+        assert f"{host}:0" not in caplog.text
+        with socket.create_connection((name, int(port)), timeout=PATIENCE_S):
+            pass
+    finally:
+        hosts.close()
+    assert not file.exists()  # nobody may join any more
+
+
+def test_a_file_that_cannot_be_written_is_named(scripted, tmp_path):
+    parallel = ParallelConfig(
+        data=1,
+        local=0,
+        join_address="tcp://127.0.0.1:0",
+        join_address_file=str(tmp_path / "absent" / "address"),
+    )
+    config = EngineConfig(model=str(scripted), parallel=parallel)
+    with pytest.raises(ConfigError, match="parallel.join_address_file: expected a file that can"):
+        listener.JoinedHosts(config, Local())

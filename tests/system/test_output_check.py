@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from hardpoint.core.client.process_client import RequestSockets
 from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -149,3 +150,70 @@ def test_a_remote_engine_quarantines_no_plugin(is_remote):
     failed = one(finish_reason=FinishReason.ERROR, error="lie", faulty_plugin="min_p")
     check.check(failed)
     assert failed.outputs[0].faulty_plugin == (None if is_remote else "min_p")
+
+
+class UnsendableError(Exception):
+    pass
+
+
+class Sockets:
+    """Sockets of an engine that encode or send nothing."""
+
+    def __init__(self, *, encodes):
+        self.encodes, self.accepts = encodes, False
+
+    def send(self, _kind, _message):
+        raise UnsendableError
+
+    def attempt(self, _kind, _message):
+        if not self.encodes:
+            raise UnsendableError
+        return lambda: self.accepts
+
+
+class Client(RequestSockets):
+    def __init__(self, *, encodes):
+        self.check = self._check = OutputCheck(VOCABULARY, LENGTH)
+        self.sockets = self._sockets = Sockets(encodes=encodes)
+
+
+def request_of(number):
+    params = SamplingParams(max_tokens=8)
+    return EngineCoreRequest(request_id=f"r{number}", prompt_token_ids=[1], params=params)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_requests_that_cannot_be_sent_are_not_expected(count):
+    """They would stay in the table for as long as the engine runs."""
+    client = Client(encodes=False)
+    calls = [client.offer_requests, client.add_requests, lambda given: client.add_request(given[0])]
+    for number in range(1000):
+        requests = [request_of(number * 2 + more) for more in range(count)]
+        with pytest.raises(UnsendableError):
+            calls[number % 3](requests)
+    assert client.check.num_requests == 0
+
+
+def test_requests_that_go_elsewhere_unsent_are_not_expected():
+    client = Client(encodes=True)
+    for number in range(1000):
+        attempt = client.offer_requests([request_of(number)])
+        assert not attempt()
+        assert not attempt()
+    assert client.check.num_requests == 0
+    client.sockets.accepts = True
+    assert attempt()
+    assert client.check.num_requests == 1
+    client.check.check(EngineCoreOutputs([EngineCoreOutput("r999", [5])]))
+
+
+def test_outputs_are_expected_before_the_engine_can_have_answered():
+    check = checker()
+    request, output = request_of(1), EngineCoreOutputs([EngineCoreOutput("r1", [5])])
+
+    def send():
+        check.check(output)
+        return True
+
+    assert check.expect([request], send)
+    assert len(output.outputs) == 1  # unknown ones are removed

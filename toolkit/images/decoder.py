@@ -72,11 +72,12 @@ class ImageDecoder:
         """The id of the process that decodes; None if there is none."""
         return self._process.pid
 
-    def decode(self, data: bytes, place: str) -> Image | ProcessedImage:
+    def decode(self, data: bytes, place: str, owner: str = "") -> Image | ProcessedImage:
         """Return an encoded image, processed if there is a processor.
 
         Args:
             place: names the image in messages.
+            owner: whom the image is of; owners have turns.
 
         Raises:
             RequestError: it has no format that is decoded, is damaged, or is above a limit; or the
@@ -101,10 +102,10 @@ class ImageDecoder:
                 f"content; got {found}"
             )
         check_size(header.width, header.height, self._limits, place)
-        answer = self._process.ask(header.format.encode() + b"\n", data)
+        answer = self._process.ask(header.format.encode() + b"\n", data, owner=owner)
         return self._read(answer, header.format, place)
 
-    def process(self, image: Image, place: str) -> Image | ProcessedImage:
+    def process(self, image: Image, place: str, owner: str = "") -> Image | ProcessedImage:
         """Return a decoded image, within the limits, processed if there is a processor.
 
         Raises:
@@ -113,7 +114,8 @@ class ImageDecoder:
         """
         if self._media is None:
             return image
-        answer = self._process.ask(f"RGB {image.width} {image.height}\n".encode(), image.pixels)
+        head = f"RGB {image.width} {image.height}\n".encode()
+        answer = self._process.ask(head, image.pixels, owner=owner)
         return self._read(answer, None, place)
 
     def _read(

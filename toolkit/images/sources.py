@@ -76,15 +76,17 @@ class ImageReader:
         read: list[Image | ProcessedImage] = []
         size = pixels = 0
         for own_place, given in images:
-            place = _place(own_place, given)
+            place, owner = _place(own_place, given), _owner(given)
             image = self._one(given, place)
             if isinstance(image, bytes):
                 size += len(image)
                 self._check_total("bytes", size, self._limits.max_total_bytes, place)
-                image = self._decoder.decode(image, place)
+                image = self._decoder.decode(image, place, owner)
             pixels += image.width * image.height
             self._check_total("pixels", pixels, self._limits.max_total_pixels, place)
-            read.append(self._decoder.process(image, place) if isinstance(image, Image) else image)
+            if isinstance(image, Image):
+                image = self._decoder.process(image, place, owner)
+            read.append(image)
         return read
 
     def _check_total(self, unit: str, found: int, limit: int, place: str) -> None:
@@ -225,6 +227,10 @@ class ImageReader:
             )
         check_size(given.width, given.height, self._limits, place)
         return given
+
+
+def _owner(given: Any) -> str:
+    return given.owner if isinstance(given, ImageSource) else ""
 
 
 def _place(place: str, given: Any) -> str:

@@ -33,6 +33,7 @@ class _PartialCall:
     shown: bool = False
 
 
+_MOST_WARNINGS = 16
 _OF_CALLS = (ToolCallBegin, ToolCallArguments, ToolCallEnd, MalformedText)
 
 
@@ -65,7 +66,23 @@ class CompletionParts:
         self._calls: list[_PartialCall] = []
         self._num_calls = 0
         self._in_call = self.has_calls = False
-        self.warning: str | None = None
+        self._warnings: dict[str, None] = {}  # each once, in order
+
+    @property
+    def warning(self) -> str | None:
+        """What was malformed in the completion; None if nothing was."""
+        if not self._warnings:
+            return None
+        reasons = list(self._warnings)
+        if (more := len(reasons) - _MOST_WARNINGS) > 0:
+            reasons[_MOST_WARNINGS:] = [f"{more} more"]
+        if self._void:  # a stream cannot take back what it has shown
+            reasons.append(f"void are the calls begun with index {', '.join(map(str, self._void))}")
+        return "; ".join(reasons)
+
+    def warn(self, reason: str) -> None:
+        """Note what is malformed; one reason counts once."""
+        self._warnings[reason] = None
 
     def add(self, events: Iterable[OutputEvent]) -> None:
         """Take what the parser has found, in order."""
@@ -88,10 +105,7 @@ class CompletionParts:
                     if self._in_call:
                         self._void_call()
                     self._add_content(text)
-                    self.warning = reason
-                    if self._void:  # a stream cannot take back what it has shown
-                        void = ", ".join(map(str, self._void))
-                        self.warning += f"; void are the calls begun with index {void}"
+                    self.warn(reason)
                 case ToolCallEnd():
                     self.has_calls, self._in_call = True, False
 

@@ -146,7 +146,7 @@ class ChatCompletionRequest(TextFields):
     ignored: ClassVar[Mapping[str, str]] = {
         **IGNORED,
         "prompt_cache_options": "cached prompts are found by their content",
-        "prediction": "there is no speculative decoding",
+        "prediction": "drafts are made by the speculators that the operator enables",
         "store": "nothing is stored",
         "verbosity": "ask for it in the messages",
     }
@@ -355,7 +355,7 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
         messages = plain_messages(body.messages)
         self._service.check_prompt(messages, tools, name="messages")
         outputs = engine.chat(
-            messages,
+            self._service.owned(asked.call, messages),
             params,
             asked.request_id,
             tools=tools,

@@ -12,7 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorBody
-from hardpoint.builtin_plugins.server.routes.answers import DONE, engine_id, new_id
+from hardpoint.builtin_plugins.server.routes.answers import (
+    DONE,
+    engine_id,
+    load_token_bytes,
+    new_id,
+)
 from hardpoint.builtin_plugins.server.routes.fields import GenerationFields
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.builtin_plugins.server.streaming import COMMENT
@@ -71,6 +76,13 @@ class AnswerWriter(ABC, Generic[OutputT]):
         return b"data: " + msgspec.json.encode(ErrorBody(error.detail)) + b"\n\n" + DONE
 
 
+def has_logprobs(body: Any) -> bool:
+    """Return whether a body asks for log-probabilities of its answer."""
+    params = getattr(body, "sampling_params", body)
+    asked = getattr(body if callable(params) else params, "logprobs", None)
+    return asked is not None and asked is not False
+
+
 class Dialect(ABC, Generic[BodyT, OutputT]):
     """A route that generates: its body, what it asks of the engine, and how it answers."""
 
@@ -107,6 +119,8 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
             call, body, model, answer_id, engine_id(answer_id, body.request_id), adapter
         )
         outputs, answer = await self.begin(asked)
+        if has_logprobs(body):
+            await load_token_bytes(self._service.engine.tokenizer)
         if not body.stream:
             return await self._service.answer(request, call, lambda: answer.whole(outputs))
         events = answer.events(outputs)

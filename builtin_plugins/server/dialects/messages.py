@@ -23,7 +23,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
 )
 from hardpoint.builtin_plugins.server.routes.images import check_images
 from hardpoint.plugins import RequestError, RequestOutput
-from hardpoint.plugins.server import Route
+from hardpoint.plugins.server import Call, Route
 from hardpoint.typed import Strict
 
 from .dialect import Dialect, ParsedRequest
@@ -183,7 +183,7 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
         call, asked = await self._service.read(request, CountTokensRequest)
         await self._service.model(asked.model)
         check_limits(asked, self._service.settings.limits)
-        conversation = self._conversation(asked)
+        conversation = self._conversation(call, asked)
 
         async def counted() -> TokenCount:
             prompt = await self._service.engine.apply_chat_template(**conversation)
@@ -208,7 +208,7 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
         params = self._params(body, **fields)
         parallel = not getattr(body.tool_choice, "disable_parallel_tool_use", False)
         given: dict[str, Any] = {
-            **self._conversation(body),
+            **self._conversation(asked.call, body),
             "request_id": asked.request_id,
             "parallel_tool_calls": parallel,
             **self._service.extras(asked.call, body, asked.adapter),
@@ -224,7 +224,9 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
             lambda: engine.chat(sampling_params=params, **given),
         )
 
-    def _conversation(self, asked: MessagesRequest | CountTokensRequest) -> dict[str, Any]:
+    def _conversation(
+        self, call: Call, asked: MessagesRequest | CountTokensRequest
+    ) -> dict[str, Any]:
         """Return a conversation as the engine takes it.
 
         Raises:
@@ -246,7 +248,7 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
         tools = None if asked.tools is None else [tool.plain() for tool in asked.tools]
         self._service.check_prompt(messages, tools, name="messages")
         return {
-            "messages": messages,
+            "messages": self._service.owned(call, messages),
             "tools": tools,
             "tool_choice": _choice(asked.tool_choice),
             "continue_final_message": last["role"] == "assistant",

@@ -28,7 +28,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     renamed,
 )
 from hardpoint.builtin_plugins.server.routes.models import json_response
-from hardpoint.builtin_plugins.server.service import Service
+from hardpoint.builtin_plugins.server.service import Service, call_of
 from hardpoint.plugins import (
     CompletionOutput,
     Logprob,
@@ -38,7 +38,7 @@ from hardpoint.plugins import (
     SamplingParams,
 )
 from hardpoint.plugins.requests import AdapterScale, WeightRun
-from hardpoint.plugins.server import Route
+from hardpoint.plugins.server import Call, Route
 from hardpoint.toolkit.trace import CompletionTrace
 from hardpoint.typed import Strict
 
@@ -370,19 +370,20 @@ class TokenRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text or a conversation."""
+        call = call_of(request)
         asked = await self._service.read_plain(request, TokenizeRequest)
         await self._service.model(asked.model)
-        return json_response(await self._service.run(request, lambda: self._tokenized(asked)))
+        return json_response(await self._service.run(request, lambda: self._tokenized(call, asked)))
 
-    async def _tokenized(self, asked: TokenizeRequest) -> Tokenized:
-        tokens = await self._tokens(asked)
+    async def _tokenized(self, call: Call, asked: TokenizeRequest) -> Tokenized:
+        tokens = await self._tokens(call, asked)
         longest = self._service.engine.config.max_model_len
         answer = Tokenized(len(tokens), longest if isinstance(longest, int) else None, tokens)
         if asked.return_token_strs:
             answer.token_strs = await asyncio.to_thread(self._texts, tokens)
         return answer
 
-    async def _tokens(self, asked: TokenizeRequest) -> list[int]:
+    async def _tokens(self, call: Call, asked: TokenizeRequest) -> list[int]:
         engine = self._service.engine
         if (asked.prompt is None) == (asked.messages is None):
             raise RequestError("prompt and messages: expected one of them")
@@ -399,7 +400,7 @@ class TokenRoutes:
         tools = plain_tools(asked.tools)
         self._service.check_prompt(messages, tools, name="messages")
         rendered = await engine.apply_chat_template(
-            messages,
+            self._service.owned(call, messages),
             tools=tools,
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=asked.continue_final_message,

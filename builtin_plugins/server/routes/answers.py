@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import functools
@@ -216,6 +217,14 @@ def token_text(logprob: Logprob, token: int, *, as_id: bool = False) -> str:
     if as_id or logprob.decoded_token is None:
         return f"token_id:{token}"
     return logprob.decoded_token
+
+
+async def load_token_bytes(tokenizer: Tokenizer) -> None:
+    """Read the bytes of all tokens, which takes a second, in another thread.
+
+    To be awaited before an answer with log-probabilities, whose streams would stop meanwhile.
+    """
+    await asyncio.to_thread(_token_bytes, tokenizer)
 
 
 @functools.lru_cache(maxsize=1)

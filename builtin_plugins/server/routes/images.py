@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.requests import ImageSource
 from hardpoint.plugins.server import AsyncGenerator
@@ -41,6 +43,30 @@ def placed_images(content: Any, path: str) -> Any:
             part = {**part, "image_url": ImageSource(given, place)}
         placed.append(part)
     return placed
+
+
+def with_owner(messages: Sequence[Part], owner: str) -> list[Part]:
+    """Return messages whose images have an owner, by whose turns they are decoded."""
+    owned = list(messages)
+    for index, message in enumerate(owned):
+        content = message.get("content")
+        if isinstance(content, list) and any(_source_of(part) for part in content):
+            owned[index] = {**message, "content": [_owned(p, owner) for p in content]}
+    return owned
+
+
+def _source_of(part: Any) -> ImageSource | None:
+    given = part.get("image_url") if isinstance(part, Mapping) else None
+    url = given.get("url") if isinstance(given, Mapping) else given
+    return url if isinstance(url, ImageSource) else None
+
+
+def _owned(part: Any, owner: str) -> Any:
+    if (source := _source_of(part)) is None:
+        return part
+    source, given = msgspec.structs.replace(source, owner=owner), part["image_url"]
+    url = {**given, "url": source} if isinstance(given, Mapping) else source
+    return {**part, "image_url": url}
 
 
 def joined(parts: Sequence[str | Part]) -> Content:

@@ -293,6 +293,6 @@ class CompletionStream:
         self._num_parsed = end
         if finished:
             if self._parser.in_reasoning:
-                self.parts.warning = "the output ended inside the reasoning"
+                self.parts.warn("the output ended inside the reasoning")
             self.parts.add(self._parser.finish())
             self.parts.finish()

@@ -60,6 +60,7 @@ class RequestExtras(typed.Strict):
         session: conversation that it belongs to; needs `retain_seconds`.
         retain_seconds: how long its blocks are worth more than others; needs `session`.
         data_parallel_rank: number of the engine that runs it; None lets the balancer choose.
+        prompt_text: text that outputs have as `prompt`, of a ready-made request for example.
     """
 
     priority: int = 0
@@ -76,6 +77,7 @@ class RequestExtras(typed.Strict):
     session: str | None = None
     retain_seconds: float | None = None
     data_parallel_rank: int | None = None
+    prompt_text: str | None = None
 
     @property
     def retention(self) -> Retention | None:
@@ -225,10 +227,7 @@ class InputProcessor:
 
     def outputs_of(self, prompt: Prompt) -> Any:
         """Return the outputs that a prompt comes with, by completion; None: it has none."""
-        if not isinstance(prompt, Mapping):
-            return None
-        given: Mapping[Any, Any] = copied(prompt, "prompt")
-        return given.get(OUTPUTS)
+        return copied(prompt, "prompt").get(OUTPUTS) if isinstance(prompt, Mapping) else None
 
     def length_of(self, prompt: Prompt) -> int:
         """Return the length of a prompt's texts to tokenise; large, if it is more than texts."""

@@ -21,6 +21,7 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.step_part.part import ToolCalls
+from hardpoint.registry.duplicates import check_unique
 from hardpoint.registry.kinds import KINDS, Number
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import prepare_arguments, prepares
@@ -338,6 +339,7 @@ class PluginArguments:
             if len(found) > 1:
                 choices = " or ".join(f"{taker.entry.kind}/{taker.entry.name}" for taker in found)
                 raise RequestError(f"{path}: could be {choices}")
+            check_unique(found[0].entry, path, RequestError)
             key = found[0].key
             if key in located:
                 raise RequestError(f"{path}: given twice, here and by {located[key].path}")

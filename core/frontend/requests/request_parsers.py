@@ -145,7 +145,7 @@ class RequestParsers:
         return OutputParsers(self._tokenizer, by_kind, (), fallback)
 
     def _named_entry(self, kind: str, field: str, name: str) -> PluginEntry:
-        entry = self._plugins.find(kind, name)
+        entry = self._plugins.find(kind, name, RequestError)
         if entry is None:
             known = sorted(entry.name for entry in self._plugins.entries(kind))
             raise RequestError(

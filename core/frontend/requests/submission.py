@@ -136,7 +136,7 @@ class Submitter:
             if self._received_hook is not None:
                 children = [self._received_hook(child, held) for child in children]
             sought = _sought_calls(request, params, extras)
-            self._register(children, text, parent, arrived, sought)
+            self._register(children, extras.prompt_text or text, parent, arrived, sought)
         finally:
             for parsers in held:
                 parsers.close()

@@ -60,12 +60,12 @@ class PrebuiltRequestValidator:
 
         Args:
             params: given in addition to the request; must be None.
-            extras: given in addition; must be the defaults.
+            extras: given in addition; must be the defaults, but for `prompt_text`.
 
         Raises:
             RequestError: a field is wrong or given twice.
         """
-        if params is not None or extras != NO_EXTRAS:
+        if params is not None or msgspec.structs.replace(extras, prompt_text=None) != NO_EXTRAS:
             raise RequestError("sampling_params: a ready-made EngineCoreRequest brings its own")
         _refuse_frontend_fields(request)
         return self.checked(request)

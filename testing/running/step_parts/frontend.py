@@ -85,6 +85,11 @@ class ScriptedComponents:
         """Return the class of a component; None if it is not enabled."""
         return self._scripted.get(kind, {}).get(name) or self._installed.find(kind, name)
 
+    def check_name(self, kind: str, name: str, path: str) -> None:
+        """Check that a name that a request gives belongs to one distribution."""
+        if name not in self._scripted.get(kind, {}):
+            self._installed.check_name(kind, name, path)
+
     def hint(self, kind: str, name: str) -> str:
         """Return, as the end of a message, a similar name, and how to get the component."""
         return self._installed.hint(kind, name)

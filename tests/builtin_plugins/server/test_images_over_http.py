@@ -13,6 +13,7 @@ from support.image_model import settings, write_image_model
 from support.pictures import data_url, encoded, gradient
 
 from hardpoint import AsyncLLM
+from hardpoint.builtin_plugins.server.access.keys import KeyStore, installed
 from hardpoint.plugins.config.engine import ImagesConfig
 from hardpoint.plugins.requests.media import ImageSource
 
@@ -367,3 +368,51 @@ def test_what_is_wrong_with_an_image_names_its_part(real_server, path, body, wor
     response = real_server.client.post(path, json=body)
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
+
+
+ROUTES = {
+    "/v1/chat/completions": ("messages", lambda url: {"type": "image_url", "image_url": url}),
+    "/v1/responses": ("input", lambda url: {"type": "input_image", "image_url": url}),
+    "/v1/messages": (
+        "messages",
+        lambda url: {"type": "image", "source": {"type": "url", "url": url}},
+    ),
+    "/v1/messages/count_tokens": (
+        "messages",
+        lambda url: {"type": "image", "source": {"type": "url", "url": url}},
+    ),
+    "/tokenize": ("messages", lambda url: {"type": "image_url", "image_url": {"url": url}}),
+}
+
+
+@pytest.fixture(scope="module")
+def server_with_keys(tmp_path_factory):
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    path.write_text(f'[[key]]\nname = "alice"\nkey = "{"a" * 32}"\n')
+    path.chmod(0o600)
+    engine = FakeEngine(config=configured(), takes_images=True)
+    with running(engine, authenticators=[installed(KeyStore(str(path)))]) as running_server:
+        yield running_server
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_images_belong_to_the_key_of_their_request(server_with_keys, route, monkeypatch):
+    field, part = ROUTES[route]
+    engine, seen = server_with_keys.engine, []
+    render = engine.apply_chat_template
+
+    async def recorded(messages, **options):
+        seen.append(messages)
+        return await render(messages, **options)
+
+    monkeypatch.setattr(engine, "apply_chat_template", recorded)
+    item = {"role": "user", "content": [part("https://example.com/a.png")]}
+    body = {field: [item]} | ({"max_tokens": 4} if route == "/v1/messages" else {})
+    if route == "/v1/responses":
+        body["store"] = False
+    headers = {"x-api-key": "a" * 32}
+    assert server_with_keys.client.post(route, json=body, headers=headers).is_success
+    messages = seen[-1] if seen else engine.asked[-1][0]
+    given = messages[-1]["content"][0]["image_url"]
+    source = given["url"] if isinstance(given, dict) else given
+    assert (source.url, source.owner) == ("https://example.com/a.png", "alice")

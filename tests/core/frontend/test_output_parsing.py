@@ -174,6 +174,23 @@ def test_the_warning_names_a_call_that_was_shown_before_it_broke():
     assert parts.warning == "no JSON; void are the calls begun with index 0"
 
 
+def test_all_warnings_of_an_answer_are_kept():
+    parts = CompletionParts(delta=True)
+    for reason in ("no JSON", "no name", "no JSON"):
+        parts.add([MalformedText("x", reason)])
+    parts.add([ToolCallBegin("add", "1"), MalformedText("tru", "no end")])
+    parts.warn("the output ended inside the reasoning")
+    assert parts.warning == "no JSON; no name; no end; the output ended inside the reasoning"
+
+
+def test_very_many_warnings_are_counted():
+    parts = CompletionParts(delta=False)
+    parts.add(MalformedText("x", f"reason {number}") for number in range(100))
+    assert parts.warning is not None
+    assert parts.warning.startswith("reason 0; reason 1; ")
+    assert parts.warning.endswith("; reason 15; 84 more")
+
+
 def call_of(name):
     return [ToolCallBegin(name, name), ToolCallArguments("{}"), ToolCallEnd()]
 

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from hardpoint import RequestError, SamplingParams
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, hookimpl
 
 FOUR = {"max_tokens": 4, "ignore_eos": True}
@@ -49,6 +50,39 @@ def test_a_sound_one_runs(engine):
     assert outputs[-1].outputs[0].finish_reason == "length"
     assert outputs[-1].outputs[0].index == 2
     assert outputs[-1].prompt_token_ids == [5, 6, 7, 1]  # as the hook would have it
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "shown"),
+    [
+        (ready(), "the text", "the text"),
+        (ready(), None, None),
+        ([5, 6, 7], "the text", "the text"),
+        ("abc", None, "abc"),
+    ],
+)
+def test_outputs_have_the_text_that_is_given(engine, prompt, given, shown):
+    params = None if isinstance(prompt, EngineCoreRequest) else SamplingParams(**FOUR)
+    engine.add_request("mine", prompt, params, RequestExtras(prompt_text=given))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert {output.prompt for output in outputs} == {shown}
+
+
+def test_other_extras_are_refused_with_a_text(engine):
+    with pytest.raises(RequestError, match="brings its own"):
+        engine.add_request("mine", ready(), None, RequestExtras(prompt_text="x", priority=1))
+
+
+def test_live_requests_are_counted(engine):
+    assert engine.get_num_unfinished_requests() == 0
+    ids = [engine.add_request("mine", ready(params={"n": n})) for n in (1, 2)]
+    assert engine.get_num_unfinished_requests() == 3
+    engine.abort_requests(ids[1:])
+    assert engine.get_num_unfinished_requests() == 1
+    engine.abort_requests(ids)
+    assert engine.get_num_unfinished_requests() == 0
 
 
 @pytest.mark.parametrize("n", [1, 2])

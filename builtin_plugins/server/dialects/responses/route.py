@@ -368,7 +368,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         tools, choice = body.tools_and_choice()
         self._service.check_prompt(messages, tools, name="input")
         outputs = engine.chat(
-            messages,
+            self._service.owned(asked.call, messages),
             params,
             asked.request_id,
             tools=tools,

@@ -81,7 +81,7 @@ class _ContractFinder:
             return None
         from importlib.util import find_spec  # noqa: PLC0415
 
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is None or spec.loader is None:
             return spec
@@ -97,7 +97,7 @@ class _ContractFinder:
         return spec
 
 
-sys.meta_path.insert(0, _ContractFinder())  # type: ignore[arg-type]
+sys.meta_path.insert(0, _ContractFinder())
 
 _PACKAGES = ("errors", "plugins", "registry", "typed")
 """Packages that are attributes of this one without an import."""

@@ -32,7 +32,7 @@ from hardpoint.testing.suite import (
 )
 
 from .batch import make_logits
-from .histories import SimulatedBatch, Step, check_history, steps
+from .histories import HistoryStep, SimulatedBatch, check_history, steps
 from .host_sync import UndecidableError
 from .rules import claims, results, states
 from .subject import MAX_ROWS, RequestCase, Subject, drawn_tokens
@@ -336,13 +336,13 @@ class LogitsProcessorSuite(GeneralSuite):
         batch = SimulatedBatch(self._subject)
 
         def use(number: int) -> None:
-            add = Step((("add", number % len(cases)),), 0, False)
-            for step in (add, Step((), 0, False)):
+            add = HistoryStep((("add", number % len(cases)),), 0, False)
+            for step in (add, HistoryStep((), 0, False)):
                 batch.apply_events(step, cases)
                 sampled = batch.sampled_requests(step)
                 logits = make_logits(number, len(sampled), self.vocab_size)
                 batch.advance(sampled, logits, batch.process(sampled, logits))
-            batch.apply_events(Step((("finish", 0),), 0, False), cases)
+            batch.apply_events(HistoryStep((("finish", 0),), 0, False), cases)
 
         yield InUse(batch.pipeline.processor, use)
 

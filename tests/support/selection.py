@@ -307,7 +307,7 @@ def _names(argument: str | Sequence[str]) -> Sequence[str]:
 
 
 def _values(item: Any, axes: Sequence[Sequence[str]]) -> set[tuple[int, ...]]:
-    """Return what a test has of each axis: the objects of its parameters."""
+    """Return the values of a test on each axis: the identities of its parameters."""
     params = item.callspec.params
     return {
         (number, *(id(params.get(name)) for name in names)) for number, names in enumerate(axes)

@@ -210,10 +210,11 @@ def test_a_profile_on_an_event_loop(scripted, tmp_path):
 def test_on_an_event_loop(scripted):
     async def main() -> None:
         extra = {"plugins": ENABLED}
+        params = msgspec.structs.replace(LONG, max_tokens=8)
         async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
 
             async def whole() -> list[int]:
-                async for output in llm.generate("say abc", LONG):
+                async for output in llm.generate("say abc", params):
                     last = output
                 return last.outputs[0].token_ids
 

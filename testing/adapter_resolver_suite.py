@@ -22,9 +22,9 @@ from hardpoint.plugins.component import Component
 
 from .declared import declared_result
 from .general.suite import InUse
-from .general.timed_suite import TimedSuite
 from .suite import Rule, Violation, checks, short_repr
 from .threads import in_thread
+from .timing.timed_suite import TimedSuite
 
 RESULT = Rule(
     "result: a resolver returns an absolute Path, a LoRARequest of the name, or None",

@@ -27,9 +27,9 @@ from hardpoint.plugins.requests import PoolingRequestOutput
 
 from .declared import declared_result
 from .general.suite import InUse
-from .general.timed_suite import TimedSuite
 from .scripted_tokenizer import ByteTokenizer
 from .suite import NOTHING_DRAWN, Rule, Violation, checks, short_repr
+from .timing.timed_suite import TimedSuite
 
 SAMPLES = Rule(
     "samples: each input of `samples` is taken, and has an answer",

@@ -117,7 +117,7 @@ def _sizes(component: Any) -> dict[str, int]:
 def _grown(
     before: Mapping[str, int], after: Mapping[str, int], uses: int, bytes_per_use: int
 ) -> dict[str, int]:
-    """Return what grew by more than a use may leave, and by how much."""
+    """Return the sizes that grew by more than a use may leave, and their growth."""
     grown = {}
     for name, more in more_than(before, after).items():
         if name.startswith("bytes"):

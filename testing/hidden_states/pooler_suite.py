@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hardpoint.plugins import Pooler, PoolerContext, PromptPooler
 from hardpoint.plugins.component import Component
 from hardpoint.testing.general.suite import InUse
-from hardpoint.testing.general.timed_suite import TimedSuite
 from hardpoint.testing.suite import NOTHING_DRAWN, Rule, short_repr
+from hardpoint.testing.timing.timed_suite import TimedSuite
 from hardpoint.typed.read_only import ReadOnlyList
 
 SHAPE = Rule(

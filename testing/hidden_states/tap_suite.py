@@ -17,8 +17,8 @@ from hardpoint.plugins import ActivationTap, ActivationTapContext, TapRows, TapS
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.sampling.activation_tap import is_site
 from hardpoint.testing.general.suite import InUse
-from hardpoint.testing.general.timed_suite import TimedSuite
 from hardpoint.testing.suite import NOTHING_DRAWN, Rule, Violation, checks, short_repr
+from hardpoint.testing.timing.timed_suite import TimedSuite
 
 SITES = Rule(
     "sites: sites() gives the same TapSites for the same arguments, in every process",
@@ -56,7 +56,7 @@ CACHE_KEY = Rule(
     "give all arguments that change() depends on a part in cache_key()",
 )
 
-_TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
+_RELATIVE, _ABSOLUTE = 1e-3, 1e-4
 _SAMPLED = 4
 _EFFECTS = 20
 
@@ -104,7 +104,7 @@ class _Call:
     def __call__(
         self, requests: Sequence[_TapRequest], span: tuple[int, int] | None = None
     ) -> torch.Tensor | None:
-        """Return what the tap returns for requests, or for a span of one.
+        """Return the result of the tap for requests, or for a span of one.
 
         Raises:
             Violation: it changed what it was given.
@@ -420,8 +420,8 @@ def _compared(found: torch.Tensor, expected: torch.Tensor, is_exact: bool) -> st
     first, second = found.double().nan_to_num(), expected.double().nan_to_num()
     if is_exact and not torch.equal(first, second):
         number = int((first != second).sum())
-        most = float((first - second).abs().max())
-        return f"{number} of {first.numel()} differ, by up to {most:.2g}; expected the same bits"
-    if not is_exact and not torch.allclose(first, second, **_TOLERANCE):
+        largest = float((first - second).abs().max())
+        return f"{number} of {first.numel()} differ, by up to {largest:.2g}; expected the same bits"
+    if not is_exact and not torch.allclose(first, second, _RELATIVE, _ABSOLUTE):
         return f"they differ by up to {float((first - second).abs().max()):.2g}"
     return ""

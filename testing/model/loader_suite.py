@@ -29,8 +29,8 @@ from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.testing.engine_access import cut_weights, load_quantization
 from hardpoint.testing.general.suite import InUse
-from hardpoint.testing.general.timed_suite import TimedSuite
 from hardpoint.testing.suite import Rule, Violation, checks, short_repr
+from hardpoint.testing.timing.timed_suite import TimedSuite
 
 from .checkpoints.changes import (
     CHANGED,

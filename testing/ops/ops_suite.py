@@ -499,7 +499,9 @@ class OpsSuite(GeneralComponentSuite):
     def _in_use(self) -> Iterator[InUse]:
         dtype = self.dtypes[0]
         ops, shape = self._make(dtype), (8, 32)
-        weight, x = self._draw(*shape, dtype=dtype), self._draw(3, shape[1], dtype=dtype)
+        generator, device = torch.Generator().manual_seed(0), first_device(self.ops, self.device)
+        weight = torch.randn(shape, generator=generator).to(device, dtype)
+        x = torch.randn(3, shape[1], generator=generator).to(device, dtype)
 
         def use(number: int) -> None:
             ops.linear(self._pack(ops, weight), shape, None)(x[: 1 + number % 3])

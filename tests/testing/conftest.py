@@ -14,7 +14,6 @@ from hardpoint.testing import AdapterResolverSuite, ExecutorSuite, StepPartSuite
 from hardpoint.testing import component_suite as components
 from hardpoint.testing import suite as kit_suite
 from hardpoint.testing.general import suite as general_suite
-from hardpoint.testing.general.timed_suite import TimedSuite
 from hardpoint.testing.kv import connector_session, connector_suite, peer_suite, store_place
 from hardpoint.testing.reporting import calls, publisher_suite
 from hardpoint.testing.running import (
@@ -27,6 +26,7 @@ from hardpoint.testing.running import (
     scripted_worker,
 )
 from hardpoint.testing.running.step_parts import rules as step_part_rules
+from hardpoint.testing.timing.timed_suite import TimedSuite
 
 _PATIENCE_S = 60.0
 _LIMITS = (

@@ -10,16 +10,19 @@ from safetensors.torch import save_file
 
 from hardpoint.testing import ActivationTapSuite
 
+_SIZE = 512
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     """A file of two directions."""
     path = tmp_path_factory.mktemp("directions") / "directions.safetensors"
-    save_file({"up": torch.linspace(-1, 1, 16), "down": torch.ones(16)}, path)
+    save_file({"up": torch.linspace(-1, 1, _SIZE), "down": torch.ones(_SIZE)}, path)
     return str(path)
 
 
 class Directed(ActivationTapSuite):
+    hidden_size = _SIZE
     arguments = st.builds(dict, direction=st.sampled_from(["up", "down"]), layer=st.integers(0, 3))
 
     @pytest.fixture(autouse=True)

@@ -63,7 +63,7 @@ class Reader:
     read: Callable[[WeightLoader], Tensors]
 
     def load(self, path: Path) -> tuple[ModelConfig, Tensors]:
-        """Return what a new loader has of a checkpoint; copies, since files may be mapped."""
+        """Return configuration and weights by a new loader; copies, since files may be mapped."""
         loader = self.make(path)
         try:
             weights = {name: weight.clone() for name, weight in self.read(loader).items()}
@@ -142,7 +142,7 @@ def check_tags(path: Path, reader: Reader) -> None:
     """Change the first bytes of the file of weights.
 
     Raises:
-        Violation: nobody notices.
+        Violation: the loader does not notice.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(path, Path(folder))

@@ -22,7 +22,7 @@ class CallTimes:
     """Times of calls.
 
     Attributes:
-        seconds: of each call, without the time in which its thread waited for a processor.
+        seconds: time of each call, without the time in which its thread waited for a processor.
     """
 
     def __init__(self, max_wait_seconds: float | None) -> None:

@@ -1,0 +1,1 @@
+"""Times of the calls of a component: the test, and its figures."""

@@ -97,7 +97,8 @@ def test_signals_that_are_ignored_stay_so(scripted):
 
 def test_the_package_imports_nothing_before_the_handler_is_set():
     """Time in imports that come before it is time in which an interrupt prints a traceback."""
-    code = "import sys; old = set(sys.modules); import hardpoint.__main__; print(*set(sys.modules) - old)"
+    code = "import sys; old = set(sys.modules); import hardpoint.__main__\n"
+    code += "print(*set(sys.modules) - old)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert set(ended.stdout.split()) <= {"hardpoint", "hardpoint.__main__", "__future__"}
 

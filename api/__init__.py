@@ -13,31 +13,33 @@ if TYPE_CHECKING:
     from typing import Any
 
     from hardpoint.core.frontend.llm_engine import LLMEngine
-
-    from .async_llm import AsyncLLM
-    from .conversations.parts import PromptPart
-    from .exports import (
-        CompletionOutput,
-        ConfigError,
+    from hardpoint.errors import (
         ConversationEndedError,
         EngineClosedError,
-        EngineConfig,
         EngineDeadError,
         EnginePausedError,
         EngineTimeoutError,
+        PluginError,
+    )
+    from hardpoint.plugins import (
+        CompletionOutput,
+        ConfigError,
+        EngineConfig,
         HardpointError,
         Logprob,
         LoRARequest,
         ModelError,
         OverloadedError,
-        PluginError,
-        PoolingParams,
-        PoolingRequestOutput,
         RequestError,
         RequestOutput,
         RequestOutputKind,
         SamplingParams,
     )
+    from hardpoint.plugins.params import PoolingParams
+    from hardpoint.plugins.requests import PoolingRequestOutput
+
+    from .async_llm import AsyncLLM
+    from .conversations.parts import PromptPart
     from .llm import LLM
 
 __all__ = [
@@ -131,9 +133,11 @@ def __getattr__(name: str) -> Any:
 
         return installed_version()
     if name in __all__:
-        from . import exports  # noqa: PLC0415
+        from hardpoint import errors, plugins  # noqa: PLC0415
+        from hardpoint.plugins import params, requests  # noqa: PLC0415
 
-        return getattr(exports, name)
+        modules = (errors, params, requests, plugins)
+        return next(vars(module)[name] for module in modules if name in vars(module))
     if name in _PACKAGES:
         from importlib import import_module  # noqa: PLC0415
 

@@ -1,18 +1,41 @@
-"""`python -m hardpoint`: the same as the `hardpoint` program."""
+"""Entry of the `hardpoint` program, and of `python -m hardpoint`.
 
-import sys
+It imports nothing until its handler of SIGINT is set, and neither does the package: an interrupt of
+the imports ends the program without a traceback.
+"""
+
+from __future__ import annotations
+
+_INTERRUPTED = 130
+
+
+def main() -> int:
+    """Import and run the program; return its exit code, see `hardpoint.cli.main`."""
+    import os  # noqa: PLC0415 - nothing is imported before the handler
+    import signal  # noqa: PLC0415
+
+    def end(*_: object) -> None:
+        os._exit(_INTERRUPTED)  # nothing was begun; an exception might be lost, or be printed
+
+    usual = signal.getsignal(signal.SIGINT)
+    is_usual = usual is signal.default_int_handler
+    if is_usual:
+        signal.signal(signal.SIGINT, end)
+    try:
+        from .cli import main as run  # noqa: PLC0415
+    except ModuleNotFoundError as cause:
+        if cause.name != "hardpoint.cli":
+            raise
+        from hardpoint.registry.discovery import advise  # noqa: PLC0415
+
+        raise SystemExit(f"hardpoint: error: {advise('command line')}") from None
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    finally:
+        if is_usual:
+            signal.signal(signal.SIGINT, usual)
+    return run()
+
 
 if __name__ == "__main__":
-    try:
-        from .cli import main
-
-        code = main()
-    except ModuleNotFoundError as cause:
-        if cause.name not in ("hardpoint.cli", "hardpoint.program"):
-            raise
-        from hardpoint.registry.discovery import advise
-
-        sys.exit(f"hardpoint: error: {advise('command line')}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(code)
+    raise SystemExit(main())

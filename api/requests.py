@@ -144,7 +144,7 @@ Outputs = collections.deque[AnyOutput | Exception]
 """What has come for the requests of one call."""
 
 
-def draws_progress(options: dict[str, Any], *, default: bool) -> bool:
+def draws_progress(options: GenerateOptions, *, default: bool) -> bool:
     """Take `use_tqdm` out of the options of a call; return whether the call shows progress.
 
     Raises:

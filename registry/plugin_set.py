@@ -32,8 +32,18 @@ from .adapt import configured, load_component
 from .adapters.contract_1 import warn_of_earlier
 from .backends import check_devices, first_that_runs
 from .blame import close_if_failed, faults_as
-from .discovery import InstalledPlugin, SelectedPlugin, advice, discover, installed_version
-from .duplicates import check_other_name, check_unique, offers, undecided, warn_of_defaults
+from .discovery import (
+    InstalledPlugin,
+    SelectedPlugin,
+    advice,
+    check_other_name,
+    check_unique,
+    discover,
+    installed_version,
+    offers,
+    undecided,
+    warn_of_defaults,
+)
 from .hooks import HookSet
 from .kinds import KINDS, Number
 from .loading import inspecting, keeping_torch

@@ -26,10 +26,10 @@ from .discovery import (
     InstalledPlugin,
     SelectedPlugin,
     advice,
+    ambiguity,
     describe_unknown_kind,
     toml_key,
 )
-from .duplicates import ambiguity
 from .kinds import KINDS, Number, PluginKind, value_at
 from .loading import import_object, inspecting, kinds_of, marks_hooks, snake_case
 from .references import provided_by

@@ -68,6 +68,7 @@ SMALL_MODULES = {
     "hardpoint.testing.ops.formulas": "formulas in float64; the suite of operations is large",
     "hardpoint.testing.text.output_parser_rules": "rules; the suite of output parsers is large",
     "hardpoint.testing.text.tokenizer_rules": "rules; the suite of tokenizers is large",
+    "hardpoint.toolkit.limited.fair_lock": "an algorithm with tests of its own",
     "hardpoint.toolkit.images.addresses": "a table of networks, with tests of its own",
     "hardpoint.builtin_plugins.models.gemma.processor": "run by its path, in a limited process",
     "hardpoint.toolkit.bitmasks": "for authors of grammar backends",

@@ -20,7 +20,7 @@ from hardpoint.plugins.component import Component, Context, Source
 from hardpoint.plugins.component.behaviour import behaviour_of
 from hardpoint.plugins.scheduling.scheduler import Gates
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
-from hardpoint.registry.duplicates import check_unique
+from hardpoint.registry.discovery import check_unique
 from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed import suggest

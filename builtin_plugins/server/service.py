@@ -40,7 +40,6 @@ from .operations.adapters import ServedAdapters
 from .operations.load import InFlightRequests
 from .operations.traffic import TrafficRecorder, current_request_id
 from .receiving import SMALL_BYTES, BodyReceiver
-from .routes.images import with_owner
 from .streaming import COMMENT, EventStream, while_connected
 
 _log = logging.getLogger("hardpoint")
@@ -324,11 +323,10 @@ class Service:
             )
         raise _restarting()
 
-    def owned(self, call: Call, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages whose images belong to the key of a call, if it has one."""
-        if not self.engine.takes_images or call.client == ANYBODY:
-            return messages
-        return with_owner(messages, call.client.name)
+    def owner_of(self, call: Call) -> str:
+        """Return the owner of the images of a call: its key; empty without one."""
+        has_owner = self.engine.takes_images and call.client != ANYBODY
+        return call.client.name if has_owner else ""
 
     def check_prompt(self, *parts: Any, name: str = "prompt") -> None:
         """Check the sizes of a prompt and its tools, before anything is made of them.

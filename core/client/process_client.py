@@ -304,10 +304,10 @@ class RequestSockets:
             RequestError: one cannot be encoded.
             EngineDeadError: the engine is gone; the returned function raises it too.
         """
-        kind, message = RequestType.ADD_ALL, list(requests)
-        if len(requests) == 1:
-            kind, message = RequestType.ADD, requests[0]
-        return partial(self._send, requests, self._sockets.attempt(kind, message))
+        is_one = len(requests) == 1
+        kind = RequestType.ADD if is_one else RequestType.ADD_ALL
+        attempt = self._sockets.attempt(kind, requests[0] if is_one else list(requests))
+        return partial(self._send, requests, attempt)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests without waiting; a request sent later reaches the engine after this."""

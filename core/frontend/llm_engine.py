@@ -172,7 +172,7 @@ class LLMEngine(EngineOwner):
 
     def has_unfinished_requests(self) -> bool:
         """Return whether any request is live."""
-        return self.get_num_unfinished_requests() > 0
+        return self._frontend.output.num_unfinished_requests() > 0
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of live requests, each completion of a prompt counted."""

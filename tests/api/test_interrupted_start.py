@@ -35,7 +35,7 @@ class Signaling:
             signal.raise_signal(signal.SIGINT)
 
 sys.meta_path.insert(0, Signaling())
-from hardpoint.cli import main
+from hardpoint.__main__ import main
 
 sys.argv = ["hardpoint", *{arguments!r}]
 sys.exit(main())
@@ -66,7 +66,7 @@ def arguments_of(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "module",
     [
-        "hardpoint.program",
+        "hardpoint.cli",
         "argparse",
         "hardpoint.errors",
         "msgspec",
@@ -88,7 +88,7 @@ def test_a_signal_at_any_import_ends_quietly(scripted, module):
 
 def test_signals_that_are_ignored_stay_so(scripted):
     """A program that `nohup` or a shell's `&` starts ignores SIGINT."""
-    code = SIGNALING.format(module="hardpoint.program", arguments=["plugins", "list"])
+    code = SIGNALING.format(module="hardpoint.cli", arguments=["plugins", "list"])
     code = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{code}"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -97,18 +97,19 @@ def test_signals_that_are_ignored_stay_so(scripted):
 
 def test_the_package_imports_nothing_before_the_handler_is_set():
     """Time in imports that come before it is time in which an interrupt prints a traceback."""
-    code = (
-        "import sys; old = set(sys.modules); import hardpoint.cli; print(*set(sys.modules) - old)"
-    )
+    code = "import sys; old = set(sys.modules); import hardpoint.__main__\n"
+    code += "print(*set(sys.modules) - old)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert set(ended.stdout.split()) <= {"hardpoint", "hardpoint.cli", "__future__"}
+    assert set(ended.stdout.split()) <= {"hardpoint", "hardpoint.__main__", "__future__"}
 
 
 @pytest.mark.nightly
 def test_signals_at_many_moments(scripted):
     """The interpreter's own start, and the script that pip writes, come before this package."""
     moments = random.Random(3)
-    code = "print('up', flush=True)\nimport sys; from hardpoint.cli import main; sys.exit(main())"
+    code = (
+        "print('up', flush=True)\nimport sys; from hardpoint.__main__ import main; sys.exit(main())"
+    )
     for _ in range(30):
         program = subprocess.Popen(
             [sys.executable, "-c", code, *arguments_of(scripted)],

@@ -1,4 +1,4 @@
-"""What plugins get of the engine cannot be changed by them: kinds whose faults end no request."""
+"""Read-only views of requests, for plugins whose faults end no request."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def test_a_speculator_cannot_change_requests(scripted, num_blocks):
         (f"r{i}", [1 + i] * 20, SamplingParams(max_tokens=12, seed=i, ignore_eos=True))
         for i in range(4)
     ]
-    cache = {"kv_cache": {"block_size": 8, "num_blocks": num_blocks, "watermark": 0.0}}
+    cache = {
+        "max_model_len": 80,
+        "kv_cache": {"block_size": 8, "num_blocks": num_blocks, "watermark": 0.0},
+    }
     plain = scripted_engine(scripted, cache)
     expected = run(plain, jobs)
     plain.close()

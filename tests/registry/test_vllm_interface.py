@@ -131,7 +131,7 @@ def pages_of(message):
 
 
 @pytest.mark.parametrize(("module", "name", "kind"), OTHER_KINDS)
-def test_classes_of_other_kinds_are_not_said_to_work_with_vllm(
+def test_errors_about_classes_of_other_kinds_do_not_advise_vllm(
     scripted, tmp_path, monkeypatch, module, name, kind
 ):
     (tmp_path / "of_vllm.py").write_text(f"from {module} import {name}\n")

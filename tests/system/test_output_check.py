@@ -204,12 +204,17 @@ def test_requests_that_go_elsewhere_unsent_are_not_expected():
     client.sockets.accepts = True
     assert attempt()
     assert client.check.num_requests == 1
-    client.check.check(EngineCoreOutputs([EngineCoreOutput("r999", [5])]))
+    client.check.check(
+        EngineCoreOutputs(outputs=[EngineCoreOutput(request_id="r999", new_token_ids=[5])])
+    )
 
 
 def test_outputs_are_expected_before_the_engine_can_have_answered():
     check = checker()
-    request, output = request_of(1), EngineCoreOutputs([EngineCoreOutput("r1", [5])])
+    request, output = (
+        request_of(1),
+        EngineCoreOutputs(outputs=[EngineCoreOutput(request_id="r1", new_token_ids=[5])]),
+    )
 
     def send():
         check.check(output)

@@ -15,8 +15,8 @@ from typing import Any
 from hardpoint.errors import EngineClosedError, HardpointError
 
 from . import program as limited_program
+from .fair_lock import FairLock
 from .program import read_frame, write_frame
-from .turns import Turns
 
 _START_SECONDS = 60.0
 
@@ -24,7 +24,7 @@ _START_SECONDS = 60.0
 class LimitedProcess:
     """Runs a program in a process of its own, which starts with the first request.
 
-    Usable from several threads, which wait for each other by `Turns`. A process that took too
+    Usable from several threads, which wait for each other by a `FairLock`. A process that took too
     much time or memory ends, and the next request starts another one; a fork of the caller starts
     its own.
     """
@@ -55,7 +55,7 @@ class LimitedProcess:
         self._seconds, self._max_bytes = seconds, max_bytes
         self._max_answer_bytes = max_answer_bytes
         self._settings = dict(settings or {})
-        self._turns = Turns()
+        self._lock = FairLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = self._is_idle = False
         self._owner = 0  # the process that started it; a fork of it starts another one
@@ -71,7 +71,7 @@ class LimitedProcess:
             HardpointError: no process can be started.
             EngineClosedError: it was closed, perhaps while others were answered.
         """
-        with self._turns.turn(owner):
+        with self._lock.turn(owner):
             if self._is_closed:
                 raise EngineClosedError(f"the process {self._purpose} was closed")
             if self._owner != os.getpid():
@@ -90,7 +90,7 @@ class LimitedProcess:
     def close(self) -> None:
         """End the process after the request that it answers; there is no other one after it."""
         self._is_closed = True
-        with self._turns.turn(""):
+        with self._lock.turn(""):
             self._end()
 
     def _start(self) -> None:

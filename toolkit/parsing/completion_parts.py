@@ -70,7 +70,7 @@ class CompletionParts:
 
     @property
     def warning(self) -> str | None:
-        """What was malformed in the completion; None if nothing was."""
+        """Descriptions of malformed text in the completion; None without any."""
         if not self._warnings:
             return None
         reasons = list(self._warnings)
@@ -81,7 +81,7 @@ class CompletionParts:
         return "; ".join(reasons)
 
     def warn(self, reason: str) -> None:
-        """Note what is malformed; one reason counts once."""
+        """Add a description of malformed text; one reason counts once."""
         self._warnings[reason] = None
 
     def add(self, events: Iterable[OutputEvent]) -> None:

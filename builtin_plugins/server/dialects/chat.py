@@ -28,7 +28,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     reasoning_variables,
     renamed,
 )
-from hardpoint.builtin_plugins.server.routes.images import placed_images
+from hardpoint.builtin_plugins.server.routes.images import placed_images, with_owner
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
 from hardpoint.plugins.requests import WeightRun
@@ -355,7 +355,7 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
         messages = plain_messages(body.messages)
         self._service.check_prompt(messages, tools, name="messages")
         outputs = engine.chat(
-            self._service.owned(asked.call, messages),
+            with_owner(messages, self._service.owner_of(asked.call)),
             params,
             asked.request_id,
             tools=tools,

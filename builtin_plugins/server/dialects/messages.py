@@ -21,7 +21,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     reasoning_variables,
     renamed,
 )
-from hardpoint.builtin_plugins.server.routes.images import check_images
+from hardpoint.builtin_plugins.server.routes.images import check_images, with_owner
 from hardpoint.plugins import RequestError, RequestOutput
 from hardpoint.plugins.server import Call, Route
 from hardpoint.typed import Strict
@@ -248,7 +248,7 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
         tools = None if asked.tools is None else [tool.plain() for tool in asked.tools]
         self._service.check_prompt(messages, tools, name="messages")
         return {
-            "messages": self._service.owned(call, messages),
+            "messages": with_owner(messages, self._service.owner_of(call)),
             "tools": tools,
             "tool_choice": _choice(asked.tool_choice),
             "continue_final_message": last["role"] == "assistant",

@@ -27,6 +27,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     reasoning_variables,
     renamed,
 )
+from hardpoint.builtin_plugins.server.routes.images import with_owner
 from hardpoint.builtin_plugins.server.routes.models import json_response
 from hardpoint.builtin_plugins.server.service import Service, call_of
 from hardpoint.plugins import (
@@ -400,7 +401,7 @@ class TokenRoutes:
         tools = plain_tools(asked.tools)
         self._service.check_prompt(messages, tools, name="messages")
         rendered = await engine.apply_chat_template(
-            self._service.owned(call, messages),
+            with_owner(messages, self._service.owner_of(call)),
             tools=tools,
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=asked.continue_final_message,

@@ -222,7 +222,7 @@ def token_text(logprob: Logprob, token: int, *, as_id: bool = False) -> str:
 async def load_token_bytes(tokenizer: Tokenizer) -> None:
     """Read the bytes of all tokens, which takes a second, in another thread.
 
-    To be awaited before an answer with log-probabilities, whose streams would stop meanwhile.
+    To be awaited before an answer with log-probabilities, so that no stream stops.
     """
     await asyncio.to_thread(_token_bytes, tokenizer)
 

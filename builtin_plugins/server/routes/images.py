@@ -46,8 +46,14 @@ def placed_images(content: Any, path: str) -> Any:
 
 
 def with_owner(messages: Sequence[Part], owner: str) -> list[Part]:
-    """Return messages whose images have an owner, by whose turns they are decoded."""
+    """Return messages whose images have an owner, by whose turns they are decoded.
+
+    Args:
+        owner: empty leaves them without one.
+    """
     owned = list(messages)
+    if not owner:
+        return owned
     for index, message in enumerate(owned):
         content = message.get("content")
         if isinstance(content, list) and any(_source_of(part) for part in content):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -154,62 +155,32 @@ class StatusRoutes:
     def routes(self) -> list[Route]:
         """Return the routes."""
         return [
-            Route(
-                path="/v1/models",
-                endpoint=self.models,
-                summary="List the model under its names, and its adapters.",
-                response_type=ModelList,
-                is_counted=False,
+            _uncounted(
+                "/v1/models",
+                self.models,
+                "List the model under its names, and its adapters.",
+                ModelList,
             ),
-            Route(
-                path="/v1/models/{model:path}",
-                endpoint=self.model,
-                summary="Describe the model of a name.",
-                response_type=ModelCard,
-                is_counted=False,
+            _uncounted(
+                "/v1/models/{model:path}", self.model, "Describe the model of a name.", ModelCard
             ),
-            Route(
-                path="/health",
-                endpoint=self.health,
-                summary="Return whether the engine runs.",
-                response_type=EngineHealth,
-                is_counted=False,
-            ),
-            Route(
-                path="/ready",
-                endpoint=self.ready,
-                summary="Return whether to send requests.",
-                response_type=Readiness,
-                is_counted=False,
-            ),
-            Route(
-                path="/ping",
-                endpoint=self.health,
+            _uncounted("/health", self.health, "Return whether the engine runs.", EngineHealth),
+            _uncounted("/ready", self.ready, "Return whether to send requests.", Readiness),
+            _uncounted(
+                "/ping",
+                self.health,
+                "Return the same as /health.",
+                EngineHealth,
                 methods=("GET", "POST"),
-                summary="Return the same as /health.",
-                response_type=EngineHealth,
-                is_counted=False,
             ),
-            Route(
-                path="/load",
-                endpoint=self.load,
-                summary="Return what there is to do, by engine, for balancers and autoscalers.",
-                response_type=ServerLoad,
-                is_counted=False,
+            _uncounted(
+                "/load",
+                self.load,
+                "Return what there is to do, by engine, for balancers and autoscalers.",
+                ServerLoad,
             ),
-            Route(
-                path="/version",
-                endpoint=self.version,
-                summary="Return the version.",
-                response_type=Version,
-                is_counted=False,
-            ),
-            Route(
-                path="/metrics",
-                endpoint=self.metrics,
-                summary="Return figures for Prometheus.",
-                is_counted=False,
-            ),
+            _uncounted("/version", self.version, "Return the version.", Version),
+            _uncounted("/metrics", self.metrics, "Return figures for Prometheus."),
         ]
 
     async def _models(self) -> list[ModelCard]:
@@ -349,6 +320,25 @@ class StatusRoutes:
         """Return figures for Prometheus."""
         text = await self._service.engine.metrics() + self._service.traffic.metrics()
         return Response(text, media_type="text/plain; version=0.0.4")
+
+
+def _uncounted(
+    path: str,
+    endpoint: Callable[[Request], Awaitable[Response]],
+    summary: str,
+    response_type: type[msgspec.Struct] | None = None,
+    *,
+    methods: Sequence[str] = ("GET",),
+) -> Route:
+    """Return a route whose requests do not count against `requests_per_minute`."""
+    return Route(
+        path=path,
+        endpoint=endpoint,
+        methods=methods,
+        summary=summary,
+        response_type=response_type,
+        is_counted=False,
+    )
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

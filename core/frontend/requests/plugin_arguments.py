@@ -21,7 +21,7 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.step_part.part import ToolCalls
-from hardpoint.registry.duplicates import check_unique
+from hardpoint.registry.discovery import check_unique
 from hardpoint.registry.kinds import KINDS, Number
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import prepare_arguments, prepares

@@ -25,7 +25,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     reasoning_variables,
     renamed,
 )
-from hardpoint.builtin_plugins.server.routes.images import check_images
+from hardpoint.builtin_plugins.server.routes.images import check_images, with_owner
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
 from hardpoint.plugins.server import Route
@@ -368,7 +368,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         tools, choice = body.tools_and_choice()
         self._service.check_prompt(messages, tools, name="input")
         outputs = engine.chat(
-            self._service.owned(asked.call, messages),
+            with_owner(messages, self._service.owner_of(asked.call)),
             params,
             asked.request_id,
             tools=tools,

@@ -1,4 +1,4 @@
-"""Turns at a resource of which there is one: threads wait for it, and their owners are equals."""
+"""A lock that is fair between the owners of the threads that wait for it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 
-__all__ = ["Turns"]
+__all__ = ["FairLock"]
 
 
-class Turns:
-    """Gives one thread at a time a turn: the owner whose last turn began longest ago is next.
+class FairLock:
+    """Lock that goes to the owner whose last turn began longest ago.
 
-    So a thread at the head of its owner's queue waits for at most one turn of each other owner.
+    A thread at the head of its owner's queue waits for at most one turn of each other owner.
     """
 
     def __init__(self) -> None:

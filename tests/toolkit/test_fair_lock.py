@@ -1,4 +1,4 @@
-"""Turns of owners: whose thread is next, and for whom each one waits."""
+"""A lock that is fair between owners: whose thread is next, and for whom each one waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.waiting import wait_until
 
-from hardpoint.toolkit.limited.turns import Turns
+from hardpoint.toolkit.limited.fair_lock import FairLock
 
 
 class Play:
@@ -17,7 +17,7 @@ class Play:
 
     def __init__(self, script):
         """`script` has the owners that come during each turn."""
-        self.turns, self.script, self.order = Turns(), list(script), []
+        self.turns, self.script, self.order = FairLock(), list(script), []
         self.threads, self.arrived, self.failures = [], [], []
         self.outside = threading.Event()
 
@@ -83,7 +83,7 @@ def test_each_waits_for_at_most_one_turn_of_each_other_owner(first, script):
 
 
 def test_an_interrupt_of_one_that_waits_leaves_the_turn_to_others():
-    turns, got = Turns(), []
+    turns, got = FairLock(), []
 
     class Stopped(BaseException):
         pass
@@ -107,7 +107,7 @@ def test_an_interrupt_of_one_that_waits_leaves_the_turn_to_others():
         with turns.turn("a"):
             made = threading.Lock
             patch.setattr(
-                "hardpoint.toolkit.limited.turns.threading",
+                "hardpoint.toolkit.limited.fair_lock.threading",
                 type("Threading", (), {"Lock": staticmethod(lambda: Interrupted(made()))}),
             )
             with pytest.raises(Stopped), turns.turn("b"):
@@ -120,7 +120,7 @@ def test_an_interrupt_of_one_that_waits_leaves_the_turn_to_others():
 
 
 def test_an_error_ends_the_turn():
-    turns = Turns()
+    turns = FairLock()
     with pytest.raises(ZeroDivisionError), turns.turn("a"):
         raise ZeroDivisionError
     with turns.turn("b"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
-import msgspec
+from hardpoint.typed import stable_bytes
 
 from .arguments import ComponentWithArguments, argument_column
 from .behaviour import fitting, instance, returns
@@ -161,7 +161,7 @@ class ActivationTap(ComponentWithArguments):
         same. By default all arguments. Of a class that reads a file, it should have the content of
         the file in it.
         """
-        return msgspec.json.encode(msgspec.to_builtins(arguments), order="deterministic")
+        return stable_bytes(arguments)
 
     def read(
         self,

@@ -200,6 +200,8 @@ class BoundPart(BoundHalf[EngineHalf]):
     Attributes:
         users: ids of live requests that use it.
         ended: ids of those that have ended, by the last step whose plan may have them.
+        required_arguments: key of the arguments that a request has to give to use the part; None if
+            others may use it.
     """
 
     interface, maker = EngineHalf, "engine_half"
@@ -229,6 +231,7 @@ class BoundPart(BoundHalf[EngineHalf]):
         self._scope, self._faults = part.fault_scope, faults
         self.capacity = dict(half.capacity)
         self.every_plan, self.only_included = half.every_plan, half.only_included
+        self.required_arguments = f"step_parts/{part.name}" if part.named_only else None
         self.num_draft_tokens = half.num_draft_tokens
 
     @property

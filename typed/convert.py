@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform
 from uuid import UUID
@@ -27,7 +28,7 @@ from .msgspec_errors import (
     plain_text,
     value_at,
 )
-from .plain_values import check_finite, check_sizes, is_unusual, repeated_key
+from .plain_values import check_finite, check_sizes, repeated_key
 
 __all__ = [
     "Arguments",
@@ -104,7 +105,7 @@ def convert(
         `error`, with a message such as `plugin_args.dry.base: expected a number > 1, got 0.5`.
     """
     plain = plain_data(value, path=path, error=error)
-    unusual = is_unusual((plain,))
+    unusual = _is_unusual((plain,))
     if unusual:
         check_text(plain, path, error)
         check_finite(plain, path, error)
@@ -366,6 +367,26 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield (key if isinstance(key, str) else shown(key)), item
     elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
+
+
+def _is_unusual(items: Iterable[Any]) -> bool:
+    """Return whether plain data has a text that UTF-8 may not hold, or an invalid number.
+
+    Makes one call per table and list, since almost all data has neither.
+    """
+    for item in items:
+        if isinstance(item, str):
+            if not item.isascii():
+                return True
+        elif isinstance(item, int | float):
+            if not -(2**63) <= item < 2**63:
+                return True
+        elif item and (
+            (isinstance(item, list) and _is_unusual(item))
+            or (isinstance(item, dict) and _is_unusual(chain(item, item.values())))
+        ):
+            return True
+    return False
 
 
 _UNKNOWN = re.compile(r"contains unknown field `(.*)`", re.DOTALL)

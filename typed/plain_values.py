@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,7 +16,7 @@ from hardpoint.errors import HardpointError, shown
 
 from .msgspec_errors import join_path
 
-__all__ = ["check_finite", "check_sizes", "is_unusual", "repeated_key", "stable_bytes"]
+__all__ = ["check_finite", "check_sizes", "repeated_key", "stable_bytes"]
 
 
 class _InvalidNumber(NamedTuple):
@@ -64,26 +63,6 @@ def _is_infinite(number: float) -> bool:
 
 def _is_too_large(number: float) -> bool:
     return isinstance(number, int) and not -(2**63) <= number < 2**63
-
-
-def is_unusual(items: Iterable[Any]) -> bool:
-    """Return whether plain data has a text that UTF-8 may not hold, or an invalid number.
-
-    Makes one call per table and list, since almost all data has neither.
-    """
-    for item in items:
-        if isinstance(item, str):
-            if not item.isascii():
-                return True
-        elif isinstance(item, int | float):
-            if not -(2**63) <= item < 2**63:
-                return True
-        elif item and (
-            (isinstance(item, list) and is_unusual(item))
-            or (isinstance(item, dict) and is_unusual(chain(item, item.values())))
-        ):
-            return True
-    return False
 
 
 def _first_number(value: Any, is_invalid: Callable[[float], bool]) -> _InvalidNumber | None:

@@ -29,7 +29,7 @@ from hardpoint.plugins.step_record import WaitReason
 from hardpoint.registry.blame import faults_as
 
 from . import figures, returns
-from .bound_half import BoundPart, OpenHalves, call_for
+from .bound_half import INCLUDE, BoundPart, OpenHalves, call_for
 from .calls import PartCalls
 from .gates import PartGates, part_encoder_cache, part_transfers, without_data
 
@@ -204,9 +204,8 @@ class EngineParts:
             self._end(name)
             self._again.add(name)
         try:
-            included, given = request.params.include, {None, *request.plugin_args}
-            able = [part for part in serving if part.required_arguments in given]
-            for part in [p for p in able if not p.only_included or p.name in included]:
+            given = {*request.plugin_args, *map(INCLUDE, request.params.include)}
+            for part in [part for part in serving if part.required <= given]:
                 if call_for(part, "uses", request) if part.overrides("uses") else True:
                     users.append(part)
                     if part.overrides("check"):

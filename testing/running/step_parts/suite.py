@@ -329,7 +329,7 @@ class StepPartSuite(StepPartHalves):
     def _samples(self) -> list[EngineCoreRequest]:
         found: list[EngineCoreRequest] = []
         drawn = self.requests().map(lambda drawn: structs.replace(drawn, request_id="r0"))
-        self._search(EFFECT.text, 20, found.append, request=drawn)
+        self._search(EFFECT.text, 20, lambda request: found.append(request), request=drawn)
         return found
 
     def test_alone_as_together(self) -> None:

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 from hardpoint.plugins import HardpointError
 from hardpoint.registry.discovery import advise
 
-from .pytest_hooks import pytest_report_header, pytest_terminal_summary
+from .pytest_hooks import (
+    pytest_report_header,
+    pytest_runtest_setup,
+    pytest_runtest_teardown,
+    pytest_terminal_summary,
+)
 from .scripted import (
     EOS,
     HistoryAttention,
@@ -114,6 +119,8 @@ __all__ = [
     "load_ops",
     "measure_hit_rate",
     "pytest_report_header",
+    "pytest_runtest_setup",
+    "pytest_runtest_teardown",
     "pytest_terminal_summary",
     "run_ranks",
     "scripted_config",

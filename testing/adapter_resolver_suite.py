@@ -9,12 +9,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hardpoint.plugins import AdapterResolver, AdapterResolverContext, LoRARequest, RequestError
+import pytest
+
+from hardpoint.plugins import (
+    AdapterResolver,
+    AdapterResolverContext,
+    ConfigError,
+    LoRARequest,
+    RequestError,
+)
 from hardpoint.plugins.component import Component
 
-from .component_suite import ComponentSuite
 from .declared import declared_result
-from .suite import Rule, checks, short_repr
+from .general.suite import InUse
+from .general.timed_suite import TimedSuite
+from .suite import Rule, Violation, checks, short_repr
 from .threads import in_thread
 
 RESULT = Rule(
@@ -24,6 +33,10 @@ RESULT = Rule(
 KNOWN = Rule(
     "known: a name that is offered is found, each time, with an adapter_config.json",
     "return the folder that has the adapter's files, whatever was asked before",
+)
+LATER = Rule(
+    "later: an adapter that appears is found, also if its name was asked for before",
+    "do not remember names that were not found",
 )
 INSIDE = Rule(
     "inside: whatever the name, what is found is inside of what the operator offers",
@@ -73,7 +86,7 @@ _STRANGE = (
 _THREADS = 8
 
 
-class AdapterResolverSuite(ComponentSuite):
+class AdapterResolverSuite(TimedSuite):
     """Base class of a test class, which sets `resolver` and `known`, and overrides `provide`.
 
     Attributes:
@@ -118,6 +131,16 @@ class AdapterResolverSuite(ComponentSuite):
             self._offered = self.provide(folder)
             yield folder, self._build(AdapterResolverContext, model="scripted")
 
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        with self._provided() as (_, resolver):
+
+            def use(number: int) -> None:
+                for name in (*self.known, f"absent-{number}"):
+                    self._resolved(resolver, name)
+
+            yield InUse(resolver, use)
+
     def _checked_options(self, more: Mapping[str, Any] | None = None) -> Any:
         return super()._checked_options({**self._offered, **(more or {})})
 
@@ -125,9 +148,11 @@ class AdapterResolverSuite(ComponentSuite):
         """Return the folder that is found for a name; None if none is, or the name is refused."""
         began = time.monotonic()
         try:
-            found = resolver.resolve(name)
+            found = self._timed(resolver.resolve, name)
         except RequestError:
             found = None
+        except Violation:
+            raise
         except Exception as cause:
             problem = f"resolve({short_repr(name)}) raised {type(cause).__name__}: {cause}"
             raise NAMES.violation(problem) from cause
@@ -155,6 +180,46 @@ class AdapterResolverSuite(ComponentSuite):
                             f"with {_CONFIG}"
                         )
                 resolver.close()
+
+    @checks(LATER)
+    def test_later(self) -> None:
+        """A resolver that finds adapters which appear after its start finds those, too, that it was
+        asked for before.
+        """
+        is_static = True
+        for name in self.known:
+            with self._provided() as (folder, resolver):
+                home = self._resolved(resolver, name)
+                resolver.close()
+                if home is None or not home.is_relative_to(folder) or home == folder:
+                    continue
+                is_static &= not self._finds_later(name, home, folder.parent / "away")
+        if is_static:
+            pytest.skip("it finds only adapters that were there when it was built")
+
+    def _finds_later(self, name: str, home: Path, away: Path) -> bool:
+        """Return whether a resolver finds an adapter that appears; check that it still does if it
+        was asked for the name before.
+        """
+        home.rename(away)
+        try:
+            asked, other = (self._build(AdapterResolverContext, model="scripted") for _ in "ab")
+        except (ConfigError, Violation):
+            return False
+        before = self._resolved(asked, name)
+        away.rename(home)
+        expected, found = self._resolved(other, name), self._resolved(asked, name)
+        asked.close()
+        other.close()
+        if before is not None or expected is None:
+            return False
+        if found != expected:
+            raise LATER.violation(
+                f"resolve({name!r}) found {found and str(found)!r} for an adapter that appeared "
+                f"after it was asked for, expected {str(expected)!r}, as in an instance that "
+                f"was not asked before"
+            )
+        return True
 
     @checks(INSIDE)
     def test_inside(self) -> None:

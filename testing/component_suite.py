@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pickle
 import sys
@@ -23,6 +24,7 @@ from hardpoint.plugins import ConfigError, HardpointError, RequestError
 from hardpoint.plugins.component import MAX_STATE_BYTES, Component, Context
 
 from .engine_access import check_plugin_class, plugin_name, prepare_request_arguments, with_creator
+from .general.suite import GeneralSuite, InUse
 from .suite import (
     ConformanceSuite,
     Rule,
@@ -198,7 +200,23 @@ class ComponentSuite(ConformanceSuite):
             )
 
 
-class LiveComponentSuite(ComponentSuite):
+class GeneralComponentSuite(GeneralSuite, ComponentSuite):
+    """Base class of the suites of components that are built and used without an engine."""
+
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        component = self._make()
+        yield InUse(component, functools.partial(self._use_once, component))
+
+    def _use_once(self, component: Any, number: int) -> object:
+        """Use a component once, as the engine does, with inputs that depend on the number."""
+        raise NotImplementedError
+
+    def _options_in_use(self) -> Any:
+        return self._checked_options()
+
+
+class LiveComponentSuite(GeneralComponentSuite):
     """Base class of the suites of kinds whose components change while an engine runs."""
 
     @checks(LIVE)

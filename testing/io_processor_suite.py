@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,11 +25,11 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput
 
-from .component_suite import ComponentSuite
 from .declared import declared_result
+from .general.suite import InUse
+from .general.timed_suite import TimedSuite
 from .scripted_tokenizer import ByteTokenizer
-from .snapshots import snapshot
-from .suite import Rule, Violation, checks, short_repr
+from .suite import NOTHING_DRAWN, Rule, Violation, checks, short_repr
 
 SAMPLES = Rule(
     "samples: each input of `samples` is taken, and has an answer",
@@ -53,6 +54,10 @@ OVERLAPPING = Rule(
 READS_ONLY = Rule(
     "reads only: inputs and outputs of the model belong to others, too",
     "copy what you want to change",
+)
+EFFECT = Rule(
+    "effect: an answer depends on what the model makes of the prompts",
+    "use the outputs that post_process gets; give `samples` whose answers differ with them",
 )
 RESPONSE = Rule(
     "response: output_to_response gives what JSON has",
@@ -82,7 +87,10 @@ _STRANGE: tuple[Any, ...] = (
 )
 
 
-class IOProcessorSuite(ComponentSuite):
+_VARIANTS = 5
+
+
+class IOProcessorSuite(TimedSuite):
     """Base class of a test class, which sets `processor`, `samples` and `refused`.
 
     The model is a fake: its vectors depend on the tokens of each prompt, `completion` is its text.
@@ -104,6 +112,8 @@ class IOProcessorSuite(ComponentSuite):
     num_classes: ClassVar[int] = 3
     max_model_len: ClassVar[int] = 128
     completion: ClassVar[str] = "a completion"
+    _variant: int = 0
+    """Number of the fake model; each has other outputs."""
 
     def make_tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the context; by default a token is a byte."""
@@ -127,13 +137,22 @@ class IOProcessorSuite(ComponentSuite):
         )
         return processor
 
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        if not self.samples:
+            raise _no_samples(self.samples)
+        processor = self._make()
+
+        def use(number: int) -> None:
+            self._answer(processor, self.samples[number % len(self.samples)])
+
+        yield InUse(processor, use)
+
     @checks(SAMPLES)
     def test_samples(self) -> None:
         """Each sample is taken and has an answer; a struct of an input is taken as its data is."""
         if len(self.samples) < 2:
-            raise SAMPLES.violation(
-                f"`samples` has {len(self.samples)} inputs", "set `samples` to at least two"
-            )
+            raise _no_samples(self.samples)
         for sample in self.samples:
             processor = self._make()
             answer = self._answer(processor, sample)
@@ -204,17 +223,24 @@ class IOProcessorSuite(ComponentSuite):
         """It changes neither an input nor the outputs of the model."""
         processor = self._make()
         for sample in self.samples:
-            before = snapshot(sample)
-            request, prompts = self._begun(processor, sample)
-            outputs = self._outputs(prompts)
-            given = snapshot(outputs)
-            self._response(processor, processor.post_process(request, outputs))
-            for what, changed in (
-                ("the input", snapshot(sample) != before),
-                ("an output of the model", snapshot(outputs) != given),
-            ):
-                if changed:
-                    raise READS_ONLY.violation(f"{short_repr(sample)}: {what} was changed")
+            self._answer(processor, sample)
+
+    @checks(EFFECT)
+    def test_effect(self) -> None:
+        """With another model, some sample has another answer."""
+        try:
+            for sample in self.samples:
+                first = self._answer(self._make(), sample)
+                for self._variant in range(1, _VARIANTS):
+                    if self._answer_or_error(sample) != first:
+                        return
+                self._variant = 0
+        finally:
+            self._variant = 0
+        raise EFFECT.violation(
+            f"{NOTHING_DRAWN}: {len(self.samples)} samples have the same answers with {_VARIANTS} "
+            f"models, expected one whose answers differ"
+        )
 
     @checks(RESPONSE)
     def test_response(self) -> None:
@@ -226,25 +252,39 @@ class IOProcessorSuite(ComponentSuite):
 
     def _answer(self, processor: IOProcessor, data: Any) -> Any:
         """Return the answer to an input, decoded from JSON."""
+        with self._unchanged(READS_ONLY, "the call", the_input=data):
+            try:
+                request, prompts = self._begun(processor, data)
+            except RequestError as refused:
+                raise SAMPLES.violation(f"{short_repr(data)} is refused: {refused}") from refused
+            return self._finished(processor, request, prompts)
+
+    def _answer_or_error(self, data: Any) -> Any:
+        """Return the answer to an input; the error if the outputs of the model cannot be used."""
         try:
-            request, prompts = self._begun(processor, data)
-        except RequestError as refused:
-            raise SAMPLES.violation(f"{short_repr(data)} is refused: {refused}") from refused
-        return self._finished(processor, request, prompts)
+            return self._answer(self._make(), data)
+        except Violation:
+            raise
+        except Exception as error:
+            return error
 
     def _begun(self, processor: IOProcessor, data: Any) -> tuple[Any, list[Any]]:
         """Return the request and the prompts of an input."""
-        request = processor.parse_request(data)
-        prompts = processor.pre_process(request)
+        with self._unchanged(READS_ONLY, "parse_request() or pre_process()", the_input=data):
+            request = self._timed(processor.parse_request, data)
+            prompts = self._timed(processor.pre_process, request)
         found = declared_result(PROMPTS, IOProcessor, "pre_process", prompts, (request,))
         return request, found
 
     def _finished(self, processor: IOProcessor, request: Any, prompts: list[Any]) -> Any:
         """Return the answer to a request, decoded from JSON."""
-        return self._response(processor, processor.post_process(request, self._outputs(prompts)))
+        outputs = self._outputs(prompts)
+        with self._unchanged(READS_ONLY, "post_process()", outputs_of_the_model=outputs):
+            output = self._timed(processor.post_process, request, outputs)
+        return self._response(processor, output)
 
     def _response(self, processor: IOProcessor, output: Any) -> Any:
-        response = processor.output_to_response(output)
+        response = self._timed(processor.output_to_response, output)
         encoded = declared_result(RESPONSE, IOProcessor, "output_to_response", response, (output,))
         return json.loads(encoded)
 
@@ -307,7 +347,9 @@ class IOProcessorSuite(ComponentSuite):
             "score": lambda: (1,),
         }
         shape = sizes[params.task]()
-        seed = sum((place + 1) * (int(token) + 1) for place, token in enumerate(tokens))
+        seed = self._variant + sum(
+            (place + 1) * (int(token) + 1) for place, token in enumerate(tokens)
+        )
         numbers = np.random.default_rng(seed % 2**32).random(math.prod(shape), np.float32)
         result: Any = numbers.reshape(shape)
         if params.task == "classify":
@@ -325,11 +367,12 @@ class IOProcessorSuite(ComponentSuite):
         )
 
     def _generated(self, name: str, tokens: list[int], params: SamplingParams) -> RequestOutput:
+        text = self.completion + " " * self._variant + "." * self._variant
         completions = [
             CompletionOutput(
                 index=index,
-                text=self.completion,
-                token_ids=self.make_tokenizer().encode(self.completion),
+                text=text,
+                token_ids=self.make_tokenizer().encode(text),
                 finish_reason="stop",
             )
             for index in range(params.n)
@@ -341,3 +384,9 @@ class IOProcessorSuite(ComponentSuite):
             outputs=completions,
             finished=True,
         )
+
+
+def _no_samples(samples: Sequence[Any]) -> Violation:
+    return SAMPLES.violation(
+        f"`samples` has {len(samples)} inputs", "set `samples` to at least two"
+    )

@@ -32,15 +32,18 @@ class Evidence:
     Attributes:
         num_cases: number of drawn cases that were tried.
         costs: each measured cost with its budget, in seconds.
+        p99_seconds: the 99th percentile of the time of a call; None if none was measured.
     """
 
     num_cases: int = 0
     costs: list[tuple[float, float]] = field(default_factory=list)
+    p99_seconds: float | None = None
 
     def clear(self) -> None:
         """Forget the figures, at the start of a test."""
         self.num_cases = 0
         self.costs.clear()
+        self.p99_seconds = None
 
 
 EVIDENCE = Evidence()

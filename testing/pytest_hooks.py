@@ -7,11 +7,15 @@ import os
 import random
 from typing import Any
 
+from .pace import EVIDENCE
+
 SEED_VARIABLE = "HARDPOINT_SEED"
 """Environment variable that repeats the searches of an earlier run."""
 
 EXAMPLES_VARIABLE = "HARDPOINT_EXAMPLES"
 """Environment variable that multiplies the number of cases of all searches."""
+
+_P99 = "hardpoint_p99_seconds"
 
 
 def search_seed() -> int:
@@ -59,8 +63,30 @@ def pytest_report_header() -> str:
     return f"hardpoint conformance suites: {SEED_VARIABLE} {number or 'not set, random'}"
 
 
+def pytest_runtest_setup(item: Any) -> None:  # noqa: ARG001
+    """Forget the figures of the test before."""
+    EVIDENCE.clear()
+
+
+def pytest_runtest_teardown(item: Any) -> None:
+    """Add the time of calls that a test measured to its report."""
+    if EVIDENCE.p99_seconds is not None:
+        item.user_properties.append((_P99, EVIDENCE.p99_seconds))
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the replay command of every broken rule."""
+    """Print the measured times of calls, and the replay command of every broken rule."""
+    times = {
+        f"{report.nodeid}: p99 of a call {value * 1e6:.3g} us"
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, value in getattr(report, "user_properties", ())
+        if name == _P99
+    }
+    if times:
+        terminalreporter.section("hardpoint conformance: time of calls")
+        for time in sorted(times):
+            terminalreporter.line(time)
     lines = [
         line.strip()
         for report in terminalreporter.stats.get("failed", ())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hardpoint.plugins import Sampler, SamplerContext, SamplingRows
 from hardpoint.plugins.component import Component
 
-from .component_suite import ComponentSuite
+from .component_suite import GeneralComponentSuite
 from .engine_access import logits_ops
 from .pace import TENSORS, cpu_cost
 from .snapshots import snapshot, without_growth
@@ -100,7 +100,7 @@ def _rows(
     )
 
 
-class SamplerSuite(ComponentSuite):
+class SamplerSuite(GeneralComponentSuite):
     """Base class of a test class, which sets `sampler`, and `options` if it has some.
 
     Attributes:
@@ -328,6 +328,11 @@ class SamplerSuite(ComponentSuite):
 
     def _batches(self) -> st.SearchStrategy[list[Row]]:
         return st.lists(_rows(self._drawn_arguments(self.vocab_size)), min_size=1, max_size=6)
+
+    def _use_once(self, component: Any, number: int) -> object:
+        draws = list(range(4 * number, 4 * number + 4))
+        logits = torch.zeros(4, self.vocab_size, device=self.device)
+        return self._sample(component, logits, self._draws(draws, draws))
 
     def _make(self, vocab_size: int | None = None) -> Sampler:
         sampler: Sampler = self._build(

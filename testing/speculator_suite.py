@@ -15,7 +15,7 @@ from hardpoint.plugins import DraftRequest, SamplingParams, Speculator, Speculat
 from hardpoint.plugins.component import Component
 from hardpoint.typed.read_only import ReadOnlyList
 
-from .component_suite import ComponentSuite
+from .component_suite import GeneralComponentSuite
 from .pace import PYTHON, cpu_cost
 from .snapshots import without_growth
 from .suite import Rule, Violation, checks, short_repr
@@ -62,7 +62,7 @@ class _Text:
     request: Any = None
 
 
-class SpeculatorSuite(ComponentSuite):
+class SpeculatorSuite(GeneralComponentSuite):
     """Base class of a test class, which sets `speculator`, and `options` if it has some.
 
     Attributes:
@@ -91,6 +91,12 @@ class SpeculatorSuite(ComponentSuite):
 
     def _component(self) -> type[Component]:
         return self.speculator
+
+    def _use_once(self, component: Any, number: int) -> object:
+        generator = torch.Generator().manual_seed(number)
+        drawn = torch.randint(0, self.vocab_size, (40,), generator=generator).tolist()
+        text = _Text(drawn[:20], [drawn[20:30], drawn[30:]], self.num_draft_tokens)
+        return self._drafts_of(component, [text], scope=str(number % 2), first=number)
 
     def _make(self) -> Speculator:
         speculator: Speculator = self._build(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -14,6 +15,7 @@ from hardpoint.plugins import BalancerContext, EngineCoreRequest, LoadBalancer
 from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import LiveComponentSuite
 from hardpoint.testing.declared import declared_result
+from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.pace import cpu_cost
 from hardpoint.testing.scripted import ScriptedClock
 from hardpoint.testing.snapshots import snapshot, without_growth
@@ -91,6 +93,17 @@ class LoadBalancerSuite(LiveComponentSuite):
             BalancerContext, num_engines=num_engines, clock=ScriptedClock()
         )
         return balancer
+
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        engines, balancer = ScriptedEngines(), self._make()
+
+        def use(number: int) -> None:
+            name = f"{number}"
+            self._send(balancer, engines, name, f"u{name}", _prompt(number), f"s{name}")
+            engines.end(name)
+
+        yield InUse(balancer, use)
 
     def test_index(self) -> None:
         """Any requests, to any engines with any load: what it returns is an index of them."""

@@ -150,4 +150,6 @@ def _figures() -> str:
     parts += [
         f"{cost * 1e6:.3g} us of {budget * 1e6:.6g} us allowed" for cost, budget in found.costs
     ]
+    if found.p99_seconds is not None:
+        parts.append(f"p99 of a call {found.p99_seconds * 1e6:.3g} us")
     return ", ".join(parts)

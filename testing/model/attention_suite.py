@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec
 from hardpoint.plugins.component import Component
-from hardpoint.testing.component_suite import ComponentSuite, first_device
+from hardpoint.testing.component_suite import GeneralComponentSuite, first_device
+from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.snapshots import snapshot, without_growth
 from hardpoint.testing.suite import Rule, Violation, checks, short_repr
 from hardpoint.toolkit.kv_codes import CODE_DTYPES
@@ -65,7 +67,7 @@ _NUM_BLOCKS = 328  # four sequences of 80 tokens, in blocks of one token
 _MOVED_LENGTHS = (17, 3, 1)
 
 
-class AttentionBackendSuite(ComponentSuite):
+class AttentionBackendSuite(GeneralComponentSuite):
     """Base class of a test class, which sets `backend`, and `options` if it has some.
 
     Each test is a situation, simple ones first, whose result is compared with plain attention in
@@ -371,19 +373,28 @@ class AttentionBackendSuite(ComponentSuite):
     @checks("memory: nothing grows with the number of steps")
     def test_memory(self) -> None:
         """Nothing grows with the number of steps."""
+        fix = "keep what a step needs in its plan, and keys and values in the cache"
+        with self._in_use() as (backend, use):
+            for wave in without_growth(backend, 50, "the backend: in 50 steps", fix):
+                use(wave)
+
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
         size = self.block_sizes[0]
         backend = self._make(size)
         blocks = SequenceBlocks(_NUM_BLOCKS, size, self._device(), shuffled=False)
         spec = KVSpec(*self.heads[0], self.head_sizes[0], 0.4)
         cache, generator = backend.allocate(spec, _NUM_BLOCKS), torch.Generator().manual_seed(0)
-        fix = "keep what a step needs in its plan, and keys and values in the cache"
-        for wave in without_growth(backend, 50, "the backend: in 50 steps", fix):
+
+        def use(number: int) -> None:
             plan = backend.plan(blocks.step([("a", 1)]))
             tensors = self._inputs(generator, spec, 1, self.dtypes[0])
             with torch.inference_mode():
                 backend.attend(spec, cache, plan, *tensors)
-            if wave % 10 == 9:
+            if number % 10 == 9:
                 blocks.release("a")
+
+        yield InUse(backend, use)
 
     @property
     def _equal_heads(self) -> Sequence[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import tempfile
@@ -15,29 +14,35 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from hardpoint import typed
 from hardpoint.errors import PluginError
 from hardpoint.plugins import (
-    HardpointError,
     LoaderContext,
     ModelConfig,
     ModelError,
     ModelFiles,
     Quantization,
-    SamplingParams,
     WeightLoader,
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.loader import WeightFormat
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
-from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.engine_access import cut_weights, load_quantization
+from hardpoint.testing.general.suite import InUse
+from hardpoint.testing.general.timed_suite import TimedSuite
 from hardpoint.testing.suite import Rule, Violation, checks, short_repr
 
-from .content_hash import CONTENT_HASH, Tensors, check_content_hash
-
-_DTYPES = ("float64", "float32", "float16", "bfloat16")
+from .checkpoints.changes import (
+    CHANGED,
+    SECOND,
+    TAGS,
+    Reader,
+    check_changed_bits,
+    check_second,
+    check_tags,
+)
+from .checkpoints.config_fields import FIELDS
+from .checkpoints.content_hash import CONTENT_HASH, check_content_hash
 
 RECOGNISES = Rule(
     "recognises: it claims its own format and no other, and raises nothing",
@@ -66,6 +71,11 @@ FORMATS = Rule(
 FINGERPRINT = Rule(
     "fingerprint: a text that differs whenever the weights may",
     "return names, sizes and times of change of the weights' files, or None",
+)
+READS_ONLY = Rule(
+    "reads only: a loader changes no file, and nothing that it is given",
+    "leave a model's folder as it is, since others load from it too; copy shapes and cuts that you "
+    "change",
 )
 DAMAGE = Rule(
     "damage: a damaged or incomplete checkpoint is a ModelError",
@@ -96,7 +106,7 @@ class Checkpoint:
         return {path: path.read_bytes() for path in paths if path.is_file()}
 
 
-class WeightLoaderSuite(ComponentSuite):
+class WeightLoaderSuite(TimedSuite):
     """Base class of a test class, which sets `loader` and overrides `write`.
 
     Attributes:
@@ -107,6 +117,7 @@ class WeightLoaderSuite(ComponentSuite):
     """
 
     kind = "loaders"
+    num_uses = 200
     loader: ClassVar[type[WeightLoader]]
     recognised: ClassVar[bool] = True
     tolerance: ClassVar[float | None] = 0.0
@@ -157,7 +168,7 @@ class WeightLoaderSuite(ComponentSuite):
             config = loader.config()
             if not isinstance(config, ModelConfig):
                 raise CONFIG.violation(f"config returned {short_repr(config)}, no ModelConfig")
-            for field, expected, is_right in _FIELDS:
+            for field, expected, is_right in FIELDS:
                 value = getattr(config, field)
                 if not is_right(config, value):
                     raise CONFIG.violation(
@@ -292,7 +303,24 @@ class WeightLoaderSuite(ComponentSuite):
     def test_content_hash(self) -> None:
         """Copies of the files have the same hash; other weights have another."""
         with self._checkpoint() as checkpoint:
-            check_content_hash(checkpoint.path, self._make_at, self._read_at(checkpoint))
+            reader = self._reader(checkpoint)
+            check_content_hash(checkpoint.path, reader.make, reader.read)
+
+    def test_changed_bits(self) -> None:
+        """A flipped bit in the weights or in config.json is noticed, or what is loaded has it; a
+        later load has what the files have then.
+        """
+        self._check_changes(CHANGED, check_changed_bits)
+
+    def test_second_checkpoint(self) -> None:
+        """A second checkpoint in the process, at another path, has its own weights, also while a
+        loader of the first is open.
+        """
+        self._check_changes(SECOND, check_second)
+
+    def test_tags(self) -> None:
+        """Another tag at the beginning of the file of weights is noticed."""
+        self._check_changes(TAGS, check_tags)
 
     def test_damage(self) -> None:
         """Each file that is empty, cut in half or missing is a `ModelError`, or nothing that is
@@ -302,9 +330,9 @@ class WeightLoaderSuite(ComponentSuite):
             pytest.skip("tolerance is None: wrong weights would not be noticed")
         self._run_checks(DAMAGE.text, self._check_damage)
 
-    @checks("reads only: a loader writes to no file")
+    @checks(READS_ONLY)
     def test_reads_only(self) -> None:
-        """The files stay as they are."""
+        """The files stay as they are, and the shapes that it is given."""
         with self._checkpoint() as checkpoint:
             before = checkpoint.files()
             loader = self._make(checkpoint)
@@ -315,10 +343,7 @@ class WeightLoaderSuite(ComponentSuite):
             differing = {p for p in before.keys() | after.keys() if before.get(p) != after.get(p)}
             if differing:
                 names = ", ".join(sorted(path.name for path in differing))
-                raise Violation(
-                    f"after loading, these files had changed: {names}",
-                    "leave a model's folder as it is: others load from it too",
-                )
+                raise READS_ONLY.violation(f"after loading, these files had changed: {names}")
 
     @contextmanager
     def _checkpoint(self) -> Iterator[Checkpoint]:
@@ -382,11 +407,34 @@ class WeightLoaderSuite(ComponentSuite):
                     f"checkpoint has {list(shape)}, and cut_weights raised nothing"
                 )
 
-    def _make_at(self, path: Path) -> WeightLoader:
-        return self._make(Checkpoint(path, {}))
+    def _check_changes(self, rule: Rule, check: Callable[[Path, Reader], None]) -> None:
+        if self.tolerance is None:
+            pytest.skip("tolerance is None: other weights would not be noticed")
+        with self._checkpoint() as checkpoint:
+            self._run_checks(rule.text, lambda: check(checkpoint.path, self._reader(checkpoint)))
 
-    def _read_at(self, checkpoint: Checkpoint) -> Callable[[WeightLoader], Tensors]:
-        return lambda loader: self._read(checkpoint, loader=loader)
+    def _reader(self, checkpoint: Checkpoint) -> Reader:
+        return Reader(
+            lambda path: self._make(Checkpoint(path, {})),
+            lambda loader: self._read(checkpoint, loader=loader),
+        )
+
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        with self._checkpoint() as checkpoint:
+            loader = self._make(checkpoint)
+
+            def weights(loader: WeightLoader) -> None:
+                list(loader.weights(checkpoint.shapes))
+
+            def use(number: int) -> None:
+                again = loader if number % 2 else self._make(checkpoint)
+                self._timed(again.config)
+                self._timed(weights, again)
+                if again is not loader:
+                    again.close()
+
+            yield InUse(loader, use)
 
     def _check_damage(self) -> None:
         with self._checkpoint() as checkpoint:
@@ -437,6 +485,18 @@ class WeightLoaderSuite(ComponentSuite):
         weights = loader.weights(shapes) if cuts is None else cut_weights(loader, shapes, cuts)
         if not isinstance(weights, Iterable):
             raise WEIGHTS.violation(f"weights returned {short_repr(weights)}, no iterator")
+        call = "weights()" if cuts is None else "cut_weights()"
+        with self._unchanged(READS_ONLY, call, shapes=shapes, cuts=cuts):
+            return self._collected(loader, weights, shapes, cuts)
+
+    def _collected(
+        self,
+        loader: WeightLoader,
+        weights: Iterable[Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        cuts: Mapping[str, Cut] | None,
+    ) -> dict[str, torch.Tensor]:
+        """Return weights by name, those of few bits as numbers."""
         found: dict[str, torch.Tensor] = {}
         for item in weights:
             if not _is_weight(item):
@@ -578,41 +638,3 @@ def _summary(item: Any) -> str:
     if isinstance(item, torch.Tensor):
         return f"a {item.dtype} tensor {list(item.shape)} on {item.device} ({item.layout})"
     return short_repr(item)
-
-
-def _is_count(_config: ModelConfig, value: Any) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_plain(_config: ModelConfig, value: Any) -> bool:
-    try:
-        json.dumps(dict(value))
-    except (TypeError, ValueError):
-        return False
-    return isinstance(value, Mapping)
-
-
-def _are_tokens(config: ModelConfig, value: Any) -> bool:
-    return isinstance(value, tuple) and all(
-        type(token) is int and 0 <= token < config.vocab_size for token in value
-    )
-
-
-def _is_sampling(_config: ModelConfig, value: Any) -> bool:
-    try:
-        typed.convert(dict(value), SamplingParams, path="default_sampling")
-    except (TypeError, ValueError, HardpointError):
-        return False
-    return True
-
-
-_FIELDS: tuple[tuple[str, str, Callable[[ModelConfig, Any], bool]], ...] = (
-    ("architecture", "a name", lambda _, value: isinstance(value, str) and bool(value)),
-    ("vocab_size", "a whole number >= 1", _is_count),
-    ("max_position_embeddings", "a whole number >= 1", _is_count),
-    ("hf", "a mapping of plain data, as in JSON", _is_plain),
-    ("eos_token_ids", "a tuple of token ids below vocab_size", _are_tokens),
-    ("dtype", f"None or one of {', '.join(_DTYPES)}", lambda _, v: v is None or v in _DTYPES),
-    ("default_sampling", "fields of SamplingParams", _is_sampling),
-)
-"""Fields of a ModelConfig: name, what is right, and the check."""

@@ -24,9 +24,10 @@ from hardpoint.plugins.media_format import MediaFormat
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizedMatrix
 from hardpoint.testing.adapted_model import ADAPTERS, AdaptedModel
-from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.component_suite import GeneralComponentSuite
 from hardpoint.testing.declared import declared_result
 from hardpoint.testing.engine_access import load_ops
+from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.snapshots import count_elements, snapshot
 from hardpoint.testing.suite import Violation, checks, short_repr
 
@@ -53,7 +54,7 @@ class Schedule:
     steps: tuple[Mapping[str, int], ...]
 
 
-class ModelSuite(ComponentSuite):
+class ModelSuite(GeneralComponentSuite):
     """Base class of a test class, which sets `model` and `config`.
 
     The weights are random, so that a small configuration is enough; attention is computed plainly,
@@ -71,6 +72,7 @@ class ModelSuite(ComponentSuite):
     """
 
     kind = "models"
+    num_uses = 50
     model: ClassVar[type[Model]]
     config: ClassVar[ModelConfig]
     files: ClassVar[ModelFiles | None] = None
@@ -339,6 +341,15 @@ class ModelSuite(ComponentSuite):
         checks.check_encode(model, media)
         tokens = [self._tokens(name, 5) for name in "ab"]
         checks.check_embedded(model, tokens, lambda one: self._hidden(model, [{"a": one}]))
+
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        model = self._loaded()
+
+        def use(number: int) -> None:
+            self._hidden(model, [{"d": self._tokens("d", 1 + number % 9)}])
+
+        yield InUse(model, use)
 
     def _make(self, dtype: torch.dtype | None = None, parallel: Parallel | None = None) -> Model:
         model: Model = self._build(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,8 +16,9 @@ from hardpoint.plugins import HardpointError, Quantization, QuantizationContext
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.parallel import Communicator
 from hardpoint.plugins.quantization import AffineCodes, QuantizedMatrix, QuantizedWeight
-from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.component_suite import GeneralComponentSuite
 from hardpoint.testing.engine_access import load_ops
+from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import Rule, Violation, checks, short_repr
 
@@ -56,7 +58,7 @@ _ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.004}
 _ESTIMATE = 0.1  # of the bytes of a matrix, by which stored_bytes may be wrong
 
 
-class QuantizationSuite(ComponentSuite):
+class QuantizationSuite(GeneralComponentSuite):
     """Base class of a test class, which sets `quantization`, and `max_error` or `samples`.
 
     Attributes:
@@ -73,6 +75,7 @@ class QuantizationSuite(ComponentSuite):
     """
 
     kind = "quantizations"
+    num_uses = 200
     quantization: ClassVar[type[Quantization]]
     max_error: ClassVar[float | None] = None
     config: ClassVar[Mapping[str, Any]] = {}
@@ -220,6 +223,18 @@ class QuantizationSuite(ComponentSuite):
             made += [functools.partial(self._quantized, weight) for weight in self._weights()]
         made += [functools.partial(self._read, sample.stored) for sample in self.samples()]
         self._run_checks(rule.text, *(functools.partial(run, make) for make in made))
+
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        scheme, weight, samples = self._make(), self._weights()[0], self.samples()
+
+        def use(number: int) -> None:
+            if self.max_error is not None:
+                self._quantized(weight, scheme).dequantize()
+            if samples:
+                self._read(samples[number % len(samples)].stored, scheme).dequantize()
+
+        yield InUse(scheme, use)
 
     def _make(self, dtype: torch.dtype | None = None) -> Quantization:
         scheme: Quantization = self._build(

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,8 @@ import torch
 from hardpoint.plugins import ClampedSwiGLU, Op, Ops, OpsContext
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.quantization import AffineCodes
-from hardpoint.testing.component_suite import ComponentSuite, first_device
+from hardpoint.testing.component_suite import GeneralComponentSuite, first_device
+from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.suite import checks
 
 from . import ops_rules as rules
@@ -52,7 +53,7 @@ def _logits(suite: OpsSuite) -> Iterator[tuple[Ops, torch.Tensor]]:
                 yield ops, draw_logits(rows, vocab_size, shift, device)
 
 
-class OpsSuite(ComponentSuite):
+class OpsSuite(GeneralComponentSuite):
     """Base class of a test class, which sets `ops`, and `options` if it has some.
 
     Results are compared with the formulas in float64.
@@ -493,6 +494,18 @@ class OpsSuite(ComponentSuite):
         numbers = [(0.7, 1.0, 1e30, 1e-5, 3.0)[row % 5] for row in range(len(logits))]
         what = f"by {numbers}"
         check_in_place(ops, logits, "divide", what, torch.tensor(numbers).unsqueeze(1))
+
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        dtype = self.dtypes[0]
+        ops = self._make(dtype)
+
+        def use(number: int) -> None:
+            shape = (8, 32)
+            multiply = ops.linear(self._pack(ops, self._draw(*shape, dtype=dtype)), shape, None)
+            multiply(self._draw(1 + number % 3, shape[1], dtype=dtype))
+
+        yield InUse(ops, use)
 
     def _make(self, dtype: torch.dtype) -> Ops:
         ops: Ops = self._build(OpsContext, device=first_device(self.ops, self.device), dtype=dtype)

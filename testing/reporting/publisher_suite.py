@@ -21,7 +21,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.kv_cache import KVEvent
-from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.component_suite import GeneralComponentSuite
 from hardpoint.testing.suite import Rule, checks, short_repr
 from hardpoint.typed.read_only import read_only
 
@@ -75,7 +75,7 @@ class _TrackedBatch(KVEventBatch, weakref=True, frozen=True):
     """A batch of which is known whether anyone refers to it."""
 
 
-class KVEventPublisherSuite(ComponentSuite):
+class KVEventPublisherSuite(GeneralComponentSuite):
     """Base class of a test class, which sets `publisher`, and overrides `subscribe`.
 
     The options have to allow several publishers, one after the other; a replay buffer should hold
@@ -158,6 +158,9 @@ class KVEventPublisherSuite(ComponentSuite):
     def _make(self) -> KVEventPublisher:
         publisher: KVEventPublisher = self._build(PublisherContext)
         return publisher
+
+    def _use_once(self, component: Any, number: int) -> object:
+        return component.publish(read_only(_batch(number)))
 
     def _use(self, publisher: KVEventPublisher) -> None:
         """Publish a batch, and close it."""

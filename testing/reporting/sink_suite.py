@@ -327,6 +327,12 @@ class StatSinkSuite(LiveComponentSuite):
         )
         return sink
 
+    def _use_once(self, component: Any, number: int) -> object:
+        component.record(read_only(_batch(number)))
+        if number % _REPORT_EVERY == _REPORT_EVERY - 1:
+            component.report()
+        return None
+
     def _use(self, sink: StatSink) -> None:
         """Call every method once, and close it."""
         call(STATISTICS, sink.record, read_only(_batch(0)))

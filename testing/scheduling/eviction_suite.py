@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import EvictionContext, EvictionPolicy
 from hardpoint.plugins.component import Component
-from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.component_suite import GeneralComponentSuite
 from hardpoint.testing.declared import declared_result
 from hardpoint.testing.engine_access import load_default_scheduler
+from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.pace import cpu_cost
 from hardpoint.testing.scheduling.fakes.blocks import FakeBlocks
 from hardpoint.testing.snapshots import without_growth
@@ -40,7 +42,7 @@ _CALLS = st.lists(
 )
 
 
-class EvictionPolicySuite(ComponentSuite):
+class EvictionPolicySuite(GeneralComponentSuite):
     """Base class of a test class, which sets `eviction`, and `options` if it has some.
 
     Attributes:
@@ -143,6 +145,21 @@ class EvictionPolicySuite(ComponentSuite):
         if self.budget_us_per_block is None:
             pytest.skip("budget_us_per_block is None")
         self._run_checks("speed: a block costs no more than its budget", self._check_speed)
+
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        driver = self._driver(num_blocks=8)
+
+        def use(number: int) -> None:
+            contents = list(range(8 * number, 8 * number + 8))
+            driver.release(contents)
+            driver.mark_taken(contents[:2])
+            driver.evict(4)
+            driver.drop(list(driver.candidates))
+            driver.release(contents[:2])
+            driver.drop(list(driver.candidates))
+
+        yield InUse(driver.policy, use)
 
     def _make(self, **fields: Any) -> EvictionPolicy:
         fields = fields or FakeBlocks(_BLOCKS).context_fields()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import msgspec
@@ -12,6 +14,8 @@ from hardpoint.plugins import PolicyContext, SchedulingPolicy
 from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import LiveComponentSuite
 from hardpoint.testing.engine_access import load_default_scheduler, policy_arguments
+from hardpoint.testing.general.growth import RESOURCES
+from hardpoint.testing.general.suite import InUse
 
 from .checks import policy as rules
 from .features import UnsupportedFeatures
@@ -177,6 +181,16 @@ class SchedulingPolicySuite(LiveComponentSuite):
             lambda requests: rules.check_speed(self._make, requests, budget),
             requests=self._requests(6),
         )
+
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        (sources, *_) = self._sampled(RESOURCES, self._requests(6), 1)
+        policy = self._make()
+
+        def use(number: int) -> None:
+            rules.run_requests(policy, sources, number)
+
+        yield InUse(policy, use)
 
     def _make(self) -> SchedulingPolicy:
         policy: SchedulingPolicy = self._build(PolicyContext)

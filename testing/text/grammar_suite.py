@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, ClassVar, get_args
 
@@ -15,7 +16,8 @@ from hardpoint.plugins import GrammarBackend, GrammarContext, RequestError
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.grammars import GrammarState, Vocabulary
 from hardpoint.plugins.structured import StructuredFormat, StructuredOutputs
-from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.component_suite import GeneralComponentSuite
+from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.suite import Rule, Violation, checks, short_repr
 from hardpoint.testing.threads import in_thread
 
@@ -47,7 +49,7 @@ def _hostile(suite: GrammarSuite) -> Iterator[tuple[Mapping[str, Any]]]:
     return ((given,) for name, given in HOSTILE if name in suite.grammar.formats)
 
 
-class GrammarSuite(ComponentSuite):
+class GrammarSuite(GeneralComponentSuite):
     """Base class of a test class, which sets `grammar`, and `samples` of what it compiles.
 
     Attributes:
@@ -64,6 +66,7 @@ class GrammarSuite(ComponentSuite):
     """
 
     kind = "grammars"
+    num_uses = 200
     grammar: ClassVar[type[GrammarBackend]]
     samples: ClassVar[Sequence[GrammarSample]] = ()
     refused: ClassVar[Sequence[StructuredOutputs | Mapping[str, Any]]] = ()
@@ -457,6 +460,17 @@ class GrammarSuite(ComponentSuite):
         if self.budget_ms_per_mask is None:
             pytest.skip("budget_ms_per_mask is None")
         check_speed(self._session, self._make, self.budget_ms_per_mask)
+
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        samples = self._session.samples
+        backend = self._make()
+
+        def use(number: int) -> None:
+            sample = samples[number % len(samples)]
+            self._session.mask(compiled_by(backend, sample.checked).fork())
+
+        yield InUse(backend, use)
 
     @cached_property
     def _session(self) -> GrammarSession:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +40,7 @@ from hardpoint.plugins.output_parser import (
 from hardpoint.plugins.structured import Format, TagFormat, TokenFormat, walk_formats
 from hardpoint.testing.component_suite import LiveComponentSuite
 from hardpoint.testing.engine_access import load_tokenizer
+from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.pace import PYTHON, cpu_seconds, slowdown
 from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 from hardpoint.testing.snapshots import without_growth
@@ -332,6 +334,19 @@ class OutputParserSuite(LiveComponentSuite):
         if given is None:
             return ByteTokenizer(self.special_tokens)
         return given if isinstance(given, Tokenizer) else load_tokenizer(given)
+
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        parser = self._make()
+
+        def use(number: int) -> None:
+            sample = self.samples[number % len(self.samples)]
+            state = parser.open(sample.request)
+            for piece in self._pieces(sample.text, 1):
+                _fed(state, piece)
+            state.finish()
+
+        yield InUse(parser, use)
 
     @cached_property
     def _subject(self) -> OutputParser:

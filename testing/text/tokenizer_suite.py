@@ -20,7 +20,7 @@ from hardpoint.plugins.behaviour import UnusableError
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.tokenizer import PAIR
-from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.component_suite import GeneralComponentSuite
 from hardpoint.testing.pace import cpu_cost
 from hardpoint.testing.snapshots import snapshot, without_growth
 from hardpoint.testing.suite import (
@@ -63,7 +63,7 @@ _WRONG_CONVERSATIONS: tuple[Any, ...] = (
 )
 
 
-class TokenizerSuite(ComponentSuite):
+class TokenizerSuite(GeneralComponentSuite):
     """Base class of a test class, which sets `tokenizer`, and `files` if it reads some.
 
     Attributes:
@@ -407,6 +407,10 @@ class TokenizerSuite(ComponentSuite):
             return self._subject.vocabulary()
         except NotImplementedError:
             return None
+
+    def _use_once(self, component: Any, number: int) -> object:
+        ids = component.encode(f"{number} of many")
+        return component.decode(ids), component.decode_stream(ids).step(ids[0])
 
     def _make(self) -> Tokenizer:
         path = Path(self._empty.name if self.files is None else self.files)

@@ -1,9 +1,13 @@
-"""Mechanisms that test plugins share: contract numbers, and threads that they leave."""
+"""Mechanisms that test plugins share: contract numbers, and resources that they leave."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
 import threading
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 _OF_BASE: Any = object()
 
@@ -41,3 +45,37 @@ def end_threads() -> None:
         thread, ended = _LEFT.pop()
         ended.set()
         thread.join()
+
+
+_FILES: list[IO[bytes]] = []
+_PATHS: set[Path] = set()
+_PROCESSES: list[subprocess.Popen[bytes]] = []
+
+
+def leave_file() -> None:
+    """Open a file, and keep it open until `remove_left`."""
+    _FILES.append(tempfile.TemporaryFile())  # noqa: SIM115
+
+
+def leave_path(path: Path) -> None:
+    """Write a file that is there until `remove_left`."""
+    path.write_text("left")
+    _PATHS.add(path)
+
+
+def leave_process() -> None:
+    """Start a program that runs until `remove_left`."""
+    program = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    _PROCESSES.append(subprocess.Popen(program, stdin=subprocess.PIPE))
+
+
+def remove_left() -> None:
+    """Remove the files, and end the processes, that were left."""
+    while _FILES:
+        _FILES.pop().close()
+    while _PATHS:
+        _PATHS.pop().unlink()
+    while _PROCESSES:
+        process = _PROCESSES.pop()
+        process.stdin.close()
+        process.wait()

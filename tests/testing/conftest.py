@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 
 import pytest
 import torch
-from support.samples import end_threads
+from support.samples import end_threads, remove_left
 
 from hardpoint.testing import AdapterResolverSuite, ExecutorSuite, StepPartSuite
 from hardpoint.testing import component_suite as components
 from hardpoint.testing import suite as kit_suite
+from hardpoint.testing.general import suite as general_suite
+from hardpoint.testing.general.timed_suite import TimedSuite
 from hardpoint.testing.kv import connector_session, connector_suite, peer_suite, store_place
 from hardpoint.testing.reporting import calls, publisher_suite
 from hardpoint.testing.running import (
@@ -28,6 +31,7 @@ from hardpoint.testing.running.step_parts import rules as step_part_rules
 _PATIENCE_S = 60.0
 _LIMITS = (
     (AdapterResolverSuite, "max_seconds"),
+    (TimedSuite, "max_wait_seconds"),
     (ExecutorSuite, "failure_seconds"),
     (StepPartSuite, "ready_seconds"),
     (calls, "_STILL_SECONDS"),
@@ -46,6 +50,8 @@ _LIMITS = (
     (executor_suite, "_CLOSE_SECONDS"),
     (executor_suite, "_SLOW_SECONDS"),
     (extension_checks, "_SECONDS"),
+    (general_suite, "_BUSY_SECONDS"),
+    (general_suite, "_CLOSE_SECONDS"),
     (hook_suite, "_LIMIT_SECONDS"),
     (peer_suite, "_SLACK_SECONDS"),
     (publisher_suite, "_FIRST_SECONDS"),
@@ -67,10 +73,14 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_threads() -> Iterator[None]:
-    """End the threads that broken samples left."""
+def _nothing_left() -> Iterator[None]:
+    """End and remove what broken samples left, and restore what they set."""
+    affinity, threads = os.sched_getaffinity(0), torch.get_num_threads()
     yield
     end_threads()
+    remove_left()
+    os.sched_setaffinity(0, affinity)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

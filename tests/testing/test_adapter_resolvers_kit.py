@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.broken import adapter_resolvers as broken
-from support.kit_suites import assert_fails, each_broken, label, messages_of, suite_tests
+from support.kit_suites import assert_fails, each_broken, label, messages_of, shorten, suite_tests
 
 from hardpoint.builtin_plugins.adapters.folder import Folder
 from hardpoint.testing import AdapterResolverSuite
@@ -22,8 +22,28 @@ BROKEN = [
     (broken.AnyName, "names", "names", r"resolve\('..'\) found .*, which is no adapter"),
     (broken.Waits, "known", "time", r"resolve\('absent'\) took \d.* s, `max_seconds` is 0.2"),
     (broken.RemembersTheLast, "threads", "threads", "in 8 threads at once, it found"),
+    (broken.RemembersUnknown, "later", "later", r"resolve\('sql'\) found None for an adapter that"),
+    (broken.RemembersAll, "resources", "resources", "elements of its attribute 'asked' grew by"),
+    (broken.LeavesThread, "close", "close", "still are: thread 'watcher'; expected none"),
+    (
+        broken.Waits,
+        "speed",
+        "waits",
+        r"resolve\(.*\) waited 0.3 s without computing, expected at m",
+    ),
+    (
+        broken.Slow,
+        "speed",
+        "speed",
+        r"99th percentile .* is \d+ microseconds, expected at most bud",
+    ),
     (broken.Indexes, "reads_only", "reads only", r"resolving changed \['index.json'\]"),
 ]
+LIMITED = {
+    (broken.Waits, "known"): {"max_seconds": 0.2},
+    (broken.Waits, "speed"): {"max_wait_seconds": 0.1},
+    (broken.Slow, "speed"): {"budget_us_per_call": 1.0},
+}
 OFFERED = {"known": broken.KNOWN, "provide": broken.provide}
 
 
@@ -34,12 +54,13 @@ class TestFolder(AdapterResolverSuite):
 
 
 @each_broken(BROKEN)
-def test_a_broken_resolver_fails_its_rule(cls, test, rule, pattern):
-    limit = {"max_seconds": 0.2} if cls is broken.Waits else {}
+def test_a_broken_resolver_fails_its_rule(cls, test, rule, pattern, monkeypatch):
+    shorten(monkeypatch, {"general.suite._CLOSE_SECONDS": 0.2})
+    limit = LIMITED.get((cls, test), {})
     assert_fails(AdapterResolverSuite, {"resolver": cls, **OFFERED, **limit}, test, rule, pattern)
 
 
-@pytest.mark.parametrize("cls", [broken.Table, broken.Requests], ids=label)
+@pytest.mark.parametrize("cls", [broken.Table, broken.Requests, broken.Looks], ids=label)
 def test_correct_components_pass(cls):
     assert messages_of(AdapterResolverSuite, {"resolver": cls, **OFFERED}) == {}
 

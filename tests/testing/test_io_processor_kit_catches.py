@@ -6,7 +6,7 @@ import copy
 
 import pytest
 from support.broken import io_processors as broken
-from support.kit_suites import assert_fails, each_broken, label, messages_of, suite_tests
+from support.kit_suites import assert_fails, each_broken, label, messages_of, shorten, suite_tests
 
 from hardpoint.testing import IOProcessorSuite
 
@@ -22,22 +22,86 @@ BROKEN = [
     (broken.TooLong, "prompts", "prompts", r"has 360 tokens, the model reads 1 to 128"),
     (broken.OutOfVocabulary, "prompts", "prompts", "has 300, expected token ids from 0 to 256"),
     (broken.KeepsTheName, "overlapping", "overlapping", "with 4 calls under way, .* another"),
-    (broken.Sorts, "reads_only", "reads only", "the input was changed"),
-    (broken.Scales, "reads_only", "reads only", "an output of the model was changed"),
+    (
+        broken.Sorts,
+        "reads_only",
+        "reads only",
+        r"pre_process\(\) changed the input in place, which are",
+    ),
+    (
+        broken.Scales,
+        "reads_only",
+        "reads only",
+        r"changed outputs of the model in place, which are",
+    ),
+    (
+        broken.SortsLists,
+        "samples",
+        "reads only",
+        r"pre_process\(\) changed the input in place, whi",
+    ),
+    (
+        broken.SortsLists,
+        "reads_only",
+        "reads only",
+        r"pre_process\(\) changed the input in place, whi",
+    ),
+    (
+        broken.Appends,
+        "reads_only",
+        "reads only",
+        "changed outputs of the model in place, which are",
+    ),
+    (
+        broken.Sleeps,
+        "samples",
+        "waits",
+        r"pre_process\(.*\) waited 0.3 s without computing, expected",
+    ),
+    (
+        broken.Sleeps,
+        "speed",
+        "waits",
+        r"pre_process\(.*\) waited 0.3 s without computing, expected",
+    ),
+    (
+        broken.Slow,
+        "speed",
+        "speed",
+        r"99th percentile .* is \d+ microseconds, expected at most bud",
+    ),
+    (
+        broken.KeepsRequests,
+        "resources",
+        "resources",
+        "elements of its attribute 'requests' grew by",
+    ),
+    (broken.LeavesFile, "resources", "resources", r"there are \d+ more open files and pipes after"),
+    (broken.LeavesThread, "close", "close", "still are: thread 'io'; expected none"),
+    (broken.LeavesFile, "close", "close", "still are: .*; expected none"),
+    (
+        broken.IgnoresTheModel,
+        "effect",
+        "effect",
+        "2 samples have the same answers with 5 models, e",
+    ),
     (broken.Counts, "response", "response", "has two different answers"),
     (broken.Objects, "response", "response", "no JSON: NotImplementedError: a object is no plain"),
     (broken.NotANumber, "response", "response", "which is no JSON: ValueError: Out of range float"),
 ]
+LIMITED = {broken.Sleeps: {"max_wait_seconds": 0.1}, broken.Slow: {"budget_us_per_call": 1.0}}
 
 
 def attributes(cls):
     """Return the attributes of a suite for a processor, with samples of its own."""
     samples = copy.deepcopy([broken.SAMPLES, broken.REFUSED])
-    return {"processor": cls, "samples": samples[0], "refused": samples[1]}
+    given = {"processor": cls, "samples": samples[0], "refused": samples[1]}
+    return given | LIMITED.get(cls, {})
 
 
 @each_broken(BROKEN)
-def test_a_broken_processor_fails_its_rule(cls, test, rule, pattern):
+def test_a_broken_processor_fails_its_rule(cls, test, rule, pattern, monkeypatch):
+    shorten(monkeypatch, {"general.suite._CLOSE_SECONDS": 0.2})
     assert_fails(IOProcessorSuite, attributes(cls), test, rule, pattern)
 
 

@@ -119,6 +119,8 @@ AMOUNTS = [
         "amounts",
         "its logits in step . to other values",
     ),
+    (amounts.LeavesFiles, "resources", "resources", "more open files"),
+    (amounts.LeavesThread, "close", "close", "there still are: thread 'watcher'"),
     (
         amounts.FirstRowAlone,
         "drafts",
@@ -215,13 +217,17 @@ def test_a_broken_step_part_fails_its_rule(cls, test, rule, pattern, monkeypatch
     attributes = {"part": cls, "calls": [("live", {})]}
     if cls is broken.NeverReady:
         attributes["ready_seconds"] = 0.05
+    if cls is broken.Slow:
+        attributes["times_plain"] = 100.0
     attributes["prompts"] = [{"letters": 3}]
     assert_fails(StepPartSuite, attributes, test, rule, pattern)
 
 
 @each_broken(AMOUNTS)
-def test_a_part_with_wrong_amounts_or_rows_fails_its_rule(cls, test, rule, pattern):
+def test_a_part_with_wrong_amounts_or_rows_fails_its_rule(cls, test, rule, pattern, monkeypatch):
     attributes = {"part": cls}
+    if test == "close":
+        shorten(monkeypatch, {"general.suite._CLOSE_SECONDS": 0.1})
     if issubclass(cls, amounts.Budget):
         attributes["calls"] = [("total", {})]
     assert_fails(StepPartSuite, attributes, test, rule, pattern)

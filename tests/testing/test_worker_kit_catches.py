@@ -20,6 +20,7 @@ from support.kit_suites import (
     label,
     message_of,
     messages_of,
+    shorten,
     suite_tests,
 )
 
@@ -350,6 +351,17 @@ LOADERS = [
     (loaders.HashOfTheInstance, "content_hash", "content hash", "it was '.*', of a new instance '"),
     (loaders.RawErrors, "damage", "damage", "with tiny.json empty, it raised JSONDecodeError"),
     (loaders.FillsUp, "damage", "damage", "with tiny.json empty, weights yielded 'embed.weight'"),
+    (loaders.CachesByClass, "changed_bits", "changed bits", r"tiny.json was flipped at each of "),
+    (loaders.CachesByPath, "changed_bits", "changed bits", r"tiny.json was flipped at each of \d+"),
+    (loaders.CachesByClass, "second_checkpoint", "second", "another path, gave the weights of tmp"),
+    (loaders.Shares, "second_checkpoint", "second", "one of the first checkpoint gave other weigh"),
+    (loaders.IgnoresTags, "tags", "tags", r"begins with b'.*' instead of b'{\"vo', and config\(\)"),
+    (loaders.ChangesShapes, "reads_only", "reads only", r"weights\(\) changed shapes in place"),
+    (loaders.Leaks, "resources", "resources", r"bytes of .* \(allocated in line \d+ of"),
+    (loaders.KeepsFilesOpen, "resources", "resources", r"there are \d+ more open files and pipes"),
+    (loaders.LeavesThread, "close", "close", "still are: thread 'reader'; expected none"),
+    (loaders.Sleeps, "speed", "waits", r"config\(\) waited 0.3 s without computing, expected at m"),
+    (loaders.Slow, "speed", "speed", r"99th percentile .* is \d+ microseconds, expected at most b"),
     (loaders.WritesAnIndex, "reads_only", "reads only", "these files had changed: tiny.index"),
 ]  # fmt: skip
 
@@ -372,6 +384,8 @@ QUANTIZED = [
     (models.ReadsCodesAlone, "quantized", "weights", "AttributeError: 'AffineCodes' object has no"),
     (models.LoadsHalvesUpsideDown, "quantized", "quantized", "with codes, hidden states or logits"),
 ]  # fmt: skip
+
+LIMITED = {loaders.Sleeps: {"max_wait_seconds": 0.1}, loaders.Slow: {"budget_us_per_call": 1.0}}
 
 
 def nightly(*values):
@@ -475,8 +489,10 @@ def test_what_a_model_refuses_is_skipped_with_its_message():
 
 
 @each_broken(LOADERS)
-def test_a_broken_loader_fails_its_rule(cls, test, rule, pattern):
+def test_a_broken_loader_fails_its_rule(cls, test, rule, pattern, monkeypatch):
+    shorten(monkeypatch, {"general.suite._CLOSE_SECONDS": 0.2})
     attributes = {"loader": cls, "write": staticmethod(loaders.write), "scheme": loaders.scheme}
+    attributes |= LIMITED.get(cls, {})
     assert_fails(WeightLoaderSuite, attributes, test, rule, pattern)
 
 

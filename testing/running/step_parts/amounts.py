@@ -241,15 +241,16 @@ def _totals(half: EngineHalf, calls: Calls) -> Leaves:
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers and texts in plain data by their path."""
+    """Yield the numbers in plain data by their path, and the number of items of lists.
+
+    Texts and items may have the numbers of steps in them, which lost plans change.
+    """
     if isinstance(value, Mapping):
         for name, part in value.items():
             yield from _leaves(f"{path} {name!r}", part)
     elif isinstance(value, list | tuple):
         yield f"number of items of {path}", len(value)
-        for index, part in enumerate(value):
-            yield from _leaves(f"{path}[{index}]", part)
-    else:
+    elif _is_number(value):
         yield path, value
 
 

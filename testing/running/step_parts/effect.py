@@ -35,7 +35,7 @@ _INTERFACES: tuple[type[FrontendHalf | EngineHalf | WorkerHalf], ...] = (
 
 
 def overridden(*halves: FrontendHalf | EngineHalf | WorkerHalf | None) -> list[str]:
-    """Return the names of what halves have of their own, besides `close`."""
+    """Return the names of the members that halves override, without those that forget."""
     found: list[str] = []
     for half in halves:
         for interface in _INTERFACES:
@@ -50,14 +50,14 @@ def overridden(*halves: FrontendHalf | EngineHalf | WorkerHalf | None) -> list[s
 
 
 def check_overrides(part: type[StepPart], methods: Sequence[str]) -> None:
-    """Check that a part can do anything.
+    """Check that the halves of a part can do anything.
 
     Args:
-        part: its class.
-        methods: names of what its halves have of their own.
+        part: class of the part.
+        methods: names of the members that its halves override.
 
     Raises:
-        Violation: it cannot.
+        Violation: they cannot.
     """
     own = ("request_fields", "merge_answers")
     if not methods and all(
@@ -81,6 +81,8 @@ def completes(half: FrontendHalf, requests: Sequence[EngineCoreRequest]) -> bool
 
 def not_observed(methods: Sequence[str]) -> str:
     """Return why the effect of a part with some methods is not proved."""
+    if not methods:
+        return "undecidable without a model: the part has no half"
     return (
         f"undecidable with these requests: none of {', '.join(methods)} returned anything to the "
         f"engine, or changed a request or a row; a log, a file or a server is not looked at"

@@ -229,15 +229,21 @@ def check_memory(make: Make, sources: Sequence[EngineCoreRequest], waves: int = 
     what = f"the policy: while {finished} requests finished"
     fix = "in finished(), drop the notes on the request"
     for wave in without_growth(policy, waves, what, fix, limit=finished // 2 - 1):
-        requests = _make_requests(policy, sources, wave)
-        for request in requests:
-            _add(policy, request)
-        for request in requests:
-            _run(policy, request, 3)
-        policy.preempted(policy.victim(list(requests), _load(len(requests))))
-        for request in requests:
-            policy.finished(request)
-        del requests
+        run_requests(policy, sources, wave)
+
+
+def run_requests(
+    policy: SchedulingPolicy, sources: Sequence[EngineCoreRequest], number: int
+) -> None:
+    """Let requests come, run, be preempted and finish, with ids that depend on the number."""
+    requests = _make_requests(policy, sources, number)
+    for request in requests:
+        _add(policy, request)
+    for request in requests:
+        _run(policy, request, 3)
+    policy.preempted(policy.victim(list(requests), _load(len(requests))))
+    for request in requests:
+        policy.finished(request)
 
 
 def check_speed(make: Make, sources: Sequence[EngineCoreRequest], budget: float) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hardpoint import plugins
 from hardpoint.plugins import AdapterResolver, LoRARequest
-from support.samples import Sample
+from support.samples import Sample, leave_thread
 
 KNOWN = ("sql", "chat.v2")
 
@@ -111,3 +111,56 @@ class Indexes(Table):
     def resolve(self, name):
         (self.root / "index.json").write_text("{}")
         return super().resolve(name)
+
+
+class Looks(Table):
+    """Right: looks for the folder in each call."""
+
+    def resolve(self, name):
+        if not name.isascii() or set(name) & set("/\0\n \\%~") or name.startswith((".", "planted")):
+            return None
+        folder = self.root / name[:200]
+        return folder if (folder / "adapter_config.json").is_file() else None
+
+
+class RemembersUnknown(Looks):
+    """Never looks again for a name that was not there, of a bounded number of names."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.unknown = {}
+
+    def resolve(self, name):
+        if name in self.unknown:
+            return None
+        found = super().resolve(name)
+        if found is None:
+            self.unknown[name] = True
+            if len(self.unknown) > 20:
+                del self.unknown[next(iter(self.unknown))]
+        return found
+
+
+class RemembersAll(Looks):
+    """Keeps every name that is asked for."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.asked = set()
+
+    def resolve(self, name):
+        self.asked.add(name)
+        return super().resolve(name)
+
+
+class LeavesThread(Looks):
+    def __init__(self, context):
+        super().__init__(context)
+        leave_thread("watcher")
+
+
+class Slow(Looks):
+    def resolve(self, name):
+        for _ in range(30):
+            found = super().resolve(name)
+        return found

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from hardpoint import SamplingParams
 from hardpoint.plugins import Annotated, IOProcessor, Meta, RequestError
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.typed import Strict, convert
-from support.samples import Sample
+from support.samples import Sample, leave_file, leave_thread
 
 SAMPLES = ({"rows": [[1.0, 2.0], [3.0]]}, {"rows": [[0.5] * 9], "name": "half"})
 REFUSED = ({"rows": []}, {"rows": [[]]}, {"rows": [[1.0]], "nmae": "x"})
@@ -164,3 +166,74 @@ class Objects(Rows):
 class NotANumber(Rows):
     def post_process(self, request, outputs):
         return {"mean": float("nan")}
+
+
+class SortsLists(Rows):
+    """Sorts the lists of the caller."""
+
+    Request = None
+
+    def parse_request(self, data):
+        return data
+
+    def pre_process(self, request):
+        convert(request, Request, path="data", error=RequestError)
+        for row in request["rows"]:
+            row.sort()
+        return [([int(number) for number in row], PoolingParams()) for row in request["rows"]]
+
+    def post_process(self, request, outputs):
+        return super().post_process(convert(request, Request, path="data"), outputs)
+
+
+class Appends(Rows):
+    """Appends to the outputs of the model, in the place where the caller has them, too."""
+
+    def post_process(self, request, outputs):
+        found = super().post_process(request, outputs)
+        outputs.clear()
+        return found
+
+
+class Sleeps(Rows):
+    """Waits for something."""
+
+    def pre_process(self, request):
+        time.sleep(0.3)
+        return super().pre_process(request)
+
+
+class Slow(Rows):
+    def post_process(self, request, outputs):
+        for _ in range(100):
+            found = super().post_process(request, outputs)
+        return found
+
+
+class KeepsRequests(Rows):
+    """Keeps each request."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.requests = {}
+
+    def post_process(self, request, outputs):
+        self.requests[id(request)] = request
+        return super().post_process(request, outputs)
+
+
+class LeavesThread(Rows):
+    def __init__(self, context):
+        super().__init__(context)
+        leave_thread("io")
+
+
+class LeavesFile(Rows):
+    def post_process(self, request, outputs):
+        leave_file()
+        return super().post_process(request, outputs)
+
+
+class IgnoresTheModel(Rows):
+    def post_process(self, request, outputs):
+        return {"rows": len(outputs)}

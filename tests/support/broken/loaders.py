@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 
 import torch
 
@@ -18,7 +19,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.loader import WeightFormat
 from hardpoint.plugins.parallel import Cut, needed_part
 from hardpoint.plugins.quantization import AffineCodes, QuantizedWeight
-from support.samples import Sample
+from support.samples import Sample, leave_file, leave_thread
 
 TENSORS = {
     "embed.weight": torch.arange(12.0).view(6, 2),
@@ -372,3 +373,110 @@ class WritesAnIndex(Json):
     def config(self):
         (self.context.files.path / "tiny.index").write_text("0")
         return super().config()
+
+
+class CachesByClass(Json):
+    """Keeps what it has read in its class."""
+
+    content = None
+
+    def read(self):
+        if CachesByClass.content is None:
+            CachesByClass.content = super().read()
+        return CachesByClass.content
+
+
+class CachesByName(Json):
+    """Keeps what it has read by the name of the folder, which others have, too."""
+
+    contents = {}
+
+    def read(self):
+        path = self.context.files.path
+        stamp = (path / "tiny.json").stat()
+        key = (path.name[:3], stamp.st_size, stamp.st_mtime_ns)
+        if key not in self.contents:
+            self.contents[key] = super().read()
+        return self.contents[key]
+
+
+class CachesByPath(Json):
+    """Keeps what it has read by its path."""
+
+    contents = {}
+
+    def read(self):
+        path = self.context.files.path
+        if path not in self.contents:
+            self.contents[path] = super().read()
+        return self.contents[path]
+
+
+class Shares(Json):
+    """Has the files of the newest instance in its class."""
+
+    newest = None
+
+    def __init__(self, context):
+        super().__init__(context)
+        Shares.newest = context
+
+    def read(self):
+        own, self.context = self.context, Shares.newest
+        try:
+            return super().read()
+        finally:
+            self.context = own
+
+
+class IgnoresTags(Json):
+    """Looks for the first brace, whatever the file begins with."""
+
+    def read(self):
+        path = self.context.files.path / "tiny.json"
+        try:
+            text = path.read_bytes().decode(errors="replace")
+            return json.loads('{"vocab' + text.partition("vocab")[2])
+        except (OSError, ValueError) as cause:
+            raise ModelError(f"{path.name} is damaged: {cause}") from cause
+
+
+class ChangesShapes(Json):
+    def weights(self, shapes):
+        yield from list(super().weights(shapes))
+        shapes.clear()
+
+
+class Leaks(Json):
+    """Keeps each read."""
+
+    reads = []
+
+    def read(self):
+        self.reads.append(super().read())
+        return self.reads[-1]
+
+
+class KeepsFilesOpen(Json):
+    def read(self):
+        leave_file()
+        return super().read()
+
+
+class LeavesThread(Json):
+    def __init__(self, context):
+        super().__init__(context)
+        leave_thread("reader")
+
+
+class Sleeps(Json):
+    def config(self):
+        time.sleep(0.3)
+        return super().config()
+
+
+class Slow(Json):
+    def config(self):
+        for _ in range(100):
+            found = super().config()
+        return found

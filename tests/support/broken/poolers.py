@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from hardpoint.plugins import Pooler, PromptPooler
-from support.samples import Sample
+from support.samples import Sample, leave_thread
 
 
 class State(PromptPooler):
@@ -111,3 +113,59 @@ class NeedsMore(Largest):
 class Fails(State):
     def finish(self):
         return {}["vector"]
+
+
+class Leaks(Largest):
+    """Keeps the pooling of each prompt."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.states = []
+
+    def start(self, prompt_token_ids, arguments):
+        self.states.append(State())
+        return self.states[-1]
+
+
+class LeavesThread(Largest):
+    def __init__(self, context):
+        super().__init__(context)
+        leave_thread("pooler")
+
+
+@with_state
+class Multiplies(State):
+    """Multiplies each chunk by a matrix, whose rounding depends on its number of rows."""
+
+    def update(self, hidden):
+        generator = torch.Generator().manual_seed(0)
+        size = hidden.shape[1]
+        weight = torch.randn(size, size, generator=generator)
+        super().update(hidden @ weight if size > 99 else hidden * 2)
+
+
+@with_state
+class Zeros(State):
+    def finish(self):
+        return super().finish() * 0
+
+
+@with_state
+class InPlace(State):
+    def update(self, hidden):
+        super().update(hidden.mul_(2))
+
+
+@with_state
+class Slow(State):
+    def finish(self):
+        for _ in range(100):
+            found = super().finish()
+        return found
+
+
+@with_state
+class Sleeps(State):
+    def update(self, hidden):
+        time.sleep(0.3)
+        super().update(hidden)

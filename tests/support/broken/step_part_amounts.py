@@ -8,7 +8,7 @@ import numpy as np
 from hardpoint import plugins
 from hardpoint.plugins import EngineHalf, StepPart, WorkerHalf
 from hardpoint.plugins.requests import PartArray
-from support.samples import Sample
+from support.samples import Sample, leave_file, leave_thread
 
 from .step_parts import Good, GoodHalf, GoodWorker, GoodWorkerHalf
 
@@ -200,6 +200,28 @@ CountsPlans = part_of(_CountsPlansHalf)
 ChargesPlans = part_of(_ChargesPlansHalf)
 CountsLostTwice = part_of(_CountsLostTwiceHalf)
 ResumedMask = part_of(_ResumedMaskHalf, Good)
+
+
+class _LeavesFilesHalf(BudgetHalf):
+    def ended(self, request_id):
+        super().ended(request_id)
+        leave_file()
+
+
+class _LeavesThreadHalf(GoodWorkerHalf):
+    """Starts a thread that close() does not end."""
+
+    def sampled(self, token_ids):
+        super().sampled(token_ids)
+        if not self.started:
+            leave_thread("watcher")
+        self.started = True
+
+    started = False
+
+
+LeavesFiles = part_of(_LeavesFilesHalf)
+LeavesThread = part_of(_LeavesThreadHalf, GoodWorker, "worker")
 
 
 # Drafts

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from hardpoint.plugins import ModelError, WeightLoader
 from hardpoint.testing.suite import Rule, Violation, short_repr
 
-Tensors = Mapping[str, torch.Tensor]
-
-_CHANGED_BYTES = 8
+from .changes import Tensors, changed_bytes, copied, differ, files_of
 
 CONTENT_HASH = Rule(
     "content hash: a text that says what the weights are, the same wherever their files lie",
@@ -48,12 +43,8 @@ def check_content_hash(
             f"content_hash returned {short_repr(first)}, expected a text or None"
         )
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / path.name
-        if path.is_dir():
-            shutil.copytree(path, copy)
-        else:
-            shutil.copy(path, copy)
-        files = [file for file in (copy, *copy.rglob("*")) if file.is_file()]
+        copy = copied(path, Path(folder))
+        files = files_of(copy)
         for file in files:
             os.utime(file, ns=(1, 1))
         read(loader)
@@ -78,7 +69,7 @@ def _check_changed(
 ) -> None:
     """Change single bytes of a file; where other weights are read, the hash is another one."""
     content, times = file.read_bytes(), file.stat()
-    for changed in _with_changed_bytes(content):
+    for changed in changed_bytes(content):
         file.write_bytes(changed)
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
         try:
@@ -86,7 +77,7 @@ def _check_changed(
             found = read(loader)
         except (Violation, ModelError):
             continue
-        if _differ(before, found) and _content_hash(loader) == first:
+        if differ(before, found) and _content_hash(loader) == first:
             raise CONTENT_HASH.violation(
                 f"a byte of {file.name} was changed, and weights with it; it is still {first!r}"
             )
@@ -95,20 +86,3 @@ def _check_changed(
 
 def _content_hash(loader: WeightLoader) -> Any:
     return loader.content_hash(lambda path: hashlib.sha256(path.read_bytes()).hexdigest())
-
-
-def _with_changed_bytes(content: bytes) -> Iterator[bytes]:
-    """Yield the content with one byte changed, at several places; a digit is changed to another."""
-    digits = [i for i, byte in enumerate(content) if byte in b"12345678"]
-    places = [len(content) * part // _CHANGED_BYTES for part in range(1, _CHANGED_BYTES)]
-    if digits:
-        places += [
-            digits[len(digits) * part // _CHANGED_BYTES] for part in range(1, _CHANGED_BYTES)
-        ]
-    for place in (*places, len(content) - 1):
-        if 0 <= place < len(content):
-            yield content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
-
-
-def _differ(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> bool:
-    return any(name not in after or not torch.equal(w, after[name]) for name, w in before.items())

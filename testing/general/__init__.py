@@ -1,0 +1,1 @@
+"""Rules of every kind of component: resources, settings of the process, close, inputs, times."""

@@ -1,0 +1,146 @@
+"""Growth over many uses of a component: memory, threads, files, sockets, child processes."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hardpoint.testing.snapshots import count_elements
+from hardpoint.testing.suite import Rule
+
+from .holdings import grouped, handles, memory, more_than, traced
+
+__all__ = ["RESOURCES", "check_growth"]
+
+RESOURCES = Rule(
+    "resources: memory, threads, files, sockets and child processes do not grow with the number "
+    "of uses",
+    "keep nothing of a use; bound caches, and close what a use opens; if a cache is bounded by an "
+    "option, give the suite a small one in `options`",
+)
+
+_FIRST_USES = 200
+_FIRST_STEPS = 5
+_STAGES = 4
+_BYTES_PER_USE = 32
+_HANDLES_PER_USE = 0.05
+_MOST_SECONDS = 20.0
+"""Time after which a stage ends, of a component whose uses take long."""
+
+
+def check_growth(component: Any, use: Callable[[int], object], uses: int) -> None:
+    """Use a component many times, and check that nothing grows.
+
+    What grows in `uses` uses has to grow in each of three further stages, so that a cache may fill
+    up to 4 times as many entries.
+
+    Args:
+        component: the one that is used.
+        use: uses it once, given the number of the use.
+        uses: number of uses of a stage.
+
+    Raises:
+        Violation: something grew.
+    """
+    with traced():
+        number = _first_uses(use, min(_FIRST_USES, uses))
+        before = _sizes(component)
+        for stage in range(_STAGES):
+            is_last = stage == _STAGES - 1
+            trace = tracemalloc.take_snapshot() if is_last else None
+            done = _stage(use, number, uses)
+            number += done
+            after = _sizes(component)
+            if not (grown := _grown(before, after, done)):
+                return
+            if is_last:
+                raise RESOURCES.violation(
+                    f"{_described(grown, before)} in {done} uses, and as much in each stage of "
+                    f"{done} before{_place(trace)}, expected no growth"
+                )
+            before = after
+
+
+def _first_uses(use: Callable[[int], object], uses: int) -> int:
+    """Use it for the first times; what takes a handle in each use is found here.
+
+    Returns:
+        The number of uses.
+    """
+    step = max(1, uses // _FIRST_STEPS)
+    first = held = handles()
+    grown: list[dict[str, int]] = []
+    deadline = time.monotonic() + _MOST_SECONDS
+    for number in range(_FIRST_STEPS * step):
+        use(number)
+        if time.monotonic() > deadline:
+            return number + 1
+        if number % step == step - 1:
+            now = handles()
+            grown.append(more_than(grouped(held), grouped(now)))
+            held = now
+    for name in set.intersection(*map(set, grown[1:])):
+        if all(more[name] > step // 2 for more in grown[1:]):
+            count = sum(more[name] for more in grown[1:])
+            uses = step * (_FIRST_STEPS - 1)
+            newest = next(iter(more_than(first, held)))
+            raise RESOURCES.violation(
+                f"there are {count} more {name} after {uses} uses, such as {newest}; expected none"
+            )
+    return _FIRST_STEPS * step
+
+
+def _stage(use: Callable[[int], object], first: int, uses: int) -> int:
+    """Use it, at most so many times; return how many."""
+    deadline = time.monotonic() + _MOST_SECONDS
+    for number in range(uses):
+        use(first + number)
+        if time.monotonic() > deadline:
+            return number + 1
+    return uses
+
+
+def _sizes(component: Any) -> dict[str, int]:
+    """Return the sizes of what may grow, by description."""
+    attributes = {
+        f"elements of its attribute {name!r}": count_elements(value)
+        for name, value in getattr(component, "__dict__", {}).items()
+        if name != "context"
+    }
+    return {**attributes, **grouped(handles()), **memory()}
+
+
+def _grown(before: Mapping[str, int], after: Mapping[str, int], uses: int) -> dict[str, int]:
+    """Return what grew by more than a use may leave, and by how much."""
+    grown = {}
+    for name, more in more_than(before, after).items():
+        if name.startswith("bytes"):
+            limit = _BYTES_PER_USE * uses
+        elif name.startswith("elements"):
+            limit = uses // 2
+        else:
+            limit = max(2, int(_HANDLES_PER_USE * uses))
+        if more >= limit:
+            grown[name] = more
+    return grown
+
+
+def _described(grown: Mapping[str, int], before: Mapping[str, int]) -> str:
+    parts = [f"{name} grew by {more} from {before.get(name, 0)}" for name, more in grown.items()]
+    return ", ".join(parts)
+
+
+def _place(trace: tracemalloc.Snapshot | None) -> str:
+    """Return where most of the memory of the last stage was allocated."""
+    if trace is None:
+        return ""
+    changes = tracemalloc.take_snapshot().compare_to(trace, "lineno")
+    lines = [
+        c for c in changes if c.size_diff > 0 and "/tracemalloc" not in c.traceback[0].filename
+    ]
+    if not lines:
+        return ""
+    place = max(lines, key=lambda change: change.size_diff).traceback[0]
+    return f" (allocated in line {place.lineno} of {place.filename.rpartition('/')[2]})"

@@ -1,0 +1,34 @@
+"""Inputs of calls, which no component may change: compared with copies after each call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hardpoint.testing.snapshots import snapshot
+from hardpoint.testing.suite import Rule, short_repr
+
+__all__ = ["unchanged"]
+
+
+@contextmanager
+def unchanged(rule: Rule, call: str, **given: Any) -> Iterator[None]:
+    """Check that the body changes nothing of what a call gets.
+
+    Args:
+        rule: the broken rule if it does.
+        call: the called method, for messages.
+        given: the inputs, by the names that messages use; `_` is shown as a space.
+
+    Raises:
+        Violation: an input is no longer what it was.
+    """
+    before = {name: snapshot(value) for name, value in given.items()}
+    yield
+    for name, value in given.items():
+        if snapshot(value) != before[name]:
+            raise rule.violation(
+                f"{call} changed {name.replace('_', ' ')} in place, which are now "
+                f"{short_repr(value)}; expected no change"
+            )

@@ -1,0 +1,1 @@
+"""Rules of weight loaders about changed checkpoints."""

@@ -244,8 +244,7 @@ class PartArray(msgspec.Struct):
     """Numbers that a step part gives for positions of a request.
 
     Attributes:
-        positions: int64 array [positions], ascending; 0 is the first token of the prompt, and
-            p + n - 2 the last computed one of p prompt and n output tokens.
+        positions: int64 array [positions], ascending, from 0: those that `EngineHalf.arrays` names.
         values: array [positions, ...].
     """
 

@@ -22,7 +22,7 @@ from hardpoint.registry.kinds import KINDS, Number, value_at
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.registry.references import with_references
 from hardpoint.registry.selection import Selection
-from hardpoint.typed import Strict, convert, suggest
+from hardpoint.typed import Strict, convert, stable_bytes, suggest
 
 Running = Literal["finish", "end"]
 """What requests do that use a component which is replaced or disabled: finish with it, or end."""
@@ -58,10 +58,7 @@ class Settings:
             )
             for path, change in changes.items()
         }
-        content = msgspec.json.encode(
-            ({path: one.value for path, one in values.items()}, manifest.hash),
-            order="deterministic",
-        )
+        content = stable_bytes(({path: one.value for path, one in values.items()}, manifest.hash))
         fingerprint = hashlib.sha256(content).hexdigest()
         return LiveSettings(generation=manifest.generation, fingerprint=fingerprint, values=values)
 

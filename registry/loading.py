@@ -14,8 +14,6 @@ from types import FunctionType, ModuleType
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
-import msgspec
-
 from hardpoint import typed
 from hardpoint.errors import (
     HardpointError,
@@ -36,7 +34,7 @@ from .adapters.vllm_other_classes import advise_on_vllm
 from .blame import faults_as
 from .discovery import advise, may_lack
 from .kinds import KINDS, PluginKind
-from .request_arguments import prepares
+from .request_arguments import check_arguments
 
 _EXAMPLES = {
     "phase": "Phase.TRUNCATE",
@@ -303,31 +301,12 @@ def _check_types(target: type[Component], source: Source) -> None:
     for attribute, base in (("Options", options), ("Arguments", typed.Arguments)):
         _check_options(getattr(target, attribute, base), base, source, attribute)
     if issubclass(target, ComponentWithArguments):
-        _check_arguments(target, source)
+        check_arguments(target, source)
     elif hasattr(target, "Arguments"):
         raise PluginContractError(
             f"{source}: it has Arguments, but requests give none to a component of its kind; "
             f"expected Options"
         )
-
-
-def _check_arguments(target: type[ComponentWithArguments], source: Source) -> None:
-    """Check the types of a component's arguments."""
-    prepared = getattr(target, "Prepared", target.Arguments)
-    if not (inspect.isclass(prepared) and issubclass(prepared, target.Arguments)):
-        raise PluginContractError(f"{source}: its Prepared must derive from its Arguments")
-    if prepared is not target.Arguments and not prepares(target):
-        raise PluginContractError(
-            f"{source}: it has Prepared but no prepare that returns it; add prepare"
-        )
-    if issubclass(target, LogitsPlugin) or target.named_only:
-        return
-    for field in msgspec.structs.fields(prepared):
-        if field.required:
-            raise PluginContractError(
-                f"{source}: every request uses it, also without arguments, so its "
-                f"{prepared.__name__}.{field.name} needs a default"
-            )
 
 
 def _check_members(target: type[Component], source: Source) -> None:

@@ -42,7 +42,7 @@ def checked_options(target: Any, options: Mapping[str, Any], path: str) -> Any:
             f"a class with `Options` and `__init__(self, context)`"
         )
     declared = getattr(target, "Options", typed.Options) if inspect.isclass(target) else None
-    return typed.convert(options, declared or typed.Options, path=path)
+    return typed.convert(options, declared or typed.Options, path=path, str_keys=True)
 
 
 def options_by_component(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from hardpoint import typed
-from hardpoint.errors import PluginFaultError
+from hardpoint.errors import PluginContractError, PluginFaultError
 from hardpoint.plugins import PrepareContext, RequestError
 from hardpoint.plugins.component import Source
+from hardpoint.plugins.output_parser import OutputParser
+from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.plugins.sampling.sampler import Sampler
+from hardpoint.plugins.scheduling.policy import SchedulingPolicy
+from hardpoint.plugins.step_part import StepPart
 from hardpoint.plugins.text.arguments import ComponentWithArguments, prepared_type
 
 from .blame import faults_as, text_of
 
+_NAMED_ONLY = "; or add `named_only = True` to the class: then requests that give arguments use it"
 _UNPREPARED = ComponentWithArguments.prepare.__func__  # type: ignore[attr-defined]
 
 
@@ -37,6 +44,31 @@ def prepares(cls: Any) -> bool:
     return bool(cls.prepare.__func__ is not _UNPREPARED)
 
 
+def check_arguments(target: type[ComponentWithArguments], source: Source) -> None:
+    """Check the types of a component's arguments.
+
+    Raises:
+        PluginContractError: one does not fit the others, or lacks a default that it needs.
+    """
+    prepared = getattr(target, "Prepared", target.Arguments)
+    if not (inspect.isclass(prepared) and issubclass(prepared, target.Arguments)):
+        raise PluginContractError(f"{source}: its Prepared must derive from its Arguments")
+    if prepared is not target.Arguments and not prepares(target):
+        raise PluginContractError(
+            f"{source}: it has Prepared but no prepare that returns it; add prepare"
+        )
+    always_used = issubclass(target, Sampler | SchedulingPolicy | OutputParser)
+    if issubclass(target, LogitsPlugin) or (target.named_only and not always_used):
+        return
+    for field in msgspec.structs.fields(prepared):
+        if field.required:
+            raise PluginContractError(
+                f"{source}: every request uses it, also without arguments, so its "
+                f"{prepared.__name__}.{field.name} needs a default"
+                f"{_NAMED_ONLY if issubclass(target, StepPart) else ''}"
+            )
+
+
 def convert_arguments(
     source: Source, type_: type[typed.Arguments], given: Any, path: str
 ) -> typed.Arguments:
@@ -52,7 +84,7 @@ def convert_arguments(
         RequestError: they do not fit, or the component's own check failed.
     """
     with faults_as(RequestError, f"{source}: its Arguments", passing=(RequestError,)):
-        return typed.convert(given, type_, path=path, error=RequestError)
+        return typed.convert(given, type_, path=path, error=RequestError, str_keys=True)
 
 
 def prepare_arguments(

@@ -11,7 +11,9 @@ import argparse
 import ast
 import dataclasses
 import enum
+import functools
 import importlib
+import importlib.util
 import inspect
 import json
 import re
@@ -76,6 +78,8 @@ MODULES = {
     "hardpoint.toolkit.workers.joining": "provisional",
 }
 """Public modules besides `hardpoint.plugins`: those of single kinds, and libraries for authors."""
+UNDESCRIBED = {"hardpoint.errors", "hardpoint.typed", "hardpoint.plugins.commands"}
+"""Those whose names have no section, unless a signature has one of them."""
 CONTRACT = "hardpoint.plugins"
 OURS = ("hardpoint.errors", CONTRACT, "hardpoint.toolkit", "hardpoint.typed")
 """What authors import, as prefixes."""
@@ -100,8 +104,9 @@ TYPES_TEXT = """\
 All names of `hardpoint.plugins`, and the types that its interfaces pass. A name of a group
 that is *stable* changes only with the contract version of its kind, and the version before
 is accepted. A *provisional* one may change in any release; its notes say how. Modules of
-Hardpoint that are not listed here are *internal*. Public names are described below, and those
-others that a guide or the page of the kinds names; the docstrings have the rest."""
+Hardpoint that are not listed here are *internal*. Described below are the public names, all
+types in their signatures, and names of the further modules that a guide or the page of the
+kinds has; the docstrings have the rest."""
 CONFIG_TEXT = """\
 Every value that `hardpoint.toml` may hold. [The guide](../configuration.md) says where
 values come from and which wins. `none` stands for a value that is not set. A value that
@@ -305,7 +310,10 @@ def types_page() -> str:
     groups = public_groups()
     shown = {name for _, _, names in groups for name in names}
     named = named_in_guides()
-    passed = [cls for cls in passed_types(shown) if cls.__name__ in named]
+    in_modules = {name for module in MODULES.keys() - UNDESCRIBED for name in _exported(module)}
+    used = passed_types(shown)
+    named |= {cls.__name__ for cls in used}
+    passed = [cls for cls in used if cls.__name__ not in in_modules]
     shown |= {cls.__name__ for cls in passed}
     lines = [
         *_title("Names and types"),
@@ -333,7 +341,7 @@ def types_page() -> str:
     for cls in passed:
         lines += _type_section(cls.__name__, cls)
     for name in MODULES:
-        if name in ("hardpoint.errors", "hardpoint.typed", "hardpoint.plugins.commands"):
+        if name in UNDESCRIBED:
             continue
         module = importlib.import_module(name)
         prefix = CONTRACT if name.startswith(CONTRACT) else name
@@ -342,6 +350,12 @@ def types_page() -> str:
         for one in sorted((named - shown).intersection(own), key=own.index):
             lines += _type_section(one, getattr(module, one))
     return _page(lines)
+
+
+def _exported(module: str) -> list[str]:
+    """Return the public names that a module defines itself."""
+    found = importlib.import_module(module)
+    return [name for name in found.__all__ if _module_of(getattr(found, name)) == module]
 
 
 def named_in_guides() -> set[str]:
@@ -387,37 +401,79 @@ def public_groups() -> list[tuple[str, str, list[str]]]:
 
 
 def passed_types(public: set[str]) -> list[type]:
-    """Return the types of the contract that public ones name in annotations and are not public."""
-    found: dict[str, type] = {}
-    waiting = [getattr(plugins, name) for name in sorted(public)]
-    seen = set()
+    """Return the types that signatures of public names have, at any depth, and are not public.
+
+    Args:
+        public: names of `hardpoint.plugins`; those of the further modules count, too.
+    """
+    roots = [getattr(plugins, name) for name in sorted(public)]
+    for name in MODULES:
+        module = importlib.import_module(name)
+        roots += [getattr(module, each) for each in module.__all__]
+    used: list[Any] = []
+    waiting = [part for root in roots for part in _types_in_signatures(root)]
     while waiting:
-        cls = waiting.pop()
-        if not inspect.isclass(cls) or cls in seen or not _is_ours(cls):
+        thing = waiting.pop()
+        if any(thing is other for other in used):
             continue
-        seen.add(cls)
-        if cls.__name__ not in public and not issubclass(cls, Component):
-            found[cls.__name__] = cls
-        namespace = vars(inspect.getmodule(cls))
-        waiting += [
-            namespace[name]
-            for annotation in _annotations(cls)
-            for name in re.findall(r"[A-Za-z_]\w*", annotation)
-            if name in namespace
-        ]
+        used.append(thing)
+        waiting += _types_in_signatures(thing)
+    found = {
+        thing.__name__: thing
+        for thing in used
+        if inspect.isclass(thing) and _is_ours(thing) and not thing.__name__.startswith("_")
+        if thing.__name__ not in public and not issubclass(thing, Component)
+    }
     return [found[name] for name in sorted(found)]
 
 
-def _annotations(cls: type) -> Iterator[str]:
-    """Yield the annotations of a class: of its attributes, and of its public methods."""
-    yield from map(str, inspect.get_annotations(cls).values())
-    for name, member in vars(cls).items():
-        if not name.startswith("_") and (function := _function_of(member)) is not None:
+def _types_in_signatures(thing: Any) -> list[Any]:
+    """Return what the signatures of a class or function name, or the parts of an alias."""
+    if not (inspect.isclass(thing) or inspect.isfunction(thing)):
+        return _parts_of(thing)
+    if not _is_ours(thing):
+        return []
+    namespace = _namespace(thing.__module__)
+    names = [
+        name
+        for annotation in _annotations(thing)
+        for name in re.findall(r"[A-Za-z_]\w*", annotation)
+    ]
+    return [namespace[name] for name in dict.fromkeys(names) if name in namespace]
+
+
+def _parts_of(alias: Any) -> list[Any]:
+    """Return the types in an alias, such as `Mapping[str, Name]`."""
+    if isinstance(alias, list):  # of parameters
+        return alias
+    return [alias.__bound__] if isinstance(alias, typing.TypeVar) else [*typing.get_args(alias)]
+
+
+@functools.cache
+def _namespace(module: str) -> dict[str, Any]:
+    """Return the names of a module, with those that only type checkers import."""
+    found = dict(vars(sys.modules[module]))
+    package = module if hasattr(sys.modules[module], "__path__") else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for each in (one for one in node.body if isinstance(one, ast.ImportFrom)):
+                name = importlib.util.resolve_name("." * each.level + (each.module or ""), package)
+                source = importlib.import_module(name)
+                found |= {one.asname or one.name: getattr(source, one.name) for one in each.names}
+    return found
+
+
+def _annotations(thing: Any) -> Iterator[str]:
+    """Yield the annotations of a function; or of the attributes and methods of a class."""
+    yield from map(str, inspect.get_annotations(thing).values())
+    for name, member in vars(thing).items() if inspect.isclass(thing) else ():
+        is_public = not name.startswith("_") or name in ("__call__", "__init__")
+        if is_public and (function := _function_of(member)) is not None:
             yield from map(str, inspect.get_annotations(function).values())
 
 
-def _is_ours(cls: type) -> bool:
-    return cls.__module__.startswith(OURS)
+def _is_ours(thing: Any) -> bool:
+    return bool(thing.__module__.startswith(OURS))
 
 
 def _type_section(name: str, thing: Any) -> list[str]:

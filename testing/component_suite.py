@@ -113,7 +113,7 @@ class ComponentSuite(ConformanceSuite):
 
     def _checked_options(self, more: Mapping[str, Any] | None = None) -> Any:
         path, given = f"plugin.{self._name()}", {**self.options, **(more or {})}
-        return typed.convert(given, self._component().Options, path=path)
+        return typed.convert(given, self._component().Options, path=path, str_keys=True)
 
     def _build(self, context_type: type[Context[Any]], **fields: Any) -> Any:
         """Return a new instance.

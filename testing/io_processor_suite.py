@@ -159,7 +159,7 @@ class IOProcessorSuite(TimedSuite):
             declared = self.processor.Request
             is_converted = self.processor.parse_request is IOProcessor.parse_request
             if declared is not None and is_converted:
-                same = typed.convert(sample, declared, path="data")
+                same = typed.convert(sample, declared, path="data", str_keys=True)
                 if self._answer(processor, same) != answer:
                     raise SAMPLES.violation(
                         f"{short_repr(sample)} has another answer as a {declared.__qualname__}"

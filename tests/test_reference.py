@@ -12,13 +12,18 @@ from unittest.mock import Mock
 import pytest
 from support.process.forked_python import forked_python
 from support.processes import ROOT
+from support.signatures import public_names, types_in_signatures
 
 from hardpoint import plugins
 from hardpoint.builtin_plugins.server.assembly import core_routes
 from hardpoint.plugins import EngineConfig
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.sampling.phases import LogitsStage
 from hardpoint.plugins.server.hook_specs import HookSpecs
+from hardpoint.plugins.step_part.part import GivenPrompt, PromptReader
+from hardpoint.plugins.worker_half import SequenceModel, StepRows
 from hardpoint.registry.kinds import KINDS
-from hardpoint.typed.describing import struct_fields
+from hardpoint.typed.describing import struct_fields, walk_structs
 
 DOCS = ROOT / "docs"
 PAGES = ("kinds.md", "types.md", "hooks.md", "config.md", "server.md", "gallery.md")
@@ -105,6 +110,32 @@ def test_every_field_of_a_type_is_described(pages):
             assert f"| `{name}` |" in section or name.startswith("_"), f"{cls.__name__}.{name}"
     for passed in ("SchedulerLimits", "KVCacheManager", "Worker"):  # in contexts, not in __all__
         assert f"\n### {passed}\n" in page
+
+
+STEP_PART_TYPES = [SequenceModel, StepRows, LogitsStage, GivenPrompt, PromptReader]
+
+
+def test_every_type_in_a_public_signature_is_described(pages):
+    modules = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["MODULES"]
+    used = types_in_signatures(public_names(modules))
+    assert {*STEP_PART_TYPES} <= used.keys()
+    text = pages["types.md"] + pages["kinds.md"]
+    elsewhere = {Component, *walk_structs(EngineConfig)}  # "Every component", and tables
+    missing = {
+        cls.__qualname__: f"in {getattr(origin, '__qualname__', origin)}"
+        for cls, origin in used.items()
+        if cls not in elsewhere
+        and not cls.__name__.startswith("_")
+        and f"\n### {cls.__name__}\n" not in text
+        and f"`self.context: {cls.__name__}`" not in text
+    }
+    assert missing == {}
+
+
+@pytest.mark.parametrize("cls", STEP_PART_TYPES, ids=lambda cls: cls.__name__)
+def test_a_guide_has_the_types_that_step_parts_get(cls):
+    guides = [path.read_text() for path in DOCS.glob("*.md")]
+    assert any(f"`{cls.__name__}`" in guide for guide in guides)
 
 
 def links(cell: str) -> list[str]:

@@ -27,6 +27,7 @@ from .convert import (
 )
 from .describing import FieldDoc
 from .first_use import prepared
+from .plain_values import stable_bytes
 
 __all__ = [
     "Arguments",
@@ -48,6 +49,7 @@ __all__ = [
     "schema_components",
     "shown",
     "split_setting",
+    "stable_bytes",
     "suggest",
     "walk_structs",
 ]

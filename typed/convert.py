@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 from uuid import UUID
 
 import msgspec
@@ -21,7 +20,15 @@ from hardpoint.errors import ConfigError, HardpointError, RequestError, reason_o
 
 from .describing import attribute_docs, first_paragraph, type_at, type_text, walk_structs
 from .first_use import prepared
-from .msgspec_errors import ANY_KEY, failing_keys, parse_error, plain_text, value_at
+from .msgspec_errors import (
+    ANY_KEY,
+    failing_keys,
+    join_path,
+    parse_error,
+    plain_text,
+    value_at,
+)
+from .plain_values import check_finite, check_sizes, repeated_key
 
 __all__ = [
     "Arguments",
@@ -78,12 +85,21 @@ class State(Strict):
 
 
 def convert(
-    value: Any, type_: type[T], *, path: str, error: type[HardpointError] = ConfigError
+    value: Any,
+    type_: type[T],
+    *,
+    path: str,
+    error: type[HardpointError] = ConfigError,
+    str_keys: bool = False,
 ) -> T:
     """Convert `value` (plain data or an instance) to `type_`, checking every constraint.
 
     Constructors of msgspec Structs check nothing, so instances are converted too. Numbers must be
     finite, whole numbers must fit 64 bits, and UTF-8 must be able to hold texts.
+
+    Args:
+        str_keys: whether the text of a number may be given as a key that is a number: JSON and TOML
+            have no other keys. The number itself may be given, too.
 
     Raises:
         `error`, with a message such as `plugin_args.dry.base: expected a number > 1, got 0.5`.
@@ -92,16 +108,30 @@ def convert(
     unusual = _is_unusual((plain,))
     if unusual:
         check_text(plain, path, error)
-        if (invalid := _first_number(plain, _is_infinite)) is not None:
-            where = join_path(path, *invalid.steps)
-            raise error(f"{where}: expected a finite number, got {invalid.number}")
+        check_finite(plain, path, error)
     try:
         converted = msgspec.convert(plain, prepared(type_))
     except msgspec.ValidationError as cause:
+        if str_keys:
+            return _convert_text_keys(plain, type_, path, error)
         raise error(_explain(str(cause), plain, type_, path)) from None
-    if unusual and (invalid := _first_number(plain, _is_too_large)) is not None:
-        where, got = join_path(path, *invalid.steps), shown(invalid.number)
-        raise error(f"{where}: expected a whole number of at most 64 bits, got {got}")
+    if unusual:
+        check_sizes(plain, path, error)
+    return converted
+
+
+def _convert_text_keys(plain: Any, type_: type[T], path: str, error: type[HardpointError]) -> T:
+    """Convert plain data, in which texts stand for keys that are numbers."""
+    try:
+        converted = msgspec.convert(plain, type_, str_keys=True)
+    except msgspec.ValidationError as cause:
+        raise error(_explain(str(cause), plain, type_, path, str_keys=True)) from None
+    made = plain_data(converted, path=path, error=error)
+    check_finite(made, path, error)
+    check_sizes(made, path, error)
+    if (steps := repeated_key(plain, made)) is not None:
+        given = list(value_at(plain, steps)[0])
+        raise error(f"{join_path(path, *steps)}: expected each key once, got {shown(given)}")
     return converted
 
 
@@ -269,15 +299,6 @@ def suggest(wrong: str, known: list[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def join_path(*parts: str) -> str:
-    """Join path parts with dots, leaving out empty ones; `[0]` is attached without a dot."""
-    joined = ""
-    for part in parts:
-        if part:
-            joined += part if part.startswith("[") or not joined else f".{part}"
-    return joined
-
-
 def split_setting(text: str, option: str, example: str) -> tuple[list[str], str]:
     """Split `a.b=text` at the first `=` into path and value.
 
@@ -348,21 +369,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
 
 
-class _InvalidNumber(NamedTuple):
-    """An invalid number and its path."""
-
-    number: float
-    steps: list[str]
-
-
-def _is_infinite(number: float) -> bool:
-    return isinstance(number, float) and not math.isfinite(number)
-
-
-def _is_too_large(number: float) -> bool:
-    return isinstance(number, int) and not -(2**63) <= number < 2**63
-
-
 def _is_unusual(items: Iterable[Any]) -> bool:
     """Return whether plain data has a text that UTF-8 may not hold, or an invalid number.
 
@@ -383,29 +389,14 @@ def _is_unusual(items: Iterable[Any]) -> bool:
     return False
 
 
-def _first_number(value: Any, is_invalid: Callable[[float], bool]) -> _InvalidNumber | None:
-    """Return the first invalid number in plain data."""
-    if isinstance(value, int | float):
-        return _InvalidNumber(value, []) if is_invalid(value) else None
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if (invalid := _first_number(item, is_invalid)) is not None:
-                return _InvalidNumber(invalid.number, [str(key), *invalid.steps])
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            if (invalid := _first_number(item, is_invalid)) is not None:
-                return _InvalidNumber(invalid.number, [f"[{index}]", *invalid.steps])
-    return None
-
-
 _UNKNOWN = re.compile(r"contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(.*)`")
 
 
-def _explain(message: str, value: Any, type_: Any, path: str) -> str:
+def _explain(message: str, value: Any, type_: Any, path: str, *, str_keys: bool = False) -> str:
     """Return an error message with full path, expected type and given value."""
     text, steps, in_key = parse_error(message)
-    steps = failing_keys(type_, value, steps)
+    steps = failing_keys(type_, value, steps, str_keys=str_keys)
     where = join_path(path, *map(_readable, steps))
     info = type_at(type_, steps)
     if found := _UNKNOWN.search(text):
@@ -422,7 +413,7 @@ def _explain(message: str, value: Any, type_: Any, path: str) -> str:
     if info is not None and (text.startswith("Invalid enum") or (wrong_type and _is_number(info))):
         expected = f"expected {type_text(info)}"
     if in_key:
-        name = failing_keys(type_, value, [*steps, ANY_KEY])[-1]
+        name = failing_keys(type_, value, [*steps, ANY_KEY], str_keys=str_keys)[-1]
         table, _ = value_at(value, steps)
         key = next(key for key in table if str(key) == name)
         return f"{where}: {expected} as key, got {shown(key)}"

@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-__all__ = ["ParsedError", "failing_keys", "parse_error", "plain_text", "split_path", "value_at"]
+__all__ = [
+    "ParsedError",
+    "failing_keys",
+    "join_path",
+    "parse_error",
+    "plain_text",
+    "split_path",
+    "value_at",
+]
 
 ANY_KEY = "[...]"
 """msgspec's step for some key of a mapping, which it does not name."""
@@ -60,6 +68,15 @@ def split_path(path: str) -> list[str]:
     return _STEP.findall(path.lstrip("."))
 
 
+def join_path(*parts: str) -> str:
+    """Join path parts with dots, leaving out empty ones; `[0]` is attached without a dot."""
+    joined = ""
+    for part in parts:
+        if part:
+            joined += part if part.startswith("[") or not joined else f".{part}"
+    return joined
+
+
 def plain_text(text: str) -> str:
     """Return a text with plain names of types, beginning in lower case."""
     text = re.sub(r"`([^`]*)`", _type_text, text)
@@ -76,29 +93,32 @@ def value_at(value: Any, steps: list[str]) -> tuple[Any, bool]:
     return value, True
 
 
-def failing_keys(type_: Any, value: Any, steps: list[str]) -> list[str]:
+def failing_keys(type_: Any, value: Any, steps: list[str], *, str_keys: bool) -> list[str]:
     """Return the path with each `[...]` replaced by the key that cannot be converted.
 
     Args:
         type_: the type that `value` was to be converted to.
         value: plain data.
         steps: steps of the error's path.
+        str_keys: whether texts stand for keys that are numbers.
     """
     for index, step in enumerate(steps):
         table, _ = value_at(value, steps[:index])
         if step == ANY_KEY and isinstance(table, dict):
-            key = _failing_key(type_, value, steps[:index], table)
+            key = _failing_key(type_, value, steps[:index], table, str_keys=str_keys)
             steps = [*steps[:index], str(key), *steps[index + 1 :]]
     return steps
 
 
-def _failing_key(type_: Any, value: Any, path: list[str], table: dict[Any, Any]) -> Any:
+def _failing_key(
+    type_: Any, value: Any, path: list[str], table: dict[Any, Any], *, str_keys: bool
+) -> Any:
     """Return a key that makes the conversion fail; halves the table, which may be large."""
     items = list(table.items())
     while len(items) > 1:
         half = items[: len(items) // 2]
         try:
-            msgspec.convert(_replaced(value, path, dict(half)), type_)
+            msgspec.convert(_replaced(value, path, dict(half)), type_, str_keys=str_keys)
         except msgspec.ValidationError:
             items = half
         else:

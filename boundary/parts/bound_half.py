@@ -40,6 +40,9 @@ HalfT = TypeVar("HalfT", FrontendHalf, EngineHalf, WorkerHalf)
 IN_LAYERS = ("around_layers", "embedded", "linear", "added")
 """Methods of a worker half that are called in the layers of a step."""
 
+INCLUDE = "include {}".format
+"""Returns how `BoundPart.required` has a name in the `include` of a request."""
+
 _SKIPPED = "the step goes on without it"
 _ENDED = "the requests that use it end"
 
@@ -201,6 +204,8 @@ class BoundPart(BoundHalf[EngineHalf]):
     Attributes:
         users: ids of live requests that use it.
         ended: ids of those that have ended, by the last step whose plan may have them.
+        required: what a request has to give to use the part: the key of its arguments, and
+            `INCLUDE` of the part's name.
     """
 
     interface, maker = EngineHalf, "engine_half"
@@ -230,6 +235,8 @@ class BoundPart(BoundHalf[EngineHalf]):
         self._scope, self._faults = part.fault_scope, faults
         self.capacity = dict(half.capacity)
         self.every_plan, self.only_included = half.every_plan, half.only_included
+        given = {f"step_parts/{part.name}": part.named_only, INCLUDE(part.name): half.only_included}
+        self.required = frozenset(name for name, is_required in given.items() if is_required)
         self.num_draft_tokens = half.num_draft_tokens
 
     @property

@@ -28,8 +28,8 @@ from hardpoint.plugins.requests.plan import PartData
 from hardpoint.plugins.scheduling.step_record import WaitReason
 from hardpoint.registry.blame import faults_as
 
-from . import returns
-from .bound_half import BoundPart, OpenHalves, call_for
+from . import figures, returns
+from .bound_half import INCLUDE, BoundPart, OpenHalves, call_for
 from .calls import PartCalls
 from .gates import PartGates, part_encoder_cache, part_transfers, without_data
 
@@ -67,7 +67,8 @@ class EngineHalves:
         self.encoder_cache, self.max_encoder_tokens = part_encoder_cache(self._parts)
         self._active: list[BoundPart] = []  # with users
         self._by_request: dict[str, list[BoundPart]] = {}
-        self._asked: dict[str, dict[BoundPart, returns.ArrayForms]] = {}  # for figures
+        self._asked: dict[str, dict[BoundPart, figures.ArrayForms]] = {}  # for figures
+        self._num_positions: Mapping[str, int] = {}  # computed ones of requests, with a result
         self._again: set[str] = set()  # ids of ended requests that others have now
         self._planned = 0  # the last step
         self._scheduler: Scheduler | None = None
@@ -203,13 +204,13 @@ class EngineHalves:
             self._end(name)
             self._again.add(name)
         try:
-            included = request.params.include
-            for part in [p for p in serving if not p.only_included or p.name in included]:
+            given = {*request.plugin_args, *map(INCLUDE, request.params.include)}
+            for part in [part for part in serving if part.required <= given]:
                 if call_for(part, "uses", request) if part.overrides("uses") else True:
                     users.append(part)
                     if part.overrides("check"):
                         call_for(part, "check", request)
-            asked = returns.asked_for_figures(request, users, serving)
+            asked = figures.asked_for_figures(request, users, serving)
         except BaseException:
             self._refuse(request.request_id, users)
             raise
@@ -309,6 +310,7 @@ class EngineHalves:
                 written: those that use the part end, too.
         """
         ended: dict[str, RequestFault] = {}
+        self._num_positions = figures.num_positions(plan, result) if self._asked else {}
         for part in self._active:
             part.forget_before(plan.step)
             if (failed := result.part_faults.get(part.key)) is not None:
@@ -330,13 +332,15 @@ class EngineHalves:
         if not self._asked:
             return
         for output in (output for message in outputs.values() for output in message.outputs):
-            for part, forms in self._asked.get(name := output.request_id, {}).items():
-                figures = self._checked(part, plan, "figures", returns.figures_defect, name)
-                if figures:
-                    output.part_figures = {**(output.part_figures or {}), part.name: dict(figures)}
-                if arrays := self._checked(part, plan, "arrays", forms.defect, name):
-                    new = {key: [array] for key, array in arrays.items()}
-                    output.part_arrays = {**(output.part_arrays or {}), part.name: new}
+            before = self._faults.get(name := output.request_id)
+            for part, forms in self._asked.get(name, {}).items():
+                found = self._checked(part, plan, "figures", figures.figures_defect, name)
+                limit = self._num_positions.get(name)
+                defect = functools.partial(forms.defect, num_positions=limit)
+                arrays = self._checked(part, plan, "arrays", defect, name)
+                figures.add(output, part.name, found, arrays)
+            if (fault := self._faults.get(name)) is not before and output.finish_reason is not None:
+                figures.end_by(output, fault)  # no result follows that would end it
 
     def updated(self, plan: SchedulerOutput) -> None:
         """Notify the parts that the scheduler has taken the result of a plan."""

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hardpoint.errors import RequestError, shown
+from hardpoint.errors import shown
 from hardpoint.plugins import (
-    EngineCoreRequest,
     GrammarBitmask,
     RequestFault,
     SchedulerOutput,
@@ -21,7 +20,6 @@ from hardpoint.plugins import (
     WaitReason,
 )
 from hardpoint.plugins.component import Source
-from hardpoint.plugins.requests import PartArray
 
 from .bound_half import BoundPart
 
@@ -147,54 +145,6 @@ def draft_limits_defect(limits: Any, drafts: Mapping[str, Sequence[int]]) -> str
     return None
 
 
-def has_figures(part: BoundPart) -> bool:
-    """Return whether a part has figures or arrays of requests."""
-    return part.overrides("figures") or part.overrides("arrays")
-
-
-def asked_for_figures(
-    request: EngineCoreRequest, users: Sequence[BoundPart], parts: Sequence[BoundPart]
-) -> dict[BoundPart, ArrayForms]:
-    """Return the parts that a request includes figures of.
-
-    Args:
-        request: new request.
-        users: parts that it uses.
-        parts: all parts.
-
-    Raises:
-        RequestError: it uses no such part, or has arguments of one that it would have to include.
-    """
-    if request.plugin_args:
-        _check_arguments(request, parts)
-    if not request.params.include:
-        return {}
-    having = {part.name: part for part in users if has_figures(part)}
-    for name in request.params.include:
-        if name not in having:
-            could = [part.name for part in parts if part.only_included]
-            found = " or ".join(sorted(map(repr, {*having, *could})))
-            found = found or "none, as no part has any of it"
-            raise RequestError(f"include: expected {found}, got {name!r}")
-    return {having[name]: ArrayForms() for name in request.params.include}
-
-
-def _check_arguments(request: EngineCoreRequest, parts: Sequence[BoundPart]) -> None:
-    """Check that a request includes the parts whose arguments would have no effect otherwise.
-
-    Raises:
-        RequestError: it does not.
-    """
-    included = request.params.include
-    for part in parts:
-        is_given = part.only_included and f"step_parts/{part.name}" in request.plugin_args
-        if is_given and part.name not in included:
-            raise RequestError(
-                f"plugin_args.{part.name}: expected none without include = [{part.name!r}], as "
-                f"only requests that include it use it, got include = {list(included)}"
-            )
-
-
 def result_defect(faults: Any, users: Collection[str]) -> str | None:
     """Return the defect of a part's answer to a result, as the end of a sentence; None if none.
 
@@ -224,68 +174,6 @@ def faults_defect(faults: Any, users: Collection[str]) -> str | None:
     ):
         return None
     return f"gave {shown(faults)}, expected faults of requests that use the part"
-
-
-def figures_defect(figures: Any) -> str | None:
-    """Return the defect of figures of a request, as the end of a sentence; None if they have none.
-
-    Args:
-        figures: what figures() returned.
-    """
-
-    def is_number(value: Any) -> bool:
-        return isinstance(value, int | float)
-
-    def is_figure(value: Any) -> bool:
-        if isinstance(value, list):
-            return all(map(is_number, value))
-        return is_number(value) or isinstance(value, str)
-
-    if isinstance(figures, Mapping) and all(
-        isinstance(name, str) and is_figure(value) for name, value in figures.items()
-    ):
-        return None
-    return f"gave {shown(figures)}, expected numbers, lists of numbers, or texts, by name"
-
-
-class ArrayForms:
-    """The forms of the arrays that a part gives of a request: those of a name are joined."""
-
-    def __init__(self) -> None:
-        """Know none yet."""
-        self._forms: dict[str, tuple[Any, ...]] = {}  # by name: dtype, shape of a row
-
-    def defect(self, arrays: Any) -> str | None:
-        """Return the defect of further arrays, as the end of a sentence; None if they have none.
-
-        Args:
-            arrays: what arrays() returned.
-        """
-        if not isinstance(arrays, Mapping) or not all(
-            isinstance(name, str) and _is_array(array) for name, array in arrays.items()
-        ):
-            return (
-                f"gave {shown(arrays)}, expected arrays with a row per position, ascending, by name"
-            )
-        for name, array in arrays.items():
-            form = array.values.dtype, array.values.shape[1:]
-            first = self._forms.setdefault(name, form)
-            if form != first:
-                return (
-                    f"gave rows of {form[0]} {list(form[1])} as {name!r}, expected "
-                    f"{first[0]} {list(first[1])}, as it gave before"
-                )
-        return None
-
-
-def _is_array(found: Any) -> bool:
-    if not isinstance(found, PartArray):
-        return False
-    positions, values = found.positions, found.values
-    both = isinstance(positions, np.ndarray) and isinstance(values, np.ndarray)
-    if not both or positions.dtype != np.int64 or positions.ndim != 1 or not values.ndim:
-        return False
-    return len(positions) == len(values) and bool((np.diff(positions) > 0).all())
 
 
 def reason_defect(reason: Any) -> str | None:

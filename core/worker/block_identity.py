@@ -16,6 +16,7 @@ from hardpoint.plugins import ConfigError
 from hardpoint.plugins.kv_connector import BlockIdentity
 from hardpoint.plugins.model.files import ModelConfig
 from hardpoint.plugins.parallel import Parallel
+from hardpoint.typed import stable_bytes
 
 
 def block_identity(
@@ -84,7 +85,7 @@ def _quantization(spec: WorkerSpec) -> str:
     use = spec.config.quantization.use
     entry = spec.plugins.find("quantizations", use)
     options = spec.config.plugin.get(use if entry is None else entry.name, {})
-    return msgspec.json.encode((spec.config.quantization, options), order="deterministic").decode()
+    return stable_bytes((spec.config.quantization, options)).decode(errors="backslashreplace")
 
 
 def config_hash(config: ModelConfig, variant: str = "", windows: Sequence[int | None] = ()) -> str:

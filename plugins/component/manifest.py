@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from hardpoint.typed import stable_bytes
+
 from .base import Source
 
 
@@ -76,8 +78,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Return a digest of names, versions, classes, options and order."""
         ordered = sorted(self.entries, key=lambda e: (e.kind, e.place, e.name))
         content = [_hashed(entry) for entry in ordered]
-        encoded = msgspec.json.encode((self.hardpoint, content), order="deterministic")
-        return hashlib.sha256(encoded).hexdigest()
+        return hashlib.sha256(stable_bytes((self.hardpoint, content))).hexdigest()
 
 
 def _hashed(entry: PluginEntry) -> tuple[Any, ...]:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
-import msgspec
-
 from hardpoint.plugins.component.base import Context
 from hardpoint.plugins.component.behaviour import fitting, instance, returns
 from hardpoint.plugins.text.arguments import ComponentWithArguments, argument_column
+from hardpoint.typed import stable_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -161,7 +160,7 @@ class ActivationTap(ComponentWithArguments):
         same. By default all arguments. Of a class that reads a file, it should have the content of
         the file in it.
         """
-        return msgspec.json.encode(msgspec.to_builtins(arguments), order="deterministic")
+        return stable_bytes(arguments)
 
     def read(
         self,

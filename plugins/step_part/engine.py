@@ -307,6 +307,11 @@ class EngineHalf:
         Called after `figures`, for the same outputs. They become
         `CompletionOutput.part_arrays[name]`; of a position that was given before, they are left
         out.
+
+        Positions count from 0, the first token of the prompt. Only those that are computed have
+        numbers: the token that a step has sampled last is the input of the next step, which
+        computes its position. A request with a prompt of p tokens and n output tokens has the
+        positions 0 to p + n - 2. Another position is a fault of the part.
         """
         return {}
 

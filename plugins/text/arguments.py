@@ -60,6 +60,7 @@ class ComponentWithArguments(Component):
 
     Attributes:
         named_only: whether only requests that give arguments use a component, though it be `{}`.
+            The arguments of such a step part may have fields without a default.
     """
 
     Arguments: ClassVar[type[typed.Arguments]] = NoArguments

@@ -113,7 +113,7 @@ class IOProcessor(Component):
             RequestError: it is wrong; begins with the path of what is, such as `data.rows[3]`.
         """
         assert self.Request is not None
-        return typed.convert(data, self.Request, path="data", error=RequestError)
+        return typed.convert(data, self.Request, path="data", error=RequestError, str_keys=True)
 
     @returns(PROMPTS, raises=(RequestError,))
     @abstractmethod

@@ -68,12 +68,14 @@ def _check(request: CheckRequest, send: Send) -> None:
     watch.start()
     kind, source, target = _load(request)
     config = _config(request)
-    options = request.options or _configured_options(request, config, kind)
-    checked_options(target, options, f"plugin.{source.name}")
 
     from .enabling import describe_cost, describe_enabling  # noqa: PLC0415 - after the plugin, to see
-    from .made_suite import make_suite  # noqa: PLC0415 - what it imports itself
+    from .made_suite import make_suite, options_of, suite_of  # noqa: PLC0415 - what it imports itself
 
+    given = request.options or _configured_options(request, config, kind)
+    own = options_of(suite_of(kind, target))
+    options = {**own, **request.options} if own else given
+    checked_options(target, options, f"plugin.{source.name}")
     suite = make_suite(kind, target, source.name, options)
     send(
         {
@@ -101,7 +103,8 @@ def _check(request: CheckRequest, send: Send) -> None:
         reason="",
     )
     sources = ConfigSources(request.config_sources)
-    record, changed = describe_enabling(kind, info, config, sources, request.options)
+    changes = options if own else request.options
+    record, changed = describe_enabling(kind, info, config, sources, changes)
     send({"record": "begin", "check": "scripted run"})
     cost = describe_cost(kind, source.name, suite, config, changed)
     send(record)

@@ -61,6 +61,11 @@ def suite_of(kind: PluginKind, target: Any) -> type[ConformanceSuite]:
     return own
 
 
+def options_of(suite: type[ConformanceSuite]) -> Mapping[str, Any]:
+    """Return the options that an author's suite gives, which its samples fit."""
+    return suite.options if isinstance(suite.options, Mapping) else {}
+
+
 def subject_of(suite: type) -> str:
     """Return the attribute of a suite of the kit that names the class under test."""
     ours = [c for c in suite.__mro__ if c.__module__.startswith("hardpoint.testing.")]
@@ -82,14 +87,14 @@ def make_suite(
         kind: the component's.
         target: the component.
         name: under which it is enabled.
-        options: as an operator sets them.
+        options: as an operator sets them, with those of the author's suite.
 
     Raises:
         PluginLoadError: it names something else than a suite of its kind.
     """
     suite = suite_of(kind, target)
     given: dict[str, Any] = {"__module__": MODULE, subject_of(suite): target}
-    if not suite.options:
+    if isinstance(suite.options, Mapping):
         given["options"] = dict(options)
     if suite.name is None:
         given["name"] = name

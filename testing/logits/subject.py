@@ -133,7 +133,8 @@ class Subject:
             Violation: they do not fit the class's Options.
         """
         try:
-            return typed.convert(self.options, self.cls.Options, path=f"plugin.{self.name}")
+            path = f"plugin.{self.name}"
+            return typed.convert(self.options, self.cls.Options, path=path, str_keys=True)
         except HardpointError as error:
             raise Violation(
                 f"the suite's `options` do not fit {self.cls.__name__}.Options: {error}",
@@ -180,7 +181,7 @@ class Subject:
         """
         try:
             path = f"plugin_args.{self.name}"
-            return typed.convert(given, self.cls.Arguments, path=path)
+            return typed.convert(given, self.cls.Arguments, path=path, str_keys=True)
         except HardpointError as error:
             raise Violation(
                 f"{short_repr(given)} does not fit {self.cls.__name__}.Arguments: {error}",

@@ -44,7 +44,8 @@ def measure_hit_rate(
         ValueError: a prompt does not fit.
     """
     name, clock = plugin_name(eviction), ScriptedClock(now=100.0)
-    converted = typed.convert(dict(options or {}), eviction.Options, path=f"plugin.{name}")
+    path = f"plugin.{name}"
+    converted = typed.convert(dict(options or {}), eviction.Options, path=path, str_keys=True)
 
     def create(**fields: Any) -> EvictionPolicy:
         return eviction(EvictionContext(name=name, options=converted, **fields))

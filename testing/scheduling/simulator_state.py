@@ -77,9 +77,8 @@ class SimulatorState:
 
     def _build(self, scheduler: type[Scheduler]) -> Scheduler:
         name = scheduler.__name__
-        options = typed.convert(
-            dict(self.settings.options), scheduler.Options, path=f"plugin.{name}"
-        )
+        given, path = dict(self.settings.options), f"plugin.{name}"
+        options = typed.convert(given, scheduler.Options, path=path, str_keys=True)
         context = SchedulerContext(
             name=name,
             options=options,

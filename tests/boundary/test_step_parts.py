@@ -62,12 +62,12 @@ def half_of(capacity=None, num_draft_tokens=0, **answers):
     return type("Half", (Scripted,), own | read)(**answers)
 
 
-def parts_of(*halves, scope="request", faults=None):
+def parts_of(*halves, scope="request", faults=None, named_only=False):
     faults = faults or StepFaults()
     bound = []
     for index, half in enumerate(halves):
         name = f"part{index}"
-        part = ScriptedPart(name, scope)
+        part = ScriptedPart(name, scope, named_only=named_only)
         source = Source(name, f"acme:{name}", "acme", "1.0", "plugins.enable")
         bound.append(BoundPart(part, half, source, faults))
     return EngineHalves(bound, VOCAB_SIZE)
@@ -123,6 +123,18 @@ def test_a_cycle_of_before_and_after_is_a_conflict():
 
 
 # Calls
+
+
+def test_a_part_that_is_named_only_is_used_by_requests_that_give_arguments():
+    half = half_of(uses=lambda request: request.request_id != "refused", begin=b"data")
+    parts = parts_of(half, named_only=True)
+    given = {"a": {}, "b": {"step_parts/part0": {}}, "c": {"part0": {}}, "refused": {}}
+    for name, plugin_args in given.items():
+        request = new(name)
+        request.plugin_args = plugin_args
+        parts.add(request)
+    assert [call[1].request_id for call in half.calls if call[0] == "uses"] == ["b"]
+    assert parts.begin(plan_of(*given))["part0"].request_ids == ["b"]
 
 
 def test_only_overridden_methods_of_parts_with_live_requests_are_called():

@@ -27,11 +27,13 @@ from hardpoint.plugins import (
     SamplerContext,
     SchedulingPolicy,
     SparseLogitsProcessor,
+    StepPart,
     Tokenizer,
     hookimpl,
 )
 from hardpoint.plugins import Options as PluginOptions
 from hardpoint.plugins.component import Context
+from hardpoint.plugins.config_tables import SamplerConfig, SchedulerConfig
 from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.registry.loading import snake_case
 
@@ -168,6 +170,41 @@ class TestInterface:
         assert refusal(target, kind="reasoning_parsers").endswith(
             "every request uses it, also without arguments, so its Arguments.by needs a default"
         )
+
+    def test_a_step_part_may_be_used_by_requests_with_arguments_alone(self, refusal, installed):
+        needed = type("Arguments", (PluginArguments,), {"__annotations__": {"by": float}})
+        message = refusal(component(StepPart, Arguments=needed), kind="step_parts")
+        assert message.endswith(
+            "every request uses it, also without arguments, so its Arguments.by needs a default; "
+            "or add `named_only = True` to the class: then requests that give arguments use it"
+        )
+        installed.offer("step_parts/dry", component(StepPart, Arguments=needed, named_only=True))
+        assert installed.resolve(plugins={"enable": ["dry"]}).get("step_parts", "dry")
+
+    @pytest.mark.parametrize(
+        ("kind", "interface", "attributes", "tables"),
+        [
+            (
+                "reasoning_parsers",
+                OutputParser,
+                {"roles": ("reasoning",)},
+                {"plugins": {"enable": ["dry"]}},
+            ),
+            ("samplers", Sampler, {}, {"sampler": SamplerConfig(use="dry")}),
+            (
+                "scheduling_policies",
+                SchedulingPolicy,
+                {},
+                {"scheduler": SchedulerConfig(policy="dry")},
+            ),
+        ],
+    )
+    def test_every_request_uses_some_kinds(self, installed, kind, interface, attributes, tables):
+        needed = type("Arguments", (PluginArguments,), {"__annotations__": {"by": float}})
+        target = component(interface, Arguments=needed, named_only=True, **attributes)
+        installed.offer(f"{kind}/dry", target)
+        with pytest.raises(PluginContractError, match=r"its Arguments.by needs a default$"):
+            installed.resolve(**tables)
 
     def test_arguments_of_a_kind_that_takes_none(self, refusal):
         target = component(Model, Arguments=PluginArguments)

@@ -6,9 +6,17 @@ import pytest
 from support.plugins.fake import component
 
 from hardpoint.errors import PluginNotFoundError
-from hardpoint.plugins import ConfigError, LogitsProcessor, Options, SchedulingPolicy
+from hardpoint.live.settings import Settings
+from hardpoint.plugins import (
+    ConfigError,
+    EngineConfig,
+    LogitsProcessor,
+    Options,
+    SchedulingPolicy,
+)
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import SchedulerConfig
+from hardpoint.typed import convert
 
 
 class TestOptions:
@@ -69,6 +77,24 @@ class TestOptions:
             "plugin.dry.key: missing, and it has no default (for plugin 'dry'"
         )
         assert "asked for by plugins.enable[0]" in message
+
+    def test_texts_stand_for_numbers_as_keys_as_in_toml(self, installed):
+        class DryOptions(Options):
+            weights: dict[int, float] = {}
+
+        installed.offer("logits_processors/dry", component(LogitsProcessor, Options=DryOptions))
+        hashes = set()
+        for weights in ({"7": 0.5, "11": 1.0}, {11: 1.0, 7: 0.5}):
+            enabled = {"plugins": {"enable": ["dry"]}, "plugin": {"dry": {"weights": weights}}}
+            plugins = installed.resolve(**enabled)
+            entry = plugins.get("logits_processors", "dry")
+            assert plugins.options(entry).weights == {7: 0.5, 11: 1.0}
+            hashes.add(plugins.manifest.hash)
+            plain = convert(enabled, EngineConfig, path="")
+            shown = Settings(plain, ConfigSources(), plugins).shown()
+            assert shown.values["plugin.dry.weights"].value == weights
+            assert shown.fingerprint
+        assert len(hashes) == 1
 
     def test_defaults_are_filled_in(self, installed):
         class DryOptions(Options):

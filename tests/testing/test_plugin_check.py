@@ -11,8 +11,12 @@ from support.broken.packages import (
     ACTIVE,
     EARLY,
     EXITS,
+    IDLE,
     LACKING,
+    NAMED,
     RUN,
+    SUPPLIED,
+    UNSEEN,
     UNUSED,
     Package,
 )
@@ -94,6 +98,33 @@ def test_broken_packages(package, site):
 def test_what_cannot_be_proved(package, site):
     records = assert_judged(package, site)
     assert not any(record["outcome"] == "failed" for record in records["check"].values())
+
+
+def test_a_step_part_that_does_nothing_is_not_proved(site):
+    records = assert_judged(IDLE, site)
+    assert records["check"]["test_effect"]["reason"] == ""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("package", [UNSEEN, NAMED], ids=lambda package: package.name)
+def test_effects_of_step_parts(package, site):
+    assert_judged(package, site)
+
+
+def test_options_that_the_suite_of_an_author_supplies(site):
+    records = assert_judged(SUPPLIED, site)
+    assert records["enabling"]["problem"] == ""
+    assert "refused" not in records["cost"]["reason"]
+
+
+@pytest.mark.nightly
+def test_options_of_a_call_replace_those_of_a_suite(site):
+    SUPPLIED.install(site)
+    records = check(SUPPLIED.name, options={"limit": 0})
+    assert records["result"]["exit_code"] == 2
+    assert (
+        "plugin.supplied.limit: expected a whole number >= 1, got 0" in records["result"]["problem"]
+    )
 
 
 def test_what_a_package_does(site):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.broken import media_parts
+from support.broken import step_part_amounts as amounts
 from support.broken import step_parts as broken
 from support.kit_suites import assert_fails, each_broken, messages_of, shorten, suite_tests
 
@@ -83,6 +84,85 @@ STEP_PARTS = [
     (broken.Slow, "speed", "speed", "times as long for 8 requests, times_plain is"),
 ]
 
+# of amounts, drafts and effects; tests and rules as above
+AMOUNTS = [
+    (
+        amounts.ReturnsOnPreemption,
+        "amounts",
+        "amounts",
+        "pass the gate at once is .* preempted",
+    ),
+    (amounts.CountsPlans, "amounts", "amounts", "is .* every other plan is lost, expected"),
+    (
+        amounts.ForgetsOnPreemption,
+        "amounts",
+        "amounts",
+        "figure 'used' of .* at its end is",
+    ),
+    (
+        amounts.SubtractsOnPreemption,
+        "amounts",
+        "amounts",
+        "is .* where requests are preempted",
+    ),
+    (amounts.ChargesPlans, "amounts", "amounts", "at once is .* every other plan is lost"),
+    (
+        amounts.CountsLostTwice,
+        "amounts",
+        "amounts",
+        "(statistic|answer) .* plan is lost",
+    ),
+    (amounts.ResumedMask, "amounts", "amounts", "mask of output token . is another one with one"),
+    (
+        amounts.AddsPlans,
+        "amounts",
+        "amounts",
+        "its logits in step . to other values",
+    ),
+    (amounts.LeavesFiles, "resources", "resources", "more open files"),
+    (amounts.LeavesThread, "close", "close", "there still are: thread 'watcher'"),
+    (
+        amounts.FirstRowAlone,
+        "drafts",
+        "draft rows",
+        "leaves them as they are with drafts",
+    ),
+    (amounts.LastRowAlone, "drafts", "draft rows", "leaves them as they are with drafts"),
+    (amounts.RowByRequest, "drafts", "draft rows", "position . .* with drafts"),
+    (
+        amounts.SkipsDraftTokens,
+        "drafts",
+        "draft rows",
+        "hidden states of position . without",
+    ),
+    (
+        amounts.CountsRows,
+        "drafts",
+        "draft rows",
+        "logits of position . to other values",
+    ),
+    (
+        amounts.MasksDraftsAlike,
+        "drafts",
+        "draft rows",
+        "mask of output token . is another one with",
+    ),
+    (amounts.DoesNothing, "effect", "effect", "no half has a method of its own"),
+    (
+        amounts.NumbersSampled,
+        "steps",
+        "arrays",
+        r"position . as 'x', expected positions in 0",
+    ),
+    (
+        amounts.GrowingRows,
+        "steps",
+        "arrays",
+        r"rows of float64 \[2\] as 'x', expected",
+    ),
+    (amounts.FewerRows, "steps", "arrays", "as 'x', expected a PartArray of ascending int64"),
+]
+
 # of media; tests and rules as above
 MEDIA = [
     (media_parts.GivesTokens, "media", "placed", r"returned \[5, 1, 1, .*, expected a GivenPr"),
@@ -137,8 +217,33 @@ def test_a_broken_step_part_fails_its_rule(cls, test, rule, pattern, monkeypatch
     attributes = {"part": cls, "calls": [("live", {})]}
     if cls is broken.NeverReady:
         attributes["ready_seconds"] = 0.05
+    if cls is broken.Slow:
+        attributes["times_plain"] = 100.0
     attributes["prompts"] = [{"letters": 3}]
     assert_fails(StepPartSuite, attributes, test, rule, pattern)
+
+
+@each_broken(AMOUNTS)
+def test_a_part_with_wrong_amounts_or_rows_fails_its_rule(cls, test, rule, pattern, monkeypatch):
+    attributes = {"part": cls}
+    if test == "close":
+        shorten(monkeypatch, {"general.suite._CLOSE_SECONDS": 0.1})
+    if issubclass(cls, amounts.Budget):
+        attributes["calls"] = [("total", {})]
+    assert_fails(StepPartSuite, attributes, test, rule, pattern)
+
+
+@pytest.mark.parametrize("cls", [amounts.Budget, amounts.Numbers, broken.GoodWorker])
+def test_parts_with_right_amounts_and_rows_pass(cls):
+    calls = {"calls": [("total", {})]} if cls is amounts.Budget else {}
+    tests = ["steps", "amounts", "drafts", "effect", "lost_plans", "calls"]
+    assert messages_of(StepPartSuite, {"part": cls, **calls}, tests) == {}
+
+
+def test_an_effect_outside_of_the_engine_is_not_proved():
+    test = type("TestLogs", (StepPartSuite,), {"part": amounts.Logs, "replay_seed": 1})()
+    with pytest.raises(pytest.skip.Exception, match="undecidable with these requests: none"):
+        test.test_effect()
 
 
 @each_broken(MEDIA)
@@ -159,7 +264,7 @@ def test_a_part_that_places_media_has_to_have_samples():
 
 
 def test_every_test_catches_a_step_part():
-    assert {test for _, test, _, _ in STEP_PARTS + MEDIA} == suite_tests(StepPartSuite)
+    assert {test for _, test, _, _ in STEP_PARTS + AMOUNTS + MEDIA} == suite_tests(StepPartSuite)
 
 
 def test_a_part_that_reads_prompts_passes():

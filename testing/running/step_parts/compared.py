@@ -13,7 +13,7 @@ from hardpoint.testing.suite import Rule
 
 from .session import CallTrace, RequestScript
 
-__all__ = ["Halves", "PlainHalf", "block_hashes", "compare"]
+__all__ = ["Halves", "PlainHalf", "block_hashes", "compare", "compare_by_place"]
 
 
 class PlainHalf(EngineHalf):
@@ -73,6 +73,39 @@ def compare(
                     f"the worker half changes its {what} in step {step} to other values {where} "
                     f"than {elsewhere}"
                 )
+
+
+def compare_by_place(first: Trace, second: Trace, rule: Rule, where: str, elsewhere: str) -> None:
+    """Compare the masks of each output and the changed rows of each position in two sessions.
+
+    Raises:
+        Violation: they are not the same.
+    """
+    for name in ("gate", "cost", "ended"):
+        one, other = getattr(first, name), getattr(second, name)
+        if one != other:
+            raise rule.violation(f"its {name} is {one!r} {where}, {other!r} {elsewhere}")
+    own, others = first.masks_by_index, second.masks_by_index
+    for index in sorted(own.keys() & others.keys()):
+        if own[index] != others[index]:
+            raise rule.violation(
+                f"the mask of output token {index} is another one {elsewhere} than {where}, "
+                f"expected the same"
+            )
+    rows, changed = first.rows_by_position, second.rows_by_position
+    for what, position in sorted(rows.keys() | changed.keys()):
+        row, other_row = rows.get((what, position)), changed.get((what, position))
+        if row is None or other_row is None:
+            changing, leaving = (elsewhere, where) if row is None else (where, elsewhere)
+            raise rule.violation(
+                f"the worker half changes the {what} of position {position} {changing}, and "
+                f"leaves them as they are {leaving}, expected the same"
+            )
+        if not _are_close(row, other_row):
+            raise rule.violation(
+                f"the worker half changes the {what} of position {position} to other values "
+                f"{elsewhere} than {where}, expected the same"
+            )
 
 
 def _are_close(one: np.ndarray, other: np.ndarray) -> bool:

@@ -62,6 +62,12 @@ FIGURES = Rule(
     "figures: figures gives numbers, lists of numbers, or texts, by name",
     "return a mapping of texts to numbers or texts of a live request, {} before there are any",
 )
+ARRAYS = Rule(
+    "arrays: arrays gives rows for positions that are computed, ascending, in one form by name",
+    "number positions from 0, the first token of the prompt: a step that samples the first output "
+    "token has computed those of the prompt alone, and the next step computes that token's own, "
+    "`num_prompt_tokens`",
+)
 CALLS = Rule(
     "calls: calls are answered with plain data, others refused by a RequestError",
     "return what JSON could be made of, or a future of it, and raise RequestError for a method "
@@ -316,6 +322,47 @@ def check_figures(figures: Any) -> None:
         for name, values in listed
     ):
         raise FIGURES.violation(f"figures() returned {short_repr(figures)}")
+
+
+def check_arrays(arrays: Any, num_positions: int, forms: dict[str, tuple[Any, ...]]) -> None:
+    """Check what arrays() returned for a request, of which some positions are computed.
+
+    Args:
+        arrays: the result.
+        num_positions: number of computed positions.
+        forms: type and shape of a row by name, of earlier steps; completed.
+
+    Raises:
+        Violation: it is no mapping of arrays of these positions.
+    """
+    if not isinstance(arrays, Mapping):
+        raise ARRAYS.violation(f"arrays() returned {short_repr(arrays)}, expected a mapping")
+    for name, array in arrays.items():
+        positions, values = getattr(array, "positions", None), getattr(array, "values", None)
+        if not (
+            isinstance(name, str)
+            and isinstance(positions, np.ndarray)
+            and isinstance(values, np.ndarray)
+            and (positions.dtype, positions.ndim, values.shape[:1])
+            == (np.dtype(np.int64), 1, positions.shape)
+            and bool((np.diff(positions) > 0).all())
+        ):
+            raise ARRAYS.violation(
+                f"arrays() returned {short_repr(array)} as {name!r}, expected a PartArray of "
+                f"ascending int64 positions, with a row for each"
+            )
+        for position in positions[[0, -1]].tolist() if len(positions) else ():
+            if not 0 <= position < num_positions:
+                raise ARRAYS.violation(
+                    f"arrays() gave position {position} as {name!r}, expected positions in "
+                    f"0..{num_positions - 1}, which are computed"
+                )
+        form = values.dtype, values.shape[1:]
+        if forms.setdefault(name, form) != form:
+            raise ARRAYS.violation(
+                f"arrays() gave rows of {form[0]} {list(form[1])} as {name!r}, expected "
+                f"{forms[name][0]} {list(forms[name][1])}, as in the steps before"
+            )
 
 
 def check_changed(method: str, returned: Any, given: torch.Tensor) -> None:

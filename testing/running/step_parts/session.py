@@ -6,7 +6,7 @@ import dataclasses
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,14 +27,22 @@ from hardpoint.testing.suite import Rule, short_repr
 
 from . import rules
 from .encoding import FeaturePlans
-from .worker import Rows, WorkerSteps
+from .worker import PositionRows, Rows, WorkerSteps
 
-__all__ = ["CallTrace", "RequestScript", "StepPartSession", "with_id", "without_features"]
+__all__ = [
+    "CallTrace",
+    "RequestScript",
+    "StepPartSession",
+    "with_id",
+    "without_data",
+    "without_features",
+]
 
 _MAX_RUNNING = 8
 _MAX_STEPS = 2000
 _NO_DRAFT = SchedulerOutput.NO_DRAFT
 _OTHER = "other"  # a request that uses no part
+_WITHOUT_EFFECT = ("uses", "needs_results")
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,9 @@ class RequestScript:
         preempted_after: number of its steps after which it is preempted; 0 is never.
         ends: "finish"; "refused", after its check; "aborted", in the step after its arrival.
         begun: steps in which the outputs that it comes with were sampled.
+        outputs: its tokens if they are known, which its drafts guess, some of them wrong; empty
+            for a request without drafts. Then each token depends on its index, `steps` is the
+            number of tokens, and a draft is accepted if it is the token. None draws drafts.
     """
 
     request: EngineCoreRequest
@@ -58,6 +69,7 @@ class RequestScript:
     preempted_after: int = 0
     ends: str = "finish"
     begun: int = 0
+    outputs: Sequence[int] | None = None
 
 
 @dataclass
@@ -70,6 +82,10 @@ class CallTrace:
         tokens: its tokens of each of its steps.
         masks: rows of each of its steps, as bytes; None where all tokens are allowed.
         rows: its rows that the worker half has changed in each step.
+        masks_by_index: rows of the mask by the index of the output that they are for, and
+        rows_by_position: rows that the worker half has changed, without those of rejected drafts.
+        figures: figures after each of its steps.
+        arrays: rows of arrays, as bytes, by name and position.
         ended: "finished", "fault", "refused" or "aborted".
     """
 
@@ -78,6 +94,10 @@ class CallTrace:
     tokens: list[list[int]] = field(default_factory=list)
     masks: list[bytes | None] = field(default_factory=list)
     rows: list[Rows] = field(default_factory=list)
+    masks_by_index: dict[int, bytes | None] = field(default_factory=dict)
+    rows_by_position: PositionRows = field(default_factory=dict)
+    figures: list[Mapping[str, Any]] = field(default_factory=list)
+    arrays: dict[tuple[str, int], bytes] = field(default_factory=dict)
     ended: str = ""
 
 
@@ -100,6 +120,7 @@ class _Live:
     encodes: list[int] = field(default_factory=list)  # features, in this step
     drafts: list[int] = field(default_factory=list)
     proposed: list[int] = field(default_factory=list)  # by the part
+    forms: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # of arrays, by name
 
     @property
     def request_id(self) -> str:
@@ -112,6 +133,8 @@ class StepPartSession:
     Attributes:
         traces: traces of the requests that ended or live, by id; the newest of each id.
         call_seconds: seconds of the calls of each step with a plan.
+        effects: names of the methods that have returned something.
+        idle: called after a step that computed nothing.
     """
 
     def __init__(
@@ -124,6 +147,7 @@ class StepPartSession:
         lost: Sequence[int] = (),
         watch: bool = False,
         change_weights: Callable[[], None] = lambda: None,
+        required_arguments: str | None = None,
     ) -> None:
         """Begin without requests.
 
@@ -135,7 +159,12 @@ class StepPartSession:
             lost: numbers of plans that are lost, before or after their mask in turn.
             watch: whether to compare what the half is given before and after each call.
             change_weights: gives the model of the worker half other weights.
+            required_arguments: key of the arguments that requests which use the part give; None if
+                others may use it, too.
         """
+        self._required_arguments = required_arguments
+        self.idle: Callable[[], None] = lambda: None
+        self.effects: set[str] = set()
         self.half, self._vocab_size, self._limits = half, vocab_size, limits
         self._lost, self._watch = frozenset(lost), watch
         self._worker, self._change_weights = worker, change_weights
@@ -168,6 +197,7 @@ class StepPartSession:
                 computed += 1
             else:
                 self._call(rules.GATE, "wait")
+                self.idle()
             self._step += 1
             if computed > _MAX_STEPS:
                 left = [live.request_id for live in (*self._waiting, *self._running.values())]
@@ -186,10 +216,7 @@ class StepPartSession:
         """Let a request arrive."""
         name, trace = script.request.request_id, CallTrace()
         self.traces[name] = trace
-        uses = self._call(rules.USES, "uses", script.request)
-        if not isinstance(uses, bool):
-            raise rules.USES.violation(f"uses() returned {short_repr(uses)}, expected a bool")
-        if not uses:
+        if not self.is_used_by(script.request):
             trace.ended = "other"
             return
         try:
@@ -201,8 +228,17 @@ class StepPartSession:
             trace.ended = "refused"
             self._call(rules.ENDED, "refused", name)
             return
-        request = Request(_without_data(script.request))
+        request = Request(without_data(script.request))
         self._waiting.append(_Live(script, request, trace, num_steps=script.begun))
+
+    def is_used_by(self, request: EngineCoreRequest) -> bool:
+        """Return whether a new request uses the part."""
+        if self._required_arguments not in {None, *request.plugin_args}:
+            return False
+        uses = self._call(rules.USES, "uses", request)
+        if not isinstance(uses, bool):
+            raise rules.USES.violation(f"uses() returned {short_repr(uses)}, expected a bool")
+        return uses
 
     def _abort(self, now: int) -> None:
         for live in [*self._waiting, *self._running.values()]:
@@ -323,15 +359,19 @@ class StepPartSession:
 
     def _run_worker(
         self, plan: SchedulerOutput, data: bytes | None, output: ModelRunnerOutput
-    ) -> Mapping[str, Rows]:
+    ) -> tuple[Mapping[str, Rows], Mapping[str, PositionRows]]:
         """Run a step in the worker half; return the rows of each request that it has changed."""
         if self._worker is None:
-            return {}
+            return {}, {}
         users = [self._running[name] for name in plan.num_scheduled_tokens if name != _OTHER]
         names = None if self.half.every_plan else [live.request_id for live in users]
-        seeds = {live.request_id: f"{live.script.seed} {live.num_steps}" for live in users}
+        seeds = {live.request_id: str(live.script.seed) for live in users}
         part = None if data is None else PartData(data, names)
-        return self._worker.run(plan, part, {_OTHER: _OTHER, **seeds}, output)
+        changed, by_position = self._worker.run(plan, part, {_OTHER: _OTHER, **seeds}, output)
+        self.effects.update(f"{what} of the worker half" for x in changed.values() for what in x)
+        if output.part_reports:
+            self.effects.add("report")
+        return changed, by_position
 
     def _plan(self, batch: Sequence[_Live]) -> SchedulerOutput:
         new, cached, computed = [], [], []
@@ -383,12 +423,28 @@ class StepPartSession:
     def _draw_drafts(self, live: _Live) -> list[int]:
         if not live.num_computed:  # its prompt is computed, with the output of one that resumes
             return []
+        if live.script.outputs is not None:
+            return self._guessed(live, live.script.outputs)
         if live.proposed:
             return live.proposed
         tokens = self._drawn(live)
         if tokens and random.Random(f"{live.script.seed} {live.num_steps} none").random() < 0.2:
             tokens[-1] = _NO_DRAFT
         return tokens
+
+    def _guessed(self, live: _Live, outputs: Sequence[int]) -> list[int]:
+        """Return drafts of a request whose tokens are known: right ones, then at times a wrong one.
+
+        Some drafts do not exist, as those of a proposer that had no guess.
+        """
+        done = len(live.request.output_token_ids)
+        drawn = random.Random(f"{live.script.seed} {done} guesses")
+        right = list(outputs[done:-1])[: drawn.choice([0, 1, 2, 3])]
+        left = len(outputs) - 1 - done - len(right)
+        if left <= 0 or drawn.random() < 0.5:
+            return right
+        wrong = (outputs[done + len(right)] + 1) % self._vocab_size
+        return [*right, drawn.choice([wrong, _NO_DRAFT])]
 
     def _drawn(self, live: _Live) -> list[int]:
         drawn = random.Random(f"{live.script.seed} {live.num_steps} drafts")
@@ -425,7 +481,7 @@ class StepPartSession:
         if _OTHER in plan.num_scheduled_tokens:
             sampled[_OTHER] = [0]
         output = ModelRunnerOutput(sampled_token_ids=sampled)
-        changed = self._run_worker(plan, data, output)
+        changed, by_position = self._run_worker(plan, data, output)
         faults = self._call(rules.RESULTS, "result", plan, output)
         rules.check_faults(faults, {live.request_id for live in batch})
         for live in batch:
@@ -433,7 +489,8 @@ class StepPartSession:
             live.trace.tokens.append(sampled[live.request_id])
             live.trace.masks.append(None if own is None else own.tobytes())
             live.trace.rows.append(changed.get(live.request_id, {}))
-            rules.check_figures(self._call(rules.FIGURES, "figures", live.request_id))
+            self._keep_rows(live, sampled[live.request_id], own, by_position)
+            self._keep_figures(live, len(sampled[live.request_id]))
             live.num_steps += 1
             live.sent, live.proposed = True, []
             if live.request_id in (faults or {}):
@@ -445,7 +502,9 @@ class StepPartSession:
             if live.request.source.features:
                 self._features.computed(live.request, live.num_computed)
             ends = live.request.source.eos_token_ids
-            if live.num_steps >= live.script.steps or set(ends) & {*sampled[live.request_id]}:
+            is_by_index = live.script.outputs is not None
+            length = len(live.request.output_token_ids) if is_by_index else live.num_steps
+            if length >= live.script.steps or set(ends) & {*sampled[live.request_id]}:
                 self._end(live, "finished")
             elif live.num_steps == live.script.preempted_after:
                 self._release(live)
@@ -454,8 +513,40 @@ class StepPartSession:
                 self._waiting.insert(0, live)
         self._call(rules.RESULTS, "updated", plan)
 
+    def _keep_rows(
+        self,
+        live: _Live,
+        sampled: Sequence[int],
+        own: Any,
+        by_position: Mapping[str, PositionRows],
+    ) -> None:
+        """Keep the rows of a request, without those of rejected drafts, by index and position."""
+        first = len(live.request.output_token_ids)
+        for index in range(len(sampled)):
+            allows_all = own is None or len(self._allowed(own, index)) == self._vocab_size
+            row = None if allows_all else own[index].tobytes()
+            live.trace.masks_by_index[first + index] = row
+        last = live.request.num_tokens - 1 + len(sampled) - 1
+        for place, values in by_position.get(live.request_id, {}).items():
+            if place[1] <= last:
+                live.trace.rows_by_position[place] = values
+
+    def _keep_figures(self, live: _Live, num_sampled: int) -> None:
+        """Keep the figures and arrays of a request after a step."""
+        figures = self._call(rules.FIGURES, "figures", live.request_id)
+        rules.check_figures(figures)
+        live.trace.figures.append(dict(figures))
+        arrays = self._call(rules.ARRAYS, "arrays", live.request_id)
+        num_positions = live.request.num_tokens + num_sampled - 1
+        rules.check_arrays(arrays, num_positions, live.forms)
+        for name, array in arrays.items():
+            for position, row in zip(array.positions.tolist(), array.values, strict=True):
+                live.trace.arrays.setdefault((name, position), row.tobytes())
+
     def _sample(self, live: _Live, rows: Mapping[str, Any]) -> list[int]:
         """Return the accepted drafts and one more token that the mask allows."""
+        if live.script.outputs is not None:
+            return self._sample_by_index(live, rows)
         drawn = random.Random(f"{live.script.seed} {live.num_steps} tokens")
         own, accepted = rows.get(live.request_id), list[int]()
         ends = live.request.source.eos_token_ids
@@ -463,8 +554,23 @@ class StepPartSession:
             if token == _NO_DRAFT or not rules.is_allowed(own, index, token) or token in ends:
                 break
             accepted.append(token)
-        allowed = rules.allowed_tokens(own, len(accepted), self._vocab_size)
-        return [*accepted, drawn.choice(allowed)]
+        return [*accepted, drawn.choice(self._allowed(own, len(accepted)))]
+
+    def _allowed(self, own: Any, index: int) -> list[int]:
+        """Return the tokens that a row of a request's mask allows."""
+        return rules.allowed_tokens(own, index, self._vocab_size)
+
+    def _sample_by_index(self, live: _Live, rows: Mapping[str, Any]) -> list[int]:
+        """Return tokens, each of which depends on its index, while the drafts before were right."""
+        own, ends = rows.get(live.request_id), live.request.source.eos_token_ids
+        first, sampled = len(live.request.output_token_ids), list[int]()
+        for index in range(1 + len(live.drafts)):
+            drawn = random.Random(f"{live.script.seed} {first + index} tokens")
+            token = drawn.choice(self._allowed(own, index))
+            sampled.append(token)
+            if token in ends or live.drafts[index : index + 1] != [token]:
+                break
+        return sampled
 
     def _call(self, rule: Rule, method: str, *given: Any) -> Any:
         """Call a method of the half; anything raised but a RequestError of a new one is wrong."""
@@ -475,16 +581,20 @@ class StepPartSession:
             returned = getattr(self.half, method)(*given)
         except Exception as cause:
             if may_refuse and isinstance(cause, RequestError):
+                self.effects.add(method)
                 raise
             raise rule.violation(f"{method}() raised {type(cause).__name__}: {cause}") from cause
         finally:
             self._seconds += time.perf_counter() - started
         if self._watch and snapshot(_engines_own(given)) != before:
             raise rules.READS_ONLY.violation(f"{method}() changed what it was given")
+        is_empty = isinstance(returned, Collection) and not returned
+        if method not in _WITHOUT_EFFECT and returned is not None and not is_empty:
+            self.effects.add(method)
         return returned
 
 
-def _without_data(request: EngineCoreRequest) -> EngineCoreRequest:
+def without_data(request: EngineCoreRequest) -> EngineCoreRequest:
     """Return a request as the engine queues it."""
     features = [msgspec.structs.replace(feature, data=None) for feature in request.features]
     return msgspec.structs.replace(request, features=features)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import random
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,9 @@ _IN_LAYERS = ("around_layers", "embedded", "linear")
 Rows = dict[str, np.ndarray]
 """The rows of one request that a half has changed in a step, by the name of the values."""
 
+PositionRows = dict[tuple[str, int], np.ndarray]
+"""The changed rows of one request in a step, by the name of the values and their position."""
+
 
 def overrides(half: WorkerHalf, method: str) -> bool:
     """Return whether a half has a method of its own."""
@@ -60,17 +64,18 @@ class WorkerSteps:
         part: PartData | None,
         seeds: Mapping[str, str],
         output: ModelRunnerOutput,
-    ) -> dict[str, Rows]:
+    ) -> tuple[dict[str, Rows], dict[str, PositionRows]]:
         """Run a step, and add the half's report to its result.
 
         Args:
             plan: plan of the step.
             part: data for the half; None calls it for the requests that have ended alone.
-            seeds: seeds of the values of all requests of the plan.
+            seeds: seeds of the values of all requests of the plan, which depend on the position
+                of each row, too: a row that is computed again, or as a draft, is the same.
             output: with the sampled tokens.
 
         Returns:
-            The rows that the half has changed, by request.
+            The rows that the half has changed, by request; and each row of these by its position.
 
         Raises:
             Violation: a rule was broken.
@@ -84,29 +89,29 @@ class WorkerSteps:
         if plan.finished_request_ids and self._overrides("finished"):
             self._call("finished", plan.finished_request_ids)
         if part is None or not plan.total_num_scheduled_tokens:
-            return {}
+            return {}, {}
         names = list(plan.num_scheduled_tokens) if part.request_ids is None else part.request_ids
         num_tokens, drafts = plan.num_scheduled_tokens, plan.draft_token_ids
-        step = _Step(num_tokens, names, seeds)
+        firsts = plan.num_computed_tokens()
+        step = _Step(num_tokens, names, seeds, firsts)
         if self._overrides("begin"):
             self._call("begin", plan, part.data)
         if any(map(self._overrides, _IN_LAYERS)) and self._wants_layers():
-            whole = _Step(num_tokens, list(num_tokens), seeds)
+            whole = _Step(num_tokens, list(num_tokens), seeds, firsts)
             self._run_layers(step, whole)
-            for name, rows in step.changed.items():
-                rows |= whole.changed[name]
+            step.add(whole)
         if names and self._overrides("hidden"):
             self._change(step, "hidden", "hidden states", HIDDEN_SIZE)
         if self._overrides("after_layers"):
             self._call("after_layers")
         if names and self._overrides("logits"):
             sampled = {name: 1 + len(drafts.get(name, ())) for name in names}
-            last = _Step(sampled, names, seeds)
+            places = {name: firsts[name] + num_tokens[name] - sampled[name] for name in names}
+            last = _Step(sampled, names, seeds, places)
             self._change(last, "logits", "logits", self._vocab_size)
-            for name, rows in step.changed.items():
-                rows |= last.changed[name]
+            step.add(last)
         self._read_result(names, output)
-        return step.changed
+        return step.changed, step.by_position
 
     def weights_changed(self) -> None:
         """Notify the half of other weights."""
@@ -254,20 +259,32 @@ class _Attend:
 
 
 class _Step:
-    """The rows of some requests of a step, which depend on each request alone.
+    """The rows of some requests of a step, which depend on each request and position alone.
 
     Attributes:
         names: ids of the requests.
         changed: values that a half has changed, by request and by their name.
+        by_position: the same, row by row.
     """
 
     def __init__(
-        self, num_tokens: Mapping[str, int], names: Sequence[str], seeds: Mapping[str, str]
+        self,
+        num_tokens: Mapping[str, int],
+        names: Sequence[str],
+        seeds: Mapping[str, str],
+        firsts: Mapping[str, int],
     ) -> None:
         self.names = list(names)
         self._sizes = [num_tokens[name] for name in names]
-        self._seeds = seeds
+        self._seeds, self._firsts = seeds, firsts
         self.changed: dict[str, Rows] = {name: {} for name in names}
+        self.by_position: dict[str, PositionRows] = {name: {} for name in names}
+
+    def add(self, other: _Step) -> None:
+        """Add what a half has changed in other values of the same requests."""
+        for name in self.names:
+            self.changed[name] |= other.changed[name]
+            self.by_position[name] |= other.by_position[name]
 
     def rows(self) -> StepRows:
         """Return whose tokens the rows are."""
@@ -280,17 +297,29 @@ class _Step:
 
     def values(self, what: str, size: int) -> torch.Tensor:
         """Return float32 [tokens, size]."""
-        made = []
-        for name, count in zip(self.names, self._sizes, strict=True):
-            seed = random.Random(f"{self._seeds[name]} {what}").getrandbits(64)
-            drawn = np.random.default_rng(seed).standard_normal((count, size), dtype=np.float32)
-            made.append(drawn)
-        return torch.from_numpy(np.concatenate(made))
+        rows = [
+            _row(self._seeds[name], what, self._firsts[name] + index, size)
+            for name, count in zip(self.names, self._sizes, strict=True)
+            for index in range(count)
+        ]
+        return torch.from_numpy(np.stack(rows))
 
     def keep(self, what: str, values: torch.Tensor, given: torch.Tensor) -> None:
         """Keep the values of the requests for which a half has changed those that were given."""
         plain, end = values.to(torch.float32), 0
         for name, count in zip(self.names, self._sizes, strict=True):
             start, end = end, end + count
-            if not torch.equal(plain[start:end], given[start:end]):
-                self.changed[name][what] = plain[start:end].numpy().copy()
+            if torch.equal(plain[start:end], given[start:end]):
+                continue
+            own = plain[start:end].numpy().copy()
+            self.changed[name][what] = own
+            for index, (row, before) in enumerate(zip(own, given[start:end].numpy(), strict=True)):
+                if not np.array_equal(row, before):
+                    self.by_position[name][what, self._firsts[name] + index] = row
+
+
+@functools.lru_cache(maxsize=4096)
+def _row(seed: str, what: str, position: int, size: int) -> np.ndarray:
+    """Return float32 [size]."""
+    generator = np.random.default_rng((zlib.crc32(f"{seed} {what}".encode()), position))
+    return generator.standard_normal(size, dtype=np.float32)

@@ -170,6 +170,122 @@ class Part(StepPart):
 )
 """A step part that no request of its kind's suite uses."""
 
+IDLE = Package(
+    "acme_idle",
+    """
+from hardpoint.plugins import EngineHalf, StepPart, WorkerHalf
+
+class Part(StepPart):
+    contract = 1
+
+    def engine_half(self, context):
+        return EngineHalf()
+
+    def worker_half(self, context):
+        return WorkerHalf()
+""",
+    exit_code=1,
+    outcomes={"test_contract": "proved", "test_effect": "failed"},
+    messages={"test_effect": "no half has a method of its own, expected one that has an effect"},
+    kind="step_parts",
+    value="Part",
+)
+"""A step part that does nothing."""
+
+UNSEEN = Package(
+    "acme_unseen",
+    """
+import logging
+from hardpoint.plugins import EngineHalf, StepPart
+
+class Half(EngineHalf):
+    def updated(self, plan):
+        logging.getLogger("acme").debug("step %d", plan.step)
+
+class Part(StepPart):
+    contract = 1
+
+    def engine_half(self, context):
+        return Half()
+""",
+    exit_code=0,
+    outcomes={"test_contract": "proved", "test_effect": "not_proved", "test_steps": "proved"},
+    messages={"test_effect": "undecidable with these requests: none of updated returned anything"},
+    kind="step_parts",
+    value="Part",
+)
+"""A step part whose effect is not in the engine."""
+
+NAMED = Package(
+    "acme_named",
+    """
+from hardpoint import plugins
+from hardpoint.plugins import Annotated, EngineHalf, Meta, StepPart
+
+class Half(EngineHalf):
+    def __init__(self, key):
+        self.key = key
+
+    def gate(self, request):
+        assert request.source.plugin_args[self.key]["by"] >= 1
+
+    def figures(self, request_id):
+        return {"by": 1}
+
+class Part(StepPart):
+    contract = 1
+    named_only = True
+
+    class Arguments(plugins.Arguments):
+        by: Annotated[int, Meta(ge=1)]
+        weights: dict[int, float] = {}
+
+    def engine_half(self, context):
+        return Half(f"step_parts/{self.name}")
+""",
+    exit_code=0,
+    outcomes={"test_contract": "proved", "test_effect": "proved", "test_steps": "proved"},
+    kind="step_parts",
+    value="Part",
+)
+"""A step part that is used by requests with arguments alone, which have no default."""
+
+SUPPLIED = Package(
+    "acme_supplied",
+    """
+from hardpoint.plugins import Annotated, EngineHalf, Meta, Options, StepPart
+
+class Half(EngineHalf):
+    def __init__(self, limit):
+        self.capacity = {"seats": limit}
+
+    def cost(self, request):
+        return {"seats": 1}
+
+class Part(StepPart):
+    contract = 1
+    conformance_suite = "acme_supplied:TestPart"
+
+    class Options(Options):
+        limit: Annotated[int, Meta(ge=1)]
+
+    def engine_half(self, context):
+        return Half(self.options.limit)
+
+def __getattr__(name):
+    if name != "TestPart":
+        raise AttributeError(name)
+    from hardpoint.testing import StepPartSuite
+
+    return type("TestPart", (StepPartSuite,), {"part": Part, "options": {"limit": 3}})
+""",
+    exit_code=0,
+    outcomes={"test_contract": "proved", "test_effect": "proved", "test_steps": "proved"},
+    kind="step_parts",
+    value="Part",
+)
+"""A step part with an option without a default, which the author's suite gives."""
+
 LACKING = Package(
     "acme_lacking",
     sink(

@@ -217,8 +217,8 @@ class ScriptedPart:
 
     moves_blocks = None
 
-    def __init__(self, name="scripted", fault_scope="engine"):
-        self.name, self.fault_scope = name, fault_scope
+    def __init__(self, name="scripted", fault_scope="engine", *, named_only=False):
+        self.name, self.fault_scope, self.named_only = name, fault_scope, named_only
 
     def close(self):
         pass

@@ -1,0 +1,89 @@
+"""The effect of a step part: what its methods have returned, and which of them there are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    EngineHalf,
+    FrontendHalf,
+    RequestError,
+    StepPart,
+    WorkerHalf,
+)
+from hardpoint.testing.snapshots import snapshot
+from hardpoint.testing.suite import Rule
+
+__all__ = ["EFFECT", "NO_METHODS", "check_overrides", "completes", "not_observed", "overridden"]
+
+NO_METHODS = "no half has a method of its own"
+"""In the observation of a part that does nothing."""
+
+EFFECT = Rule(
+    "effect: the part does something",
+    "override methods of EngineHalf, WorkerHalf or FrontendHalf, and return the half from "
+    "engine_half(), worker_half() or frontend_half()",
+)
+
+_INTERFACES: tuple[type[FrontendHalf | EngineHalf | WorkerHalf], ...] = (
+    FrontendHalf,
+    EngineHalf,
+    WorkerHalf,
+)
+
+
+def overridden(*halves: FrontendHalf | EngineHalf | WorkerHalf | None) -> list[str]:
+    """Return the names of the members that halves override, without those that forget."""
+    found: list[str] = []
+    for half in halves:
+        for interface in _INTERFACES:
+            if isinstance(half, interface):
+                names = [name for name in dir(interface) if not name.startswith("_")]
+                found += [
+                    name
+                    for name in names
+                    if getattr(type(half), name) is not getattr(interface, name)
+                ]
+    return [name for name in dict.fromkeys(found) if name not in ("close", "ended", "refused")]
+
+
+def check_overrides(part: type[StepPart], methods: Sequence[str]) -> None:
+    """Check that the halves of a part can do anything.
+
+    Args:
+        part: class of the part.
+        methods: names of the members that its halves override.
+
+    Raises:
+        Violation: they cannot.
+    """
+    own = ("request_fields", "merge_answers")
+    if not methods and all(
+        getattr(part, name).__func__ is getattr(StepPart, name).__func__ for name in own
+    ):
+        raise EFFECT.violation(f"{NO_METHODS}, expected one that has an effect on requests")
+
+
+def completes(half: FrontendHalf, requests: Sequence[EngineCoreRequest]) -> bool:
+    """Return whether a half completes or refuses one of some requests."""
+    for request in requests:
+        given = copy.deepcopy(request)
+        try:
+            half.prepare(given, None)
+        except RequestError:
+            return True
+        if snapshot(given) != snapshot(request) or half.reads_answer(given):
+            return True
+    return False
+
+
+def not_observed(methods: Sequence[str]) -> str:
+    """Return why the effect of a part with some methods is not proved."""
+    if not methods:
+        return "undecidable without a model: the part has no half"
+    return (
+        f"undecidable with these requests: none of {', '.join(methods)} returned anything to the "
+        f"engine, or changed a request or a row; a log, a file or a server is not looked at"
+    )

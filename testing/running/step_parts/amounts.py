@@ -20,7 +20,7 @@ from hardpoint.testing.scripted import ScriptedClock
 from hardpoint.testing.suite import Rule
 
 from .compared import compare, compare_by_place
-from .session import RequestScript, StepPartSession, Trace, with_id, without_data
+from .session import RequestScript, StepPartSession, CallTrace, with_id, without_data
 
 __all__ = ["AMOUNTS", "check_amounts"]
 
@@ -54,7 +54,7 @@ class _Counted:
         admitted: how many further requests like each of the requests pass the gate.
     """
 
-    traces: dict[str, Trace]
+    traces: dict[str, CallTrace]
     totals: tuple[Leaves, Leaves]
     figures: dict[str, list[Leaves]]
     admitted: Leaves

@@ -24,7 +24,7 @@ from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.step_part.part import FrontendHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
-from hardpoint.testing.component_suite import LiveComponentSuite
+from hardpoint.testing.component_suite import GeneralComponentSuite, LiveComponentSuite
 from hardpoint.testing.engine_access import describe_fault, engine_config, fault_counter
 from hardpoint.testing.reporting.calls import call
 from hardpoint.testing.suite import short_repr
@@ -43,7 +43,7 @@ END = 256
 _BYTES = Vocabulary(tokens=(*(bytes([byte]) for byte in range(256)), b"<eos>"), special=(END,))
 
 
-class StepPartHalves(LiveComponentSuite):
+class StepPartHalves(GeneralComponentSuite, LiveComponentSuite):
     """Builds the halves of the part under test.
 
     Attributes:

@@ -75,7 +75,9 @@ def compare(
                 )
 
 
-def compare_by_place(first: Trace, second: Trace, rule: Rule, where: str, elsewhere: str) -> None:
+def compare_by_place(
+    first: CallTrace, second: CallTrace, rule: Rule, where: str, elsewhere: str
+) -> None:
     """Compare the masks of each output and the changed rows of each position in two sessions.
 
     Raises:

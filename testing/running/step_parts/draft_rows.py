@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from hardpoint.testing.suite import Rule
 
 from .compared import compare_by_place
-from .session import RequestScript, StepPartSession, Trace, with_id
+from .session import RequestScript, StepPartSession, CallTrace, with_id
 
 __all__ = ["DRAFT_ROWS", "check_draft_rows"]
 
@@ -42,7 +42,7 @@ def check_draft_rows(
     Raises:
         Violation: they are not the same.
     """
-    without: dict[str, Trace] = {}
+    without: dict[str, CallTrace] = {}
     drafted: list[RequestScript] = []
     for script in scripts:
         name = script.request.request_id

@@ -20,7 +20,7 @@ from hardpoint.testing.scripted import ScriptedClock
 from hardpoint.testing.suite import Rule
 
 from .compared import compare, compare_by_place
-from .session import RequestScript, StepPartSession, CallTrace, with_id, without_data
+from .session import CallTrace, RequestScript, StepPartSession, with_id, without_data
 
 __all__ = ["AMOUNTS", "check_amounts"]
 

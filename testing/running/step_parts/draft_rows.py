@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from hardpoint.testing.suite import Rule
 
 from .compared import compare_by_place
-from .session import RequestScript, StepPartSession, CallTrace, with_id
+from .session import CallTrace, RequestScript, StepPartSession, with_id
 
 __all__ = ["DRAFT_ROWS", "check_draft_rows"]
 

@@ -27,7 +27,6 @@ from hardpoint.plugins import (
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
 from hardpoint.testing.engine_access import engine_config
-from hardpoint.testing.timing.call_times import CallTimes
 from hardpoint.testing.general.growth import RESOURCES
 from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.pace import EVIDENCE
@@ -39,6 +38,7 @@ from hardpoint.testing.suite import (
     reject_replaced_tests,
     short_repr,
 )
+from hardpoint.testing.timing.call_times import CallTimes
 
 from . import rules
 from .amounts import AMOUNTS, check_amounts

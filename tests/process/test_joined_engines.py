@@ -225,16 +225,17 @@ def test_an_engine_outlives_its_head(scripted, engine):
     assert once.ended()[0] == 0
 
 
-def test_one_engine_joins_and_another_one_is_refused(scripted, engine):
+def test_one_engine_joins_and_another_one_is_refused(scripted, engine, tmp_path):
     address = free_address()
+    keys = str(make_client(str(tmp_path / "keys"), "other"))
     joining = engine(address)
     with head(scripted, address, data=1, local=0) as llm:
         assert llm.generate("say abc", GREEDY)[0].outputs[0].text == " abc abc abc"
         joined = llm.engines[0].pid
         assert psutil.Process(joined).parent().pid == joining.process.pid
-        code, log = engine(address, config=scripted_config(scripted)).ended()
+        code, log = engine(address, "--keys", keys).ended()
         assert code == 2
-        assert f"the head {address} has it enabled, the configuration on " in log
+        assert "does not agree on security: either side has keys" in log
         assert log.count("error:") == 1
         assert llm.engines[0].pid == joined
 

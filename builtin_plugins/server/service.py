@@ -38,7 +38,7 @@ from .extensions import Transforms
 from .faults import Owned, ServerFaults
 from .operations.adapters import Adapters
 from .operations.load import Load
-from .operations.traffic import Traffic, current_request_id
+from .operations.traffic import Traffic, current_key, current_request_id
 from .receiving import SMALL_BYTES, BodyReceiver
 from .streaming import COMMENT, EventStream, while_connected
 
@@ -46,9 +46,6 @@ _log = logging.getLogger("hardpoint")
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-ANYBODY = Client(name="anybody")
-"""The client where no key is needed."""
 
 _CHARACTERS_PER_TOKEN = 32
 _PAUSED, _DRAIN, _LEVEL = "paused", "drain", "level of "
@@ -130,7 +127,14 @@ class Service:
         self._converting = asyncio.Lock()
         self.traffic = Traffic(self.settings.access_log, counts=self.counts, of_admin=of_admin)
         running = engine.config.scheduler.max_num_seqs
-        self.load = Load(self.settings.limits.requests, running, counts=self.counts)
+        limits = self.settings.limits
+        self.load = Load(
+            limits.requests,
+            running,
+            counts=self.counts,
+            limit_of_key=limits.requests_per_key,
+            current_key=current_key,
+        )
 
     @property
     def paused(self) -> str | None:

@@ -10,8 +10,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hardpoint.builtin_plugins.server.access.counts import ANYBODY
 from hardpoint.builtin_plugins.server.errors import AnswerError, for_clients, no_route
-from hardpoint.builtin_plugins.server.service import ANYBODY, Phase, Service
+from hardpoint.builtin_plugins.server.service import Phase, Service
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.server import LoadReport, Route
 

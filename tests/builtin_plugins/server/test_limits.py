@@ -1,5 +1,6 @@
 """Every limit of `server.limits`, from the outside: at the limit, and one over it."""
 
+import contextlib
 import threading
 import time
 
@@ -11,6 +12,7 @@ from support.http_server import running
 from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.builtin_plugins.server import bodies, service
+from hardpoint.builtin_plugins.server.access.keys import KeyStore, installed
 from hardpoint.builtin_plugins.server.config import ServerLimits
 
 LIMITS = {
@@ -402,9 +404,77 @@ def test_requests_at_once():
         assert send(server, CHAT, {}).status_code == 200
 
 
+@contextlib.contextmanager
+def server_with_keys(tmp_path, engine_type, limits):
+    """Serve with two keys; yield the engine, the server, and headers by name of the key."""
+    secrets = {name: name * 20 for name in ("evil", "good")}
+    keys = tmp_path / "keys.toml"
+    tables = [f'[[key]]\nname = "{name}"\nkey = "{key}"\n' for name, key in secrets.items()]
+    keys.write_text("".join(tables))
+    keys.chmod(0o600)
+    engine = engine_type(config=configured(limits=limits))
+    headers = {name: {**JSON, "x-api-key": key} for name, key in secrets.items()}
+    with running(engine, authenticators=[installed(KeyStore(str(keys)))]) as server:
+        yield engine, server, headers
+
+
+@pytest.mark.parametrize(("limit", "most"), [(None, 3), (2, 2)])
+def test_requests_of_one_key_at_once(tmp_path, limit, most):
+    """By default, one key leaves a quarter of all requests to others."""
+    limits = {"requests": 4, "requests_per_key": limit}
+    body = msgspec.json.encode({"messages": [MESSAGE]})
+    with server_with_keys(tmp_path, HeldEngine, limits) as (engine, server, headers):
+
+        def ask(name):
+            return server.client.post(CHAT, content=body, headers=headers[name])
+
+        evil = [threading.Thread(target=ask, args=("evil",)) for _ in range(most)]
+        for thread in evil:
+            thread.start()
+        wait_until(lambda: server.service.load.open == most)
+        refused = ask("evil")
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["message"] == (
+            f"the server answers {most} requests of this key, its maximum "
+            "(server.limits.requests_per_key); try again later"
+        )
+        good = threading.Thread(target=ask, args=("good",))
+        good.start()
+        wait_until(lambda: server.service.load.open == most + 1)
+        engine.go_on.set()
+        for thread in (*evil, good):
+            thread.join()
+        assert ask("evil").status_code == 200
+
+
+def test_bytes_of_bodies_of_one_key(tmp_path):
+    """One key may have half of them, so that another one's large bodies have room."""
+    size = 100_000
+    limits = {"body_bytes": size, "buffered_bytes": 4 * size}
+    with server_with_keys(tmp_path, FakeEngine, limits) as (_, server, headers):
+        receiver = server.service.receiver
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers["evil"].items())
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\n{lines}content-length: {size}\r\n\r\n"
+        stopped = [server.socket() for _ in range(2)]
+        for connection in stopped:
+            connection.sendall(head.encode() + b" " * (size - 1))
+        wait_until(lambda: receiver.held == 2 * size - 2)
+        statuses = {
+            name: server.client.post(CHAT, content=body_of(size), headers=headers[name]).status_code
+            for name in headers
+        }
+        assert statuses == {"evil": 503, "good": 200}
+        for connection in stopped:
+            connection.close()
+        wait_until(lambda: receiver.held == 0)
+        response = server.client.post(CHAT, content=body_of(size), headers=headers["evil"])
+        assert response.status_code == 200
+
+
 def test_every_limit_is_tested_here():
     """Header bytes and connections are the HTTP protocol's, conversations have their own route."""
-    elsewhere = {"header_bytes", "connections", "conversations"}
+    elsewhere = {"header_bytes", "connections", "conversations", "requests_per_key"}
     assert {*LIMITS, *elsewhere} == {*ServerLimits.__struct_fields__}
 
 

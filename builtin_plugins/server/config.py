@@ -42,8 +42,8 @@ class ServerLimits(Strict):
         n: completions of a prompt.
         max_tokens: None is what fits into the context.
         logprobs: likeliest tokens per position, of prompts too.
-        stop: stop strings, and stop token ids.
-        bad_words: strings that must not be produced.
+        stop: stop strings, of 65536 characters in all, and stop token ids.
+        bad_words: strings that must not be produced, of 65536 characters in all.
         logit_bias: tokens with a bias, and tokens that are allowed.
         messages: messages of a conversation.
         tools: tools that the model may call.

@@ -366,6 +366,23 @@ def nested(depth, pattern):
     return f'{{"messages": [{{"role": "user", "content": "Hi"}}], "plugin_args": {inner}}}'
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "count"),
+    [(TEXT, "bad_words", 1024), (CHAT, "stop", 4), (TEXT, "stop", None), (CHAT, "bad_words", 2)],
+)
+def test_the_characters_of_words(path, field, count):
+    """The tokens of long ones, a copy for each completion, stopped the engine for a minute."""
+    with running(FakeEngine(config=configured())) as server:
+        for more in (0, 1):
+            parts = ["x" * (65_536 // (count or 1))] * (count or 1)
+            value = [*parts[1:], parts[0] + "x" * more] if count else parts[0] + "x" * more
+            response = send(server, path, {field: value})
+            assert response.status_code == (400 if more else 200)
+        assert response.json()["error"]["message"] == (
+            f"{field}: expected at most 65536 characters in all texts together, got 65537"
+        )
+
+
 @pytest.mark.parametrize("pattern", ["{", "["])
 def test_the_depth_of_bodies(server, pattern):
     limit = LIMITS["depth"]

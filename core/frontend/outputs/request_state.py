@@ -179,6 +179,7 @@ class RequestState:
         self._num_cached_tokens: int | None = None
         self._kv_transfer_params: dict[str, Any] | None = None
         self._part_figures: dict[str, dict[str, Any]] | None = None
+        self._token_texts: dict[int, str] = {}  # of log-probabilities, which repeat tokens
         self._part_arrays: dict[tuple[str, str], list[PartArray]] = {}
         self._routed_experts: list[np.ndarray[Any, Any]] | None = None
         self._weight_runs: list[WeightRun] | None = None
@@ -450,10 +451,13 @@ class RequestState:
 
     def _decoded(self, entry: TokenLogprobs, num_given: int = 0) -> Mapping[int, Logprob]:
         result: dict[int, Logprob] = {}
+        texts = self._token_texts
         ranked = len(entry.token_ids) - num_given
         for place, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
             if token not in result:  # the chosen token may be among the likeliest again
                 rank = entry.rank if not place else place if place < ranked else None
-                text = self._tokenizer.decode([token], skip_special_tokens=False)
+                if (text := texts.get(token)) is None:
+                    text = self._tokenizer.decode([token], skip_special_tokens=False)
+                    texts[token] = text
                 result[token] = Logprob(logprob, rank, text)
         return result

@@ -124,6 +124,7 @@ class RequestState:
     """
 
     _num_resumes = 0
+    _token_texts: dict[int, str] | None = None  # of log-probabilities, which repeat tokens
 
     def __init__(
         self,
@@ -179,7 +180,6 @@ class RequestState:
         self._num_cached_tokens: int | None = None
         self._kv_transfer_params: dict[str, Any] | None = None
         self._part_figures: dict[str, dict[str, Any]] | None = None
-        self._token_texts: dict[int, str] = {}  # of log-probabilities, which repeat tokens
         self._part_arrays: dict[tuple[str, str], list[PartArray]] = {}
         self._routed_experts: list[np.ndarray[Any, Any]] | None = None
         self._weight_runs: list[WeightRun] | None = None
@@ -451,7 +451,7 @@ class RequestState:
 
     def _decoded(self, entry: TokenLogprobs, num_given: int = 0) -> Mapping[int, Logprob]:
         result: dict[int, Logprob] = {}
-        texts = self._token_texts
+        texts = self._token_texts = self._token_texts or {}
         ranked = len(entry.token_ids) - num_given
         for place, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
             if token not in result:  # the chosen token may be among the likeliest again

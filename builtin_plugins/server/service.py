@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -125,6 +126,7 @@ class Service:
         image_bytes = engine.config.images.max_total_bytes if engine.takes_images else 0
         self.receiver = BodyReceiver(self.settings, image_bytes)
         self._converting = asyncio.Lock()
+        self._converting_of: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.traffic = Traffic(self.settings.access_log, counts=self.counts, of_admin=of_admin)
         running = engine.config.scheduler.max_num_seqs
         limits = self.settings.limits
@@ -221,11 +223,13 @@ class Service:
     async def _large(self, body: bytes, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Return a function's result; for a large body, call it where others' streams go on.
 
-        One at a time: several at once would take turns with the event loop.
+        One at a time: several at once would take turns with the event loop. A body waits for at
+        most one of each other key.
         """
         if len(body) <= SMALL_BYTES:
             return function(*args, **kwargs)
-        async with self._converting:
+        own = self._converting_of.setdefault(current_key(), asyncio.Lock())
+        async with own, self._converting:
             return await asyncio.to_thread(function, *args, **kwargs)
 
     def _decoded(self, body: bytes) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Every limit of `server.limits`, from the outside: at the limit, and one over it."""
 
 import contextlib
+import functools
 import threading
 import time
 
@@ -487,6 +488,31 @@ def test_bytes_of_bodies_of_one_key(tmp_path):
         wait_until(lambda: receiver.held == 0)
         response = server.client.post(CHAT, content=body_of(size), headers=headers["evil"])
         assert response.status_code == 200
+
+
+def test_a_large_body_waits_for_one_of_each_other_key(tmp_path, monkeypatch):
+    order, go_on, decode = [], threading.Event(), service.decode_object
+
+    def held(body, limits):
+        order.append("good" if b"good" in body else "evil")
+        assert go_on.wait(PATIENCE_S)
+        return decode(body, limits)
+
+    monkeypatch.setattr(service, "decode_object", held)
+    with server_with_keys(tmp_path, FakeEngine, {}) as (_, server, headers):
+        held_bytes, threads = 0, []
+        for name in ("evil", "evil", "evil", "good"):
+            tags = {"tags": {"a": name * 20_000}}
+            body = msgspec.json.encode({"messages": [MESSAGE], **tags})
+            held_bytes += len(body)
+            ask = functools.partial(server.client.post, CHAT, content=body, headers=headers[name])
+            threads.append(threading.Thread(target=ask))
+            threads[-1].start()
+            wait_until(lambda: server.service.receiver.held == held_bytes)  # noqa: B023
+        go_on.set()
+        for thread in threads:
+            thread.join()
+    assert order == ["evil", "good", "evil", "evil"]
 
 
 def test_every_limit_is_tested_here():

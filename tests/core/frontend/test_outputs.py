@@ -230,7 +230,8 @@ def test_logprobs_decode_each_token_of_a_request_once(scripted, monkeypatch):
     decode = TransformersTokenizer.decode
 
     def counted(self, token_ids, **kwargs):
-        decoded[tuple(token_ids)] += 1
+        if not kwargs.get("skip_special_tokens", True):  # texts of answers leave them out
+            decoded[tuple(token_ids)] += 1
         return decode(self, token_ids, **kwargs)
 
     monkeypatch.setattr(TransformersTokenizer, "decode", counted)
@@ -238,9 +239,8 @@ def test_logprobs_decode_each_token_of_a_request_once(scripted, monkeypatch):
         decoded.clear()
         done = last(engine, "say abc" * 9, prompt_logprobs=5, logprobs=5, max_tokens=20)
         assert len(done.logprobs) == 20
-    of_tokens = {ids: count for ids, count in decoded.items() if len(ids) == 1}
-    assert of_tokens
-    assert max(of_tokens.values()) == 1
+    assert decoded
+    assert max(decoded.values()) == 1
 
 
 def test_delta_logprobs_cover_the_new_part_only(engine):

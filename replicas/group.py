@@ -307,12 +307,12 @@ class EngineGroup(UtilityCalls):
             bystanders = [entry for one in ended[1:] for entry in self._ledger.of(one)]
             for entry in (*entries, *bystanders):
                 entry.leave()
-            may_restart = not replica.is_draining and self._budget.may_restart()
+            may_restart = not replica.is_draining and self._may_restart(replica)
             successors = [replicas.succeed(one, is_starting=may_restart) for one in ended]
             for one in ended:
                 self._report_end(one)
         blameless = client.was_killed
-        reported, in_step = self._reported(client, error, blameless=blameless)
+        reported, in_step = self._reported(replica, client, error, blameless=blameless)
         _log.warning("engine %d died: %s", replica.rank, reported)
         with self._lock:
             for listed, steps in ((entries, in_step), (bystanders, ())):
@@ -331,12 +331,21 @@ class EngineGroup(UtilityCalls):
             restart.start()
         self._dispatch.send_waiting()
 
+    def _may_restart(self, replica: Replica) -> bool:
+        """Return whether another engine may be started instead of one, and count that."""
+        return self._budget.may_restart(replica.rank if self._is_remote(replica) else None)
+
+    def _is_remote(self, replica: Replica) -> bool:
+        """Return whether an engine has joined from another machine, which is not trusted."""
+        parallel = self._replicas.start.config.parallel
+        return parallel.join_address is not None and replica.rank >= parallel.num_local
+
     def _reported(
-        self, client: ReplicaClient, error: Exception, *, blameless: bool
+        self, replica: Replica, client: ReplicaClient, error: Exception, *, blameless: bool
     ) -> tuple[EngineDeadError, Collection[str] | None]:
         """Return the error of a dead engine, and the requests of its last step."""
         last = client.activity.snapshot()
-        call = None if blameless else last.call
+        call = None if blameless or self._is_remote(replica) else last.call
         repeated = "" if call is None else self._budget.died_in(call)
         watcher = None if self._watcher is None else self._watcher()
         if watcher is None:
@@ -378,7 +387,7 @@ class EngineGroup(UtilityCalls):
                     _log.warning("engine %d cannot be restarted: %s", first.rank, error)
                 with self._lock:
                     died = isinstance(error, EngineDeadError)
-                    set_starting(successors, is_starting=died and self._budget.may_restart())
+                    set_starting(successors, is_starting=died and self._may_restart(first))
                     if not first.is_starting and not self._replicas.is_closed:
                         self._end_hopeless(error)
             else:

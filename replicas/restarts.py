@@ -18,6 +18,9 @@ DEADLY = 2
 class RestartBudget:
     """Counts restarts and deaths within a minute. For one thread at a time.
 
+    Each engine of another machine has a limit of its own, so that its deaths do not prevent the
+    restart of other engines.
+
     Attributes:
         enabled: whether any engine is restarted.
     """
@@ -40,21 +43,27 @@ class RestartBudget:
         self._limit = max_per_minute
         self._clock = clock
         self._deaths: list[tuple[float, tuple[str, str]]] = []
-        self._attempts: collections.deque[float] = collections.deque()
+        self._attempts: dict[int | None, collections.deque[float]] = {}
 
     @property
     def is_spent(self) -> bool:
         """Whether the limit prevents a restart."""
-        return self.enabled and len(self._attempts) >= self._limit
+        return self.enabled and any(
+            len(attempts) >= self._limit for attempts in self._attempts.values()
+        )
 
-    def may_restart(self) -> bool:
-        """Return whether one more restart is allowed now, and count it."""
-        now = self._clock()
-        while self._attempts and now - self._attempts[0] >= WINDOW_S:
-            self._attempts.popleft()
-        if not self.enabled or len(self._attempts) >= self._limit:
+    def may_restart(self, remote: int | None = None) -> bool:
+        """Return whether one more restart is allowed now, and count it.
+
+        Args:
+            remote: rank of an engine of another machine; None is one of this machine.
+        """
+        now, attempts = self._clock(), self._attempts.setdefault(remote, collections.deque())
+        while attempts and now - attempts[0] >= WINDOW_S:
+            attempts.popleft()
+        if not self.enabled or len(attempts) >= self._limit:
             return False
-        self._attempts.append(now)
+        attempts.append(now)
         return True
 
     def died_in(self, call: PluginCall) -> str:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hardpoint.plugins.server import Authenticator, Client, Route
 
-from .access.counts import Counts, count_request
+from .access.counts import ANYBODY, Counts, count_request
 from .access.cross_origin import CrossOrigin
 from .access.guard import JSON, Guard
 from .boundaries import (
@@ -28,7 +28,7 @@ from .boundaries import (
 from .errors import AnswerError, no_route
 from .faults import AnswerCutError, BlamedError, BrokenContractError, Owned, ServerFaults
 from .operations.traffic import request_id_of
-from .service import ANYBODY, Service
+from .service import Service
 
 ADMINISTRATOR = Client(name="administrator", admin=True)
 """The client of the admin address where no key is needed: the owner of its Unix socket."""

@@ -23,14 +23,17 @@ class ServerLimits(Strict):
         body_bytes: size of a request's body; None is 8 MiB and, of a model that takes images,
             `images.max_total_bytes` as base64 besides.
         buffered_bytes: size of all bodies above 64 KiB that are not yet used, and of such messages
-            of WebSockets that are not whole, together; further ones are answered with 503. One
-            alone may have `body_bytes` in any case.
+            of WebSockets that are not whole, together; further ones are answered with 503. Those
+            of one key may have half of it. One alone may have `body_bytes` in any case.
         items: commas of a body, and 8 for each opening bracket, those in its texts too.
         header_bytes: size of its request line and headers; also of the chunk extensions and
             trailers of its body, which may have 8 bytes more for each byte of the body.
-        connections: connections that are open at once; further ones are answered with 503.
+        connections: connections that are open at once; for a further one, idle connections are
+            closed, or it is answered with 503 if there are none.
         depth: levels of arrays and objects in one another, in a body.
         requests: requests that are being answered at once; further ones are answered with 429.
+        requests_per_key: those of one key; further ones are answered with 429. None is three
+            quarters of `requests`.
         conversations: conversations that a key has open at once on `/v1/conversations`, or all
             clients together where no key is needed; further ones are answered with 429.
         prompts: prompts in one request.
@@ -39,8 +42,8 @@ class ServerLimits(Strict):
         n: completions of a prompt.
         max_tokens: None is what fits into the context.
         logprobs: likeliest tokens per position, of prompts too.
-        stop: stop strings, and stop token ids.
-        bad_words: strings that must not be produced.
+        stop: stop strings, of 65536 characters in all, and stop token ids.
+        bad_words: strings that must not be produced, of 65536 characters in all.
         logit_bias: tokens with a bias, and tokens that are allowed.
         messages: messages of a conversation.
         tools: tools that the model may call.
@@ -55,6 +58,7 @@ class ServerLimits(Strict):
     connections: Count = 4096
     depth: Annotated[int, Meta(ge=1, le=200)] = 128
     requests: Count = 1024
+    requests_per_key: Count | None = None
     conversations: Count = 1024
     prompts: Count = 1024
     prompt_characters: Count | None = None

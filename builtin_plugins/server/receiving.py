@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncGenerator
 
 from starlette.requests import Request
 
+from .access.counts import key_of
 from .config import ServerConfig, ServerLimits
 from .errors import AnswerError, unavailable
 from .streaming import ClientGoneError
@@ -45,9 +47,11 @@ class BodyReceiver:
     def __init__(self, settings: ServerConfig, image_bytes: int = 0) -> None:
         """Receive within the limits of a configuration; `image_bytes` as for `body_limit`."""
         self.held = 0
+        self._held_of: Counter[str] = Counter()  # by the key's name
         self.max_bytes = body_limit(settings.limits, image_bytes)
         # One body that is allowed has room where nothing else is held.
         self._room = max(settings.limits.buffered_bytes, self.max_bytes)
+        self._room_of_key = max(settings.limits.buffered_bytes // 2, self.max_bytes)
         self._seconds = settings.body_seconds
 
     @contextlib.asynccontextmanager
@@ -59,6 +63,7 @@ class BodyReceiver:
             ClientGoneError: the client is gone.
         """
         parts: list[bytes] = []
+        key = key_of(request.scope["state"])
         size = held = 0
         setting = " (server.limits.body_bytes)"
         try:
@@ -66,7 +71,7 @@ class BodyReceiver:
                 size += len(part)
                 parts.append(part)
                 if size > SMALL_BYTES:
-                    has_room = self.hold(size - held)
+                    has_room = self.hold(size - held, key)
                     held = size
                     if not has_room:
                         raise _no_room()
@@ -74,7 +79,7 @@ class BodyReceiver:
             parts.clear()
             yield body
         finally:
-            self.hold(-held)
+            self.hold(-held, key)
 
     async def parts(
         self, request: Request, max_bytes: int, setting: str = ""
@@ -111,10 +116,20 @@ class BodyReceiver:
         now = asyncio.get_running_loop().time()
         return min(begun + size / _SLOWEST_BYTES, now) + self._seconds
 
-    def hold(self, change: int) -> bool:
-        """Count bytes that are held, or if negative no more; return whether they have room."""
+    def hold(self, change: int, key: str) -> bool:
+        """Count bytes that are held, or if negative no more; return whether they have room.
+
+        Args:
+            change: number of the bytes.
+            key: name of the key that sent them; empty without a key.
+        """
         self.held += change
-        return self.held <= self._room
+        self._held_of[key] += change
+        room = self._room_of_key if key else self._room
+        has_room = self.held <= self._room and self._held_of[key] <= room
+        if not self._held_of[key]:
+            del self._held_of[key]
+        return has_room
 
     async def _part(self, request: Request, deadline: float) -> tuple[bytes, bool]:
         """Return the next part of a body, and whether there are more."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -23,7 +24,7 @@ from hardpoint.plugins.server import Call, Client, Route
 from hardpoint.toolkit.trace import TRACE
 from hardpoint.typed import shown
 
-from .access.counts import Counts
+from .access.counts import ANYBODY, Counts
 from .bodies import check_lengths, convert_body, decode_object, without_ignored
 from .config import ServerConfig
 from .errors import (
@@ -38,7 +39,7 @@ from .extensions import Transforms
 from .faults import Owned, ServerFaults
 from .operations.adapters import ServedAdapters
 from .operations.load import InFlightRequests
-from .operations.traffic import TrafficRecorder, current_request_id
+from .operations.traffic import TrafficRecorder, current_key, current_request_id
 from .receiving import SMALL_BYTES, BodyReceiver
 from .streaming import COMMENT, EventStream, while_connected
 
@@ -46,9 +47,6 @@ _log = logging.getLogger("hardpoint")
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-ANYBODY = Client(name="anybody")
-"""The client where no key is needed."""
 
 _CHARACTERS_PER_TOKEN = 32
 _PAUSED, _DRAIN, _LEVEL = "paused", "drain", "level of "
@@ -128,11 +126,19 @@ class Service:
         image_bytes = engine.config.images.max_total_bytes if engine.takes_images else 0
         self.receiver = BodyReceiver(self.settings, image_bytes)
         self._converting = asyncio.Lock()
+        self._converting_of: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.traffic = TrafficRecorder(
             self.settings.access_log, counts=self.counts, of_admin=of_admin
         )
         running = engine.config.scheduler.max_num_seqs
-        self.load = InFlightRequests(self.settings.limits.requests, running, counts=self.counts)
+        limits = self.settings.limits
+        self.load = InFlightRequests(
+            limits.requests,
+            running,
+            counts=self.counts,
+            limit_of_key=limits.requests_per_key,
+            current_key=current_key,
+        )
 
     @property
     def paused(self) -> str | None:
@@ -219,11 +225,13 @@ class Service:
     async def _large(self, body: bytes, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Return a function's result; for a large body, call it where others' streams go on.
 
-        One at a time: several at once would take turns with the event loop.
+        One at a time: several at once would take turns with the event loop. A body waits for at
+        most one of each other key.
         """
         if len(body) <= SMALL_BYTES:
             return function(*args, **kwargs)
-        async with self._converting:
+        own = self._converting_of.setdefault(current_key(), asyncio.Lock())
+        async with own, self._converting:
             return await asyncio.to_thread(function, *args, **kwargs)
 
     def _decoded(self, body: bytes) -> dict[str, Any]:

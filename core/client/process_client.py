@@ -338,23 +338,6 @@ class RequestSockets:
         self._outputs.put(EngineClosedError("the engine is closed"))
 
 
-class _Checked:
-    """A sink of outputs that checks them first."""
-
-    def __init__(self, check: OutputCheck, sink: Sink) -> None:
-        self._check, self._sink = check, sink
-
-    def __call__(self, item: EngineCoreOutputs | Exception) -> None:
-        """Hand on outputs.
-
-        Raises:
-            WireError: they do not belong to the requests.
-        """
-        if not isinstance(item, Exception):
-            self._check.check(item)
-        self._sink(item)
-
-
 class ProcessClient(RequestSockets, OneEngine, UtilityCalls):
     """Starts an engine process, sends it requests, and receives its outputs.
 
@@ -404,11 +387,10 @@ class ProcessClient(RequestSockets, OneEngine, UtilityCalls):
             timeout_s = start.config.engine.start_timeout_seconds
             self.ready = _wait_until_ready(self._sockets, process, timeout_s)
             undo.pop_all()
-        self._check = OutputCheck(
+        self._check = self._sockets.check = OutputCheck(
             start.vocab_size, self.ready.max_model_len, is_remote=process.is_remote
         )
         sink = self._outputs.put if sink is None else sink
-        sink = _Checked(self._check, sink)
         settings = start.config.engine
         watch = HangWatch(self.activity, settings.hung_process_seconds, settings.hung_step_seconds)
         self._monitor = EngineMonitor(process, self._sockets, sink, watch)

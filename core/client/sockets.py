@@ -39,6 +39,7 @@ from hardpoint.system.encoding import (
     WireError,
     to_frames,
 )
+from hardpoint.system.encoding.output_check import OutputCheck
 from hardpoint.system.resources import CUT_S, SOCKET_NAMES, end_context, make_socket_folder
 
 from .base import Attempt
@@ -88,6 +89,7 @@ class EngineSockets:
         identity: the ZMQ identity of the engine.
         addresses: the addresses that the engine connects to.
         folder: folder of the sockets; `close` removes it.
+        check: checks what the engine sends, if it is set before `read`.
     """
 
     # Locks: `_send_lock` guards the encoder, the ROUTER and the backlog; `_lock`
@@ -117,6 +119,7 @@ class EngineSockets:
             HardpointError: no folder can be made for the sockets.
         """
         self.identity = index.to_bytes(2, "little")
+        self.check: OutputCheck | None = None
         self._manifest_hash = manifest_hash
         with contextlib.ExitStack() as undo:
             self.folder = folder or make_socket_folder()
@@ -361,12 +364,17 @@ class EngineSockets:
             decoder: Decoder[Any] = Decoder(
                 EngineCoreOutputs | UtilityOutput, provider=self._provider
             )
+            check = self.check
             while (frames := self._receive(poller)) is not None:
                 if frames[0].bytes == ENGINE_CORE_DEAD:
                     on_end(None)
                     return
+                if check is not None:
+                    check.check_size(len(frames[0]), len(self._calls))
                 message = decoder.decode([frame.buffer for frame in frames])
                 if isinstance(message, EngineCoreOutputs):
+                    if check is not None:
+                        check.check(message)
                     on_outputs(message)
                 else:
                     self._complete_call(message)

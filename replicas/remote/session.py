@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import zmq
 
-from hardpoint.core.protocol import EngineAddresses
+from hardpoint.core.protocol import EngineAddresses, decode_handshake
 from hardpoint.system.encoding import MOST_BYTES, WireError
 
 from .joined_host import JoinedHost
@@ -20,8 +21,29 @@ from .pieces import MOST_MESSAGE_BYTES, Pieces
 Frames = Sequence[zmq.Frame]
 
 _LINGER_MS = 1000
+_MOST_SIZE = (1 << 31) - 1
 _MOST_PER_SECOND, _MOST_AT_ONCE = 5000, 10_000
 """Messages of an engine; of outputs alone, the window allows fewer under load."""
+
+
+def check_ready(frame: bytes, config: Mapping[str, Any]) -> None:
+    """Check the first message of an engine, whose sizes other engines get, too.
+
+    Args:
+        frame: the message.
+        config: the configuration that the engine got, as plain data.
+
+    Raises:
+        WireError: it is malformed, or names a size that the configuration does not allow.
+    """
+    ready = decode_handshake(frame)
+    for name, size, limit in (
+        ("max_model_len", ready.max_model_len, config.get("max_model_len")),
+        ("num_gpu_blocks", ready.num_gpu_blocks, config.get("kv_cache", {}).get("num_blocks")),
+    ):
+        limit = limit if isinstance(limit, int) else _MOST_SIZE
+        if size > limit:
+            raise WireError(f"{name}: expected at most {limit}, got {size}")
 
 
 class EngineSession:
@@ -83,8 +105,13 @@ class EngineSession:
         self.is_started = True
 
     def ready(self, frames: Frames) -> None:
-        """Pass on the engine's first message."""
+        """Pass on the engine's first message.
+
+        Raises:
+            WireError: it is malformed, or names sizes that its configuration does not allow.
+        """
         assert self.to_engine is not None
+        check_ready(b"".join(frame.bytes for frame in frames), self.host.launch_message.config)
         self.is_ready = True
         self.to_engine.send_multipart(frames, copy=False)
 

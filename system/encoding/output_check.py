@@ -7,7 +7,9 @@ not belong to its request ends that engine before anything else reads it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,8 +23,17 @@ from .errors import WireError
 
 T = TypeVar("T")
 
-_MOST_ADAPTERS = 10_000
+_MOST_NAMES, _MOST_NAME = 10_000, 1024  # names in a report, and characters of one
 _MOST_TEXT, _MOST_PATH = 1 << 20, 200  # characters
+_MOST_UNKNOWN = 1 << 16  # outputs of requests that were aborted in the meantime
+_OUTPUTS_PER_REQUEST = 4  # of one message, because messages that wait are merged
+
+_REPORT_BYTES, _ANSWER_BYTES, _POOLING_BYTES = 16 << 20, 64 << 20, 16 << 20
+_OUTPUT_BYTES = 1 << 18  # of a request, besides tokens and log-probabilities
+_TOKEN_BYTES, _ENTRY_BYTES = 64, 24
+"""Sizes in a message, without the tensors that are frames of their own."""
+_LATE_BYTES, _LATE_S = 1 << 20, 60.0
+"""Outputs of a request that was aborted may be on their way for so long."""
 
 
 class _Expected:
@@ -30,6 +41,7 @@ class _Expected:
 
     Attributes:
         tokens_left: tokens that may still come.
+        num_bytes: largest size of all outputs.
         num_positions: positions of the prompt and of all tokens.
         num_logprobs: largest number of log-probabilities at a position; 0 for none.
         num_prompt_logprobs: the same of positions of the prompt.
@@ -37,6 +49,7 @@ class _Expected:
 
     __slots__ = (
         "has_pooling",
+        "num_bytes",
         "num_logprobs",
         "num_positions",
         "num_prompt_logprobs",
@@ -45,7 +58,7 @@ class _Expected:
         "tokens_left",
     )
 
-    def __init__(self, request: EngineCoreRequest, max_model_len: int) -> None:
+    def __init__(self, request: EngineCoreRequest, vocab_size: int, max_model_len: int) -> None:
         params, resumed = request.params, request.resumed
         before = 0 if resumed is None else len(resumed.output_token_ids)
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -57,6 +70,11 @@ class _Expected:
         self.num_logprobs = _num_entries(params.logprobs, params.logprob_token_ids)
         self.num_prompt_logprobs = _num_entries(params.prompt_logprobs, None)
         self.shapes: dict[tuple[str, ...], tuple[Any, ...]] = {}
+        entries = self.num_positions * min(self.num_logprobs, vocab_size)
+        entries += self.num_prompt_tokens * min(self.num_prompt_logprobs, vocab_size)
+        tokens = _TOKEN_BYTES * self.num_positions
+        self.num_bytes = _OUTPUT_BYTES + tokens + _ENTRY_BYTES * entries
+        self.num_bytes += _POOLING_BYTES if self.has_pooling else 0
 
 
 def _num_entries(likeliest: int | None, named: Sequence[int] | None) -> int:
@@ -83,11 +101,14 @@ class OutputCheck:
         self._vocab_size, self._max_model_len = vocab_size, max_model_len
         self._is_remote = is_remote
         self._requests: dict[str, _Expected] = {}
+        self._late: deque[tuple[float, int]] = deque()  # times and sizes of what was aborted
 
     def add(self, requests: Iterable[EngineCoreRequest]) -> None:
         """Expect outputs of requests, before they are sent."""
         for request in requests:
-            self._requests[request.request_id] = _Expected(request, self._max_model_len)
+            self._requests[request.request_id] = _Expected(
+                request, self._vocab_size, self._max_model_len
+            )
 
     def expect(self, requests: Sequence[EngineCoreRequest], send: Callable[[], T]) -> T:
         """Send requests whose outputs are expected from then on; return the result of `send`.
@@ -111,8 +132,33 @@ class OutputCheck:
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Expect no more outputs of requests that were aborted."""
+        now = time.monotonic()
         for request_id in request_ids:
-            self._requests.pop(request_id, None)
+            expected = self._requests.pop(request_id, None)
+            if expected is not None and expected.num_bytes > _LATE_BYTES:
+                self._late.append((now, expected.num_bytes))
+        while self._late and now - self._late[0][0] > _LATE_S:
+            self._late.popleft()
+
+    def check_size(self, num_bytes: int, num_calls: int) -> None:
+        """Check the size of a message before it is decoded, which takes many times its memory.
+
+        Args:
+            num_bytes: its size without the tensors that are frames of their own.
+            num_calls: control calls that are not answered yet.
+
+        Raises:
+            WireError: it is larger than all outputs and answers that may be in it.
+        """
+        if num_bytes <= _REPORT_BYTES:
+            return
+        limit = _REPORT_BYTES + (_ANSWER_BYTES if num_calls else 0)
+        limit += sum(expected.num_bytes for expected in list(self._requests.values()))
+        limit += sum(size for _, size in list(self._late))
+        if num_bytes > limit:
+            raise WireError(
+                f"a message of {num_bytes} bytes, expected at most {limit} for its requests"
+            )
 
     def check(self, batch: EngineCoreOutputs) -> None:
         """Check a message; outputs of requests that the engine does not have are removed.
@@ -122,6 +168,9 @@ class OutputCheck:
         """
         requests, vocab_size = self._requests, self._vocab_size
         known: list[EngineCoreOutput] = []
+        limit = _MOST_UNKNOWN + _OUTPUTS_PER_REQUEST * len(requests)
+        if len(batch.outputs) > limit:
+            raise WireError(f"outputs: expected at most {limit}, got {len(batch.outputs)}")
         for output in batch.outputs:
             expected = requests.get(output.request_id)
             if expected is None:
@@ -138,6 +187,7 @@ class OutputCheck:
                 or output.pooling_output is not None
                 or output.weight_runs is not None
                 or output.events
+                or output.num_nans_in_logits
                 or output.finish_reason is not None
             ):
                 _check_fields(output, expected, vocab_size)
@@ -187,6 +237,8 @@ def _check_fields(output: EngineCoreOutput, expected: _Expected, vocab_size: int
         raise _wrong(output, "events", "finite timestamps")
     if output.prefill_stats is not None:
         _check_counts(output.prefill_stats, f"output of {output.request_id!r}: prefill_stats")
+    if output.num_nans_in_logits < 0:
+        raise _wrong(output, "num_nans_in_logits", "a number that is not negative")
     for field in ("error", "error_kind", "stop_reason"):
         text = getattr(output, field)
         if isinstance(text, str) and len(text) > _MOST_TEXT:
@@ -269,11 +321,12 @@ def _check_reports(batch: EngineCoreOutputs) -> None:
     if not math.isfinite(batch.timestamp):
         raise WireError("timestamp: expected a finite number")
     if batch.scheduler_stats is not None:
+        if batch.scheduler_stats.engines:
+            raise WireError("scheduler_stats.engines: expected none, because it is one engine")
         _check_counts(batch.scheduler_stats, "scheduler_stats")
     if (load := batch.load) is not None:
         _check_counts(load, "load")
-        if len(load.adapters) > _MOST_ADAPTERS:
-            raise WireError(f"load.adapters: expected at most {_MOST_ADAPTERS} names")
+        _check_names(load.adapters, "load.adapters")
     if batch.cache_changes is not None:
         _check_cache_changes(batch.cache_changes)
 
@@ -283,14 +336,24 @@ def _check_counts(value: Any, path: str) -> None:
         if not 0 <= value < math.inf:  # NaN neither
             raise WireError(f"{path}: expected a finite number that is not negative, got {value}")
     elif isinstance(value, dict):
+        _check_names(value, path)
         for key, count in value.items():
             _check_counts(count, f"{path}.{key}"[:_MOST_PATH])
+    elif isinstance(value, list) and len(value) > _MOST_NAMES:
+        raise WireError(f"{path}: expected at most {_MOST_NAMES} numbers")
     elif isinstance(value, list):
         for index, count in enumerate(value):
             _check_counts(count, f"{path}[{index}]")
     elif isinstance(value, msgspec.Struct):
         for field in value.__struct_fields__:
             _check_counts(getattr(value, field), f"{path}.{field}")
+
+
+def _check_names(names: Collection[Any], path: str) -> None:
+    if len(names) > _MOST_NAMES or any(len(str(name)) > _MOST_NAME for name in names):
+        raise WireError(
+            f"{path}: expected at most {_MOST_NAMES} names, each of {_MOST_NAME} characters"
+        )
 
 
 def _check_cache_changes(changes: KVCacheChanges) -> None:

@@ -215,6 +215,33 @@ def test_plugins_in_which_engines_die_twice_are_reported(world):
     )
 
 
+def test_an_engine_of_another_machine_quarantines_no_plugin(world):
+    seen = []
+
+    class Watcher:
+        def watch(self, death):
+            seen.append((death.call, death.repeated))
+            return EngineDeadError(f"named: {death.error}")
+
+    watcher = Watcher()
+    group = world.group(3, num_local=1)
+    group.watch_deaths(watcher.watch)
+    call = PluginCall("hooks", "x", "plugin 'x'", "step")
+    for rank in (2, 1, 0):
+        world.of(rank).die(call=call)
+    assert seen == [(None, ""), (None, ""), (call, "")]
+
+
+def test_the_deaths_of_joined_engines_do_not_prevent_restarts_of_others(world):
+    group = world.group(3, restarts=1, num_local=1)
+    for rank in (2, 1, 0):
+        world.of(rank).die(killed=True)
+        wait_until(lambda: len(group.pids) == 3, what="the restart")
+    world.of(2).die(killed=True)
+    assert sorted(group.pids) == [0, 1]
+    assert group.is_serving
+
+
 def test_deaths_at_the_start_fail_the_start(world):
     class Early(Engine):
         def __init__(self, *args):

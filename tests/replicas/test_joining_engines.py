@@ -75,6 +75,41 @@ def test_messages_go_both_ways(head):
     assert "activity" in place.failure()  # its record is malformed
 
 
+SIZES = {"max_model_len": 100, "kv_cache": {"num_blocks": 50}}
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "most"),
+    [
+        (SIZES, "max_model_len", 100),
+        (SIZES, "num_gpu_blocks", 50),
+        ({}, "max_model_len", 2**31 - 1),
+        ({"max_model_len": "auto", "kv_cache": {"num_blocks": None}}, "num_gpu_blocks", 2**31 - 1),
+    ],
+)
+@pytest.mark.parametrize("more", [0, 1])
+def test_sizes_that_the_configuration_does_not_allow_end_an_engine(head, config, field, most, more):
+    """Other engines get the sizes of the first one."""
+    place, peer = head.host(config=config), head.peer()
+    peer.join()
+    place.joined()
+    sizes = {"max_model_len": 9, "num_gpu_blocks": 9} | {field: most + more}
+    ready = EngineCoreReadyResponse(manifest_hash="", **sizes)
+    peer.send(MessageKind.READY, *map(bytes, Encoder().encode(ready)))
+    if more:
+        assert f"{field}: expected at most {most}, got {most + 1}" in place.failure()
+    else:
+        assert place.sockets.poll_ready(PATIENCE_S * 1000) == ready
+
+
+def test_a_first_message_that_is_malformed_ends_an_engine(head):
+    place, peer = head.host(), head.peer()
+    peer.join()
+    place.joined()
+    peer.send(MessageKind.READY, b"\xc1")
+    assert "sent a message that is none" in place.failure()
+
+
 def test_what_differs_is_named_with_both_sides(head):
     head.host()
     peer = head.peer()

@@ -78,8 +78,10 @@ class Head:
             peer.close()
         self._undo.close()
 
-    def host(self, rank: int = 0, limit_s: float = PATIENCE_S) -> Place:
-        place = Place(self.listener, rank, self.address, limit_s)
+    def host(
+        self, rank: int = 0, limit_s: float = PATIENCE_S, config: dict[str, Any] | None = None
+    ) -> Place:
+        place = Place(self.listener, rank, self.address, limit_s, config or {})
         self._undo.callback(place.close)
         return place
 
@@ -91,14 +93,21 @@ class Head:
 class Place:
     """The place of an engine, with its client's sockets; `launch` waits in a thread."""
 
-    def __init__(self, listener: JoinListener, rank: int, address: str, limit_s: float) -> None:
+    def __init__(
+        self,
+        listener: JoinListener,
+        rank: int,
+        address: str,
+        limit_s: float,
+        config: dict[str, Any],
+    ) -> None:
         self.sockets = EngineSockets(rank)
         self.activity = Activity.create(self.sockets.folder)
         self.host = JoinedHost(listener.order, rank, address, limit_s)
         self.error: Exception | None = None
         launch = Launch(
             address=msgspec.json.encode(self.sockets.addresses).decode(),
-            manifest=NO_PLUGINS, config={}, engine_index=rank, folder=str(self.sockets.folder),
+            manifest=NO_PLUGINS, config=config, engine_index=rank, folder=str(self.sockets.folder),
         )  # fmt: skip
         self._thread = threading.Thread(target=self._launch, args=(launch,))
         self._thread.start()

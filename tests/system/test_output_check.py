@@ -24,7 +24,7 @@ from hardpoint.plugins.requests.stats import (
     PrefillStats,
     PrefixCacheStats,
 )
-from hardpoint.system.encoding import WireError
+from hardpoint.system.encoding import WireError, output_check
 from hardpoint.system.encoding.output_check import OutputCheck
 
 VOCABULARY, LENGTH = 300, 64
@@ -47,6 +47,23 @@ def stats(**fields):
 
 
 WRONG = {
+    "NaN logits": one(new_token_ids=[5], num_nans_in_logits=-1),
+    "statistics of other engines": EngineCoreOutputs(scheduler_stats=stats(engines={1: stats()})),
+    "adapters without end": EngineCoreOutputs(
+        scheduler_stats=stats(num_requests_by_adapter={f"a{i}": 1 for i in range(10_001)})
+    ),
+    "positions without end": EngineCoreOutputs(
+        scheduler_stats=stats(num_accepted_by_position=[1] * 10_001)
+    ),
+    "the name of an adapter": EngineCoreOutputs(
+        load=EngineLoad(num_running=1, num_waiting=0, kv_cache_usage=0.5, adapters=["a" * 2000])
+    ),
+    "many outputs of one request": EngineCoreOutputs(
+        outputs=[EngineCoreOutput(request_id="r")] * 70_000
+    ),
+    "many outputs of others": EngineCoreOutputs(
+        outputs=[EngineCoreOutput(request_id="x")] * 70_000
+    ),
     "token out of the vocabulary": one(new_token_ids=[300]),
     "token negative": one(new_token_ids=[5, -1]),
     "more than max_tokens": one(new_token_ids=[5] * 9),
@@ -222,3 +239,27 @@ def test_outputs_are_expected_before_the_engine_can_have_answered():
 
     assert check.expect([request], send)
     assert len(output.outputs) == 1  # unknown ones are removed
+
+
+def test_the_size_of_a_message_follows_from_its_requests(monkeypatch):
+    """A message takes many times its size once it is decoded, so its size is checked before."""
+    monkeypatch.setattr(output_check, "_REPORT_BYTES", 1000)
+    monkeypatch.setattr(output_check, "_ANSWER_BYTES", 5000)
+    monkeypatch.setattr(output_check, "_OUTPUT_BYTES", 100)
+    monkeypatch.setattr(output_check, "_LATE_BYTES", 0)
+    plain = checker()
+    room = 1000 + 100 + 64 * 11  # 3 tokens of the prompt, and 8 others
+    plain.check_size(room, 0)
+    plain.check_size(room + 5000, 1)
+    for size, calls in ((room + 1, 0), (room + 5001, 1)):
+        with pytest.raises(WireError, match=f"a message of {size} bytes, expected at most "):
+            plain.check_size(size, calls)
+    checker(logprobs=2).check_size(room + 24 * 3 * 11, 0)
+    checker(logprobs=-1).check_size(room + 24 * VOCABULARY * 11, 0)
+    checker(prompt_logprobs=2).check_size(room + 24 * 3 * 3, 0)
+    plain.forget(["r"])  # its last outputs may be on their way
+    plain.check_size(room, 0)
+    monkeypatch.setattr(output_check, "_LATE_S", -1.0)
+    plain.forget([])
+    with pytest.raises(WireError, match="expected at most 1000 for its requests"):
+        plain.check_size(1001, 0)

@@ -17,11 +17,16 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.plugins.server import Client
+
+ANYBODY = Client(name="anybody")
+"""The client where no key is needed."""
 
 _NUM_ROWS = 1 << 14
 _NAME_BYTES = 128
@@ -35,6 +40,16 @@ _RATE = "rate "
 
 Notes = dict[str, str]
 """Texts by name that all processes know."""
+
+
+def key_of(state: Mapping[str, Any]) -> str:
+    """Return the name of the user's key of a request; empty without a key.
+
+    Args:
+        state: state of the request's scope.
+    """
+    client = state.get("client")
+    return "" if client is None or client is ANYBODY or client.admin else str(client.name)
 
 
 def held(name: str) -> str:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import fcntl
 import termios
+import time
 import urllib.parse
 from collections.abc import Callable
 from http import HTTPStatus
@@ -33,8 +34,11 @@ _HEADER_SEPARATORS = 4
 _UPGRADING = (b"upgrade", b"http2-settings")
 _MOST_WAITING = 16
 _MOST_REFUSED = 64
+_ENDED_SHARE = 16  # one part in so many idle connections is closed at once, as it takes a sort
 _PIECE_BYTES = 4096  # are parsed at a time, so that few requests begin before others have a turn
 _FRAME_BYTES = 8  # of chunk sizes and extensions may come with each byte of a body
+_MOST_PARTS, _PART_BYTES = 1 << 15, 64
+"""Chunks of a body that may be smaller than that, as each costs as much time as a large one."""
 _WITHOUT_CHUNKS = ("0.9", "1.0")
 
 
@@ -65,8 +69,10 @@ class ServerConnection(HttpToolsProtocol):
         self._takes_websocket, self._kwargs = takes_websocket, kwargs
         self._websocket: WebSocketConnection | None = None
         self._in_head = True
+        self._idle_since: float | None = None  # without a request that is being answered
         self._head_bytes = 0
         self._frame_bytes = 0
+        self._parts = 0.0  # of a body, less one for each _PART_BYTES
         self._rest = b""
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -83,6 +89,9 @@ class ServerConnection(HttpToolsProtocol):
         self._traffic.connected(1)
         open_now = len(self.connections) + self._traffic.connections_elsewhere  # of this address
         beyond = open_now - self._settings.limits.connections
+        if beyond > 0:
+            beyond -= self._close_idle()
+        self._idle_since = time.monotonic()
         if beyond > _MOST_REFUSED:
             self._traffic.refused(self.client, None, "connections")
             self.transport.close()
@@ -91,8 +100,27 @@ class ServerConnection(HttpToolsProtocol):
             self.app = self._refuse_connection
         self._await_head()
 
+    def _close_idle(self) -> int:
+        """Close the connections that have been idle for the longest time; return their number.
+
+        So connections that are open and send nothing do not keep other clients out.
+        """
+        idle = [
+            (connection._idle_since, connection)
+            for connection in self.connections
+            if isinstance(connection, ServerConnection) and connection._idle_since is not None
+        ]
+        idle.sort(key=lambda item: item[0])
+        oldest = idle[: -(-len(idle) // _ENDED_SHARE)]
+        for _, connection in oldest:
+            connection._idle_since = None
+            self._traffic.refused(connection.client, None, "idle_connections")
+            connection._close()
+        return len(oldest)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
+        self._idle_since = None
         self._traffic.connected(-1)
         self._stop_head_timer()
         if self._write_timer is not None:
@@ -176,6 +204,9 @@ class ServerConnection(HttpToolsProtocol):
         elif not self._in_head and self._frame_bytes > limit:
             frames = "body: expected at most {} bytes of chunk extensions and trailers"
             self._refuse(self._too_long(frames), "header_size")
+        elif not self._in_head and self._parts > _MOST_PARTS:
+            message = f"body: expected chunks of {_PART_BYTES} bytes or more on average"
+            self._refuse(AnswerError(400, message), "small_chunks")
 
     def on_message_begin(self) -> None:
         """Begin a request."""
@@ -191,6 +222,7 @@ class ServerConnection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Add to the body of a request."""
         self._frame_bytes -= min(self._frame_bytes, (1 + _FRAME_BYTES) * len(body))
+        self._parts = max(self._parts + 1 - len(body) / _PART_BYTES, 0.0)
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
@@ -203,7 +235,8 @@ class ServerConnection(HttpToolsProtocol):
             self._upgrading = self.parser.get_method(), self.parser.get_http_version()
             return
         self._in_head = False
-        self._frame_bytes = 0
+        self._idle_since = None
+        self._frame_bytes, self._parts = 0, 0.0
         self._stop_head_timer()
         if self._head_size() > self._header_limit:
             self._refusal = self._too_long(), "header_size"
@@ -306,6 +339,8 @@ class ServerConnection(HttpToolsProtocol):
             return
         super().on_response_complete()
         if not self.transport.is_closing():
+            if self.cycle.response_complete and not self.pipeline:
+                self._idle_since = time.monotonic()
             if self._rest and len(self.pipeline) < _MOST_WAITING:
                 self.loop.call_soon(self._read_rest)
             if not self._in_head:

@@ -16,7 +16,8 @@ from hardpoint.builtin_plugins.server.streaming import ended_early
 
 _ENDS_REMEMBERED = 64
 _LONGEST_RETRY = 60.0
-_ANSWERING = held("requests")
+_ANSWERING, _OF_KEY = held("requests"), held("requests of ")
+_SHARE_OF_KEY = 0.75
 
 
 class InFlightRequests:
@@ -31,17 +32,26 @@ class InFlightRequests:
         running: int,
         clock: Callable[[], float] = time.monotonic,
         counts: Counts | None = None,
+        *,
+        limit_of_key: int | None = None,
+        current_key: Callable[[], str] = str,
     ) -> None:
         """Start without requests.
 
         Args:
             limit: further requests are refused.
+            limit_of_key: further requests of one key are refused; None is three quarters of
+                `limit`.
+            current_key: returns the name of the key whose request is being answered; empty without
+                a key.
             running: requests that the engine runs at once; further ones wait.
             clock: seconds.
             counts: None are those of this process alone.
         """
         self._counts = counts or Counts()
         self._limit, self._running = limit, running
+        self._limit_of_key = limit_of_key or math.ceil(limit * _SHARE_OF_KEY)
+        self._current_key = current_key
         self._clock = clock
         self._ends: collections.deque[float] = collections.deque(maxlen=_ENDS_REMEMBERED)
         self._busy_since = 0.0
@@ -69,14 +79,13 @@ class InFlightRequests:
         Raises:
             AnswerError: there are too many, or `end_all` was called.
         """
+        key = self._current_key()
+        if key and not self._counts.add_below(_OF_KEY + key, self._limit_of_key):
+            limit = f"{self._limit_of_key} requests of this key, its maximum"
+            raise self._full(f"{limit} (server.limits.requests_per_key)")
         if not self._counts.add_below(_ANSWERING, self._limit):
-            raise AnswerError(
-                429,
-                f"the server answers {self._limit} requests, its maximum "
-                "(server.limits.requests); try again later",
-                code="overloaded",
-                headers={"retry-after": str(math.ceil(self.retry_after()))},
-            )
+            self._release(key)
+            raise self._full(f"{self._limit} requests, its maximum (server.limits.requests)")
         began = self._clock()
         if not self._tasks:
             self._busy_since = began
@@ -97,9 +106,22 @@ class InFlightRequests:
             raise
         finally:
             self._counts.add(_ANSWERING, -1)
+            self._release(key)
             self._tasks.discard(task)
             if ran:
                 self._record(began)
+
+    def _release(self, key: str) -> None:
+        if key:
+            self._counts.add(_OF_KEY + key, -1)
+
+    def _full(self, maximum: str) -> AnswerError:
+        return AnswerError(
+            429,
+            f"the server answers {maximum}; try again later",
+            code="overloaded",
+            headers={"retry-after": str(math.ceil(self.retry_after()))},
+        )
 
     def _record(self, began: float) -> None:
         now = self._clock()

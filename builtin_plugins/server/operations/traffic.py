@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import Message, Scope, Send
 
-from hardpoint.builtin_plugins.server.access.counts import Counts, held
+from hardpoint.builtin_plugins.server.access.counts import Counts, held, key_of
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -56,6 +56,12 @@ def current_request_id() -> str:
     """Return the id of the request that is being answered, for the log; "-" outside of any."""
     exchange = _CURRENT.get()
     return "-" if exchange is None else exchange.state["request_id"]
+
+
+def current_key() -> str:
+    """Return the name of the key whose request is being answered; empty without a key."""
+    exchange = _CURRENT.get()
+    return "" if exchange is None else key_of(exchange.state)
 
 
 def request_id_of(scope: Scope) -> str:

@@ -15,6 +15,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame, Opcode
 from websockets.protocol import State
 
+from hardpoint.builtin_plugins.server.access.counts import key_of
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.receiving import SMALL_BYTES, BodyReceiver
 from hardpoint.builtin_plugins.server.streaming import ClientGoneError
@@ -150,9 +151,13 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._frames, self._counted_at = min(_FRAMES, self._frames + grown) - 1, now
         if self._frames < 0:
             return False
-        client = self.scope["state"].get("client")
-        name = "" if client is None else client.name
-        return not self._traffic.counts.take_from_rate(f"frames of {name}", _KEY_FRAMES, now)
+        name = f"frames of {self._key}"
+        return not self._traffic.counts.take_from_rate(name, _KEY_FRAMES, now)
+
+    @property
+    def _key(self) -> str:
+        """The name of the client's key; empty without a key."""
+        return key_of(self.scope["state"]) if hasattr(self, "scope") else ""
 
     def _check_message(self) -> None:
         """Count the bytes of a message that is not whole, and expect its next part in time."""
@@ -163,7 +168,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         if self._begun is None:
             self._begun = self.loop.time()
         held = size if size > SMALL_BYTES else 0
-        has_room = self._receiver.hold(held - self._held)
+        has_room = self._receiver.hold(held - self._held, self._key)
         self._held = held
         if held and not has_room:
             self._fail(_LATER, "the server holds as many bytes as it may", "websocket_bytes")
@@ -181,7 +186,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     def _release(self) -> None:
         """Forget the message that was not whole."""
-        self._receiver.hold(-self._held)
+        self._receiver.hold(-self._held, self._key)
         self._held, self._begun = 0, None
         if self._timer is not None:
             self._timer.cancel()

@@ -397,6 +397,16 @@ def check_limits(asked: Any, limits: ServerLimits) -> None:
     for name, limit, amount in _amounts(asked, limits):
         if amount > limit:
             raise _too_many(name, limit, amount)
+    for name in _WORDS:
+        texts = getattr(asked, name, None) or ()
+        texts = (texts,) if isinstance(texts, str) else texts
+        if isinstance(texts, msgspec.UnsetType):
+            continue
+        if (total := sum(map(len, texts))) > _MOST_CHARACTERS:
+            raise RequestError(
+                f"{name}: expected at most {_MOST_CHARACTERS} characters in all texts together, "
+                f"got {total}"
+            )
     grammars = {name: getattr(asked, name, None) for name in _GRAMMARS}
     if isinstance(found := grammars["response_format"], JsonSchemaResponseFormat):
         grammars["response_format"] = found.json_schema.schema
@@ -409,6 +419,9 @@ def check_limits(asked: Any, limits: ServerLimits) -> None:
                 f"got {size}"
             )
 
+
+_WORDS, _MOST_CHARACTERS = ("stop", "stop_sequences", "bad_words"), 1 << 16
+"""Fields whose texts are compared with each token; each completion has tokens of its own."""
 
 _GRAMMARS = (
     "response_format",

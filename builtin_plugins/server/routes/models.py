@@ -11,8 +11,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hardpoint.builtin_plugins.server.access.counts import ANYBODY
 from hardpoint.builtin_plugins.server.errors import AnswerError, for_clients, no_route
-from hardpoint.builtin_plugins.server.service import ANYBODY, ServerPhase, Service
+from hardpoint.builtin_plugins.server.service import ServerPhase, Service
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.server import LoadReport, Route
 

@@ -124,6 +124,7 @@ class RequestState:
     """
 
     _num_resumes = 0
+    _token_texts: dict[int, str] | None = None  # of log-probabilities, which repeat tokens
 
     def __init__(
         self,
@@ -450,10 +451,13 @@ class RequestState:
 
     def _decoded(self, entry: TokenLogprobs, num_given: int = 0) -> Mapping[int, Logprob]:
         result: dict[int, Logprob] = {}
+        texts = self._token_texts = self._token_texts or {}
         ranked = len(entry.token_ids) - num_given
         for place, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
             if token not in result:  # the chosen token may be among the likeliest again
                 rank = entry.rank if not place else place if place < ranked else None
-                text = self._tokenizer.decode([token], skip_special_tokens=False)
+                if (text := texts.get(token)) is None:
+                    text = self._tokenizer.decode([token], skip_special_tokens=False)
+                    texts[token] = text
                 result[token] = Logprob(logprob, rank, text)
         return result

@@ -355,27 +355,54 @@ def fails(connection):
     return False
 
 
-def test_connections_beyond_the_limit_are_answered_with_503(server):
-    with contextlib.ExitStack() as stack:
-        many = [stack.enter_context(server.socket()) for _ in range(9)]
-        wait_until(lambda: server.service.traffic.connections == 9)
-        many[8].sendall(post())
-        status, headers, body = read_answer(many[8])
+@contextlib.contextmanager
+def busy_server():
+    """Serve with as many connections as there may be, each with a request that is answered."""
+    engine = HeldEngine(config=configured(limits=LIMITS))
+    with running(engine) as server, contextlib.ExitStack() as stack:
+        busy = [stack.enter_context(server.socket()) for _ in range(8)]
+        for connection in busy:
+            connection.sendall(post(ASK))
+        wait_until(lambda: server.service.load.open == 8)
+        yield server, busy
+        engine.go_on.set()
+        for connection in busy:
+            assert read_answer(connection)[0] == 200
+
+
+def test_connections_beyond_the_limit_are_answered_with_503():
+    with busy_server() as (server, _), server.socket() as further:
+        further.sendall(post())
+        status, headers, body = read_answer(further)
         assert (status, headers["connection"]) == (503, "close")
         assert body["error"]["message"].startswith("the server has 8 connections, its maximum")
         assert int(headers["retry-after"]) >= 1
         assert headers["x-request-id"].startswith("req-")
-        many[7].sendall(post())
-        assert read_answer(many[7])[0] == 200
         assert server.service.traffic.rejected["connections"] >= 1
 
 
-def test_far_more_connections_than_the_limit_are_closed_at_once(server):
+def test_far_more_connections_than_the_limit_are_closed_at_once():
+    with busy_server() as (server, _), contextlib.ExitStack() as stack:
+        for _ in range(16 * 64):
+            stack.enter_context(server.socket())
+        wait_until(lambda: server.service.traffic.rejected["idle_connections"] > 0)
+        assert server.service.traffic.connections <= 8 + 64
+
+
+def test_idle_connections_keep_nobody_out(server):
+    """The oldest ones are closed for new ones; also those whose headers are not whole."""
     with contextlib.ExitStack() as stack:
-        many = [stack.enter_context(server.socket()) for _ in range(8 + 64 + 5)]
-        wait_until(lambda: server.service.traffic.connections == 8 + 64)
-        many[0].sendall(post())
-        assert read_answer(many[0])[0] == 200
+        many = [stack.enter_context(server.socket()) for _ in range(8)]
+        wait_until(lambda: server.service.traffic.connections == 8)
+        many[1].sendall(b"GET /health HTTP/1.1\r\nHost:")
+        for _ in range(2):
+            new = stack.enter_context(server.socket())
+            new.sendall(post())
+            assert read_answer(new)[0] == 200
+        assert read_all(many[0]) == b""
+        assert read_all(many[1]) == b""
+        many[7].sendall(post())
+        assert read_answer(many[7])[0] == 200
 
 
 def test_administrators_reach_the_server_when_users_have_all_connections(tmp_path):
@@ -383,8 +410,26 @@ def test_administrators_reach_the_server_when_users_have_all_connections(tmp_pat
     with running(FakeEngine(config=config)) as server, contextlib.ExitStack() as stack:
         for _ in range(6):
             stack.enter_context(server.socket())
-        wait_until(lambda: server.service.traffic.connections == 6)
+        wait_until(lambda: server.service.traffic.rejected["idle_connections"] == 3)
         assert server.admin.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "status"), [(1, 32_000, 200), (64, 60_000, 200), (1, 50_000, 400)]
+)
+def test_many_small_chunks(server, size, count, status):
+    """Each takes as much of the event loop's time as a large one."""
+    head = b"POST /v1/chat/completions HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+    chunk = b"%x\r\n%b\r\n" % (size, b" " * size)
+    with server.socket() as connection:
+        with contextlib.suppress(OSError):  # the server may have closed it
+            connection.sendall(head + chunk * count)
+            connection.sendall(b"%x\r\n%b\r\n0\r\n\r\n" % (len(ASK), ASK))
+        found, _, body = read_answer(connection)
+    assert found == status
+    if status == 400:
+        expected = "body: expected chunks of 64 bytes or more on average"
+        assert body["error"]["message"] == expected
 
 
 def test_what_is_refused_is_counted(server, hasty):

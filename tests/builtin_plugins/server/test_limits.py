@@ -1,5 +1,7 @@
 """Every limit of `server.limits`, from the outside: at the limit, and one over it."""
 
+import contextlib
+import functools
 import threading
 import time
 
@@ -11,6 +13,7 @@ from support.http_server import running
 from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.builtin_plugins.server import bodies, service
+from hardpoint.builtin_plugins.server.access.keys import KeyStore, installed
 from hardpoint.builtin_plugins.server.config import ServerLimits
 
 LIMITS = {
@@ -364,6 +367,23 @@ def nested(depth, pattern):
     return f'{{"messages": [{{"role": "user", "content": "Hi"}}], "plugin_args": {inner}}}'
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "count"),
+    [(TEXT, "bad_words", 1024), (CHAT, "stop", 4), (TEXT, "stop", None), (CHAT, "bad_words", 2)],
+)
+def test_the_characters_of_words(path, field, count):
+    """The tokens of long ones, a copy for each completion, stopped the engine for a minute."""
+    with running(FakeEngine(config=configured())) as server:
+        for more in (0, 1):
+            parts = ["x" * (65_536 // (count or 1))] * (count or 1)
+            value = [*parts[1:], parts[0] + "x" * more] if count else parts[0] + "x" * more
+            response = send(server, path, {field: value})
+            assert response.status_code == (400 if more else 200)
+        assert response.json()["error"]["message"] == (
+            f"{field}: expected at most 65536 characters in all texts together, got 65537"
+        )
+
+
 @pytest.mark.parametrize("pattern", ["{", "["])
 def test_the_depth_of_bodies(server, pattern):
     limit = LIMITS["depth"]
@@ -402,9 +422,102 @@ def test_requests_at_once():
         assert send(server, CHAT, {}).status_code == 200
 
 
+@contextlib.contextmanager
+def server_with_keys(tmp_path, engine_type, limits):
+    """Serve with two keys; yield the engine, the server, and headers by name of the key."""
+    secrets = {name: name * 20 for name in ("evil", "good")}
+    keys = tmp_path / "keys.toml"
+    tables = [f'[[key]]\nname = "{name}"\nkey = "{key}"\n' for name, key in secrets.items()]
+    keys.write_text("".join(tables))
+    keys.chmod(0o600)
+    engine = engine_type(config=configured(limits=limits))
+    headers = {name: {**JSON, "x-api-key": key} for name, key in secrets.items()}
+    with running(engine, authenticators=[installed(KeyStore(str(keys)))]) as server:
+        yield engine, server, headers
+
+
+@pytest.mark.parametrize(("limit", "most"), [(None, 3), (2, 2)])
+def test_requests_of_one_key_at_once(tmp_path, limit, most):
+    """By default, one key leaves a quarter of all requests to others."""
+    limits = {"requests": 4, "requests_per_key": limit}
+    body = msgspec.json.encode({"messages": [MESSAGE]})
+    with server_with_keys(tmp_path, HeldEngine, limits) as (engine, server, headers):
+
+        def ask(name):
+            return server.client.post(CHAT, content=body, headers=headers[name])
+
+        evil = [threading.Thread(target=ask, args=("evil",)) for _ in range(most)]
+        for thread in evil:
+            thread.start()
+        wait_until(lambda: server.service.load.open == most)
+        refused = ask("evil")
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["message"] == (
+            f"the server answers {most} requests of this key, its maximum "
+            "(server.limits.requests_per_key); try again later"
+        )
+        good = threading.Thread(target=ask, args=("good",))
+        good.start()
+        wait_until(lambda: server.service.load.open == most + 1)
+        engine.go_on.set()
+        for thread in (*evil, good):
+            thread.join()
+        assert ask("evil").status_code == 200
+
+
+def test_bytes_of_bodies_of_one_key(tmp_path):
+    """One key may have half of them, so that another one's large bodies have room."""
+    size = 100_000
+    limits = {"body_bytes": size, "buffered_bytes": 4 * size}
+    with server_with_keys(tmp_path, FakeEngine, limits) as (_, server, headers):
+        receiver = server.service.receiver
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers["evil"].items())
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\n{lines}content-length: {size}\r\n\r\n"
+        stopped = [server.socket() for _ in range(2)]
+        for connection in stopped:
+            connection.sendall(head.encode() + b" " * (size - 1))
+        wait_until(lambda: receiver.held == 2 * size - 2)
+        statuses = {
+            name: server.client.post(CHAT, content=body_of(size), headers=headers[name]).status_code
+            for name in headers
+        }
+        assert statuses == {"evil": 503, "good": 200}
+        for connection in stopped:
+            connection.close()
+        wait_until(lambda: receiver.held == 0)
+        response = server.client.post(CHAT, content=body_of(size), headers=headers["evil"])
+        assert response.status_code == 200
+
+
+def test_a_large_body_waits_for_one_of_each_other_key(tmp_path, monkeypatch):
+    order, go_on, decode = [], threading.Event(), service.decode_object
+
+    def held(body, limits):
+        order.append("good" if b"good" in body else "evil")
+        assert go_on.wait(PATIENCE_S)
+        return decode(body, limits)
+
+    monkeypatch.setattr(service, "decode_object", held)
+    with server_with_keys(tmp_path, FakeEngine, {}) as (_, server, headers):
+        held_bytes, threads = 0, []
+        for name in ("evil", "evil", "evil", "good"):
+            tags = {"tags": {"a": name * 20_000}}
+            body = msgspec.json.encode({"messages": [MESSAGE], **tags})
+            held_bytes += len(body)
+            ask = functools.partial(server.client.post, CHAT, content=body, headers=headers[name])
+            threads.append(threading.Thread(target=ask))
+            threads[-1].start()
+            wait_until(lambda: server.service.receiver.held == held_bytes)  # noqa: B023
+        go_on.set()
+        for thread in threads:
+            thread.join()
+    assert order == ["evil", "good", "evil", "evil"]
+
+
 def test_every_limit_is_tested_here():
     """Header bytes and connections are the HTTP protocol's, conversations have their own route."""
-    elsewhere = {"header_bytes", "connections", "conversations"}
+    elsewhere = {"header_bytes", "connections", "conversations", "requests_per_key"}
     assert {*LIMITS, *elsewhere} == {*ServerLimits.__struct_fields__}
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+from collections import Counter
 
 import pytest
 from support.driving import run
 from support.internals import core_of, scheduler_of
 
 from hardpoint import RequestOutputKind, SamplingParams
+from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.testing import EOS, scripted_engine
 
 GREEDY = {"temperature": 0.0, "max_tokens": 100}
@@ -219,6 +222,25 @@ def test_whole_vocabulary_of_logprobs(engine):
     assert math.isclose(
         sum(math.exp(v.logprob) for v in done.logprobs[0].values()), 1, abs_tol=1e-4
     )
+
+
+def test_logprobs_decode_each_token_of_a_request_once(scripted, monkeypatch):
+    """One call for each entry stopped all streams for seconds, when prompts had many entries."""
+    decoded = Counter()
+    decode = TransformersTokenizer.decode
+
+    def counted(self, token_ids, **kwargs):
+        if not kwargs.get("skip_special_tokens", True):  # texts of answers leave them out
+            decoded[tuple(token_ids)] += 1
+        return decode(self, token_ids, **kwargs)
+
+    monkeypatch.setattr(TransformersTokenizer, "decode", counted)
+    with contextlib.closing(scripted_engine(scripted)) as engine:
+        decoded.clear()
+        done = last(engine, "say abc" * 9, prompt_logprobs=5, logprobs=5, max_tokens=20)
+        assert len(done.logprobs) == 20
+    assert decoded
+    assert max(decoded.values()) == 1
 
 
 def test_delta_logprobs_cover_the_new_part_only(engine):

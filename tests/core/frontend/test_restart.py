@@ -178,6 +178,13 @@ def test_no_more_than_allowed_within_a_minute():
     assert limited.is_spent
 
 
+def test_each_engine_of_another_machine_has_a_limit_of_its_own():
+    limited = RestartBudget(enabled=True, max_per_minute=1, clock=lambda: 0.0)
+    assert [limited.may_restart(rank) for rank in (7, 7, None, None, 8, 7)] == [
+        True, False, True, False, True, False,
+    ]  # fmt: skip
+
+
 def test_never_is_never():
     never = RestartBudget(enabled=False, max_per_minute=3)
     assert not never.may_restart()

@@ -143,9 +143,15 @@ class World:
             open=Spawned.spawn, join_address=None, on_leave=self.leaving.append, close=lambda: None
         )
 
-    def group(self, data=2, *, restarts=0, balancer="round_robin", expert=False, **engine):
+    def group(
+        self, data=2, *, restarts=0, balancer="round_robin", expert=False, num_local=None, **engine
+    ):
+        address = None if num_local is None else "tcp://127.0.0.1:5000"
+        parallel = ParallelConfig(
+            data=data, balancer=balancer, expert=expert, local=num_local, join_address=address
+        )
         config = EngineConfig(
-            parallel=ParallelConfig(data=data, balancer=balancer, expert=expert),
+            parallel=parallel,
             engine=EngineProcessConfig(in_process=False, **engine),
         )
         plugins = resolve_plugins(config, ConfigSources())

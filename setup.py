@@ -22,7 +22,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
-SOURCE = Path("kernels/src/kernels.cpp")
+SOURCE = Path("src/hardpoint/kernels/src/kernels.cpp")
 HEADERS = [str(header) for header in sorted(SOURCE.parent.glob("*.h"))]
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq"))]

@@ -25,15 +25,15 @@ from rich.console import Console
 from rich.table import Table
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.boundary.checked_attention import CheckedAttention
-from hardpoint.boundary.checked_model import CheckedModel
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.frontend.frontend import Frontend
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.worker.model_runner import ModelRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
+from hardpoint.host.boundary.checked_attention import CheckedAttention
+from hardpoint.host.boundary.checked_model import CheckedModel
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import EngineConfig
-from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.toolkit.layers import Linear
 
 _FIRST = 40  # steps until those of a size are recorded and checked

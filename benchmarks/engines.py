@@ -397,7 +397,7 @@ def export(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    from hardpoint.registry.model_files import find_files
+    from hardpoint.host.registry.model_files import find_files
 
     path = find_files("smollm2").path
     model = AutoModelForCausalLM.from_pretrained(

@@ -20,8 +20,8 @@ from typing import Any
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.host.registry.configuration import config_from
 from hardpoint.plugins import RequestOutputKind, SamplingParams
-from hardpoint.registry.configuration import config_from
 
 BIG_PER_SMALL = 10
 

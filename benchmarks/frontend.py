@@ -25,6 +25,8 @@ from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
 from hardpoint.builtin_plugins.tokenizer.gguf import build_gguf_tokenizer
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import ParentRequest
+from hardpoint.host.registry.model_files import find_files
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutput,
@@ -34,8 +36,6 @@ from hardpoint.plugins import (
     SamplingParams,
     TokenizerContext,
 )
-from hardpoint.registry.model_files import find_files
-from hardpoint.registry.plugin_set import resolve_plugins
 
 TEXT = (
     "Once upon a time, in a village between two rivers, there lived a clockmaker who built a new "

@@ -45,11 +45,13 @@ from rich.console import Console
 from rich.table import Table
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.boundary.activity import Activity, PluginCalls
-from hardpoint.boundary.parts.components import Components, describe_fault
+from hardpoint.builtin_plugins.step_parts.structured.grammars import GrammarManager
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
-from hardpoint.features.structured.grammars import GrammarManager
+from hardpoint.host.boundary.activity import Activity, PluginCalls
+from hardpoint.host.boundary.parts.components import Components, describe_fault
+from hardpoint.host.registry.model_files import find_files
+from hardpoint.host.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreRequest,
@@ -63,8 +65,6 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config_tables import GrammarConfig
 from hardpoint.plugins.grammars import GrammarContext, GrammarState, Vocabulary
 from hardpoint.plugins.structured import StructuredOutputs
-from hardpoint.registry.model_files import find_files
-from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.testing import load_ops
 
 PARTS = ("masks", "compile", "step")

@@ -38,6 +38,7 @@ from rich.table import Table
 
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
+from hardpoint.host.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.plugins import (
     Added,
     BatchUpdate,
@@ -47,7 +48,6 @@ from hardpoint.plugins import (
     SamplingParams,
 )
 from hardpoint.plugins.text.arguments import prepared_type
-from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.testing import load_ops
 
 SIZES = ((32, 49_152), (256, 49_152), (32, 128_256), (256, 128_256))

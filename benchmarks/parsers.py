@@ -19,11 +19,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hardpoint.boundary.text_guards import open_parser
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
+from hardpoint.host.boundary.text_guards import open_parser
+from hardpoint.host.registry.model_files import find_files
+from hardpoint.host.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.plugins import EngineConfig, ParserRequest, TokenizerContext
-from hardpoint.registry.model_files import find_files
-from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.toolkit.parsing.format_parser import FormatParser
 
 PROSE = (

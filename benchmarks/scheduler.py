@@ -51,9 +51,10 @@ from scheduling_load import (
 )
 from scheduling_vllm import Vllm, VllmCache
 
-from hardpoint.boundary.faults import StepFaults
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
-from hardpoint.live.policy import PolicySlot
+from hardpoint.host.boundary.faults import StepFaults
+from hardpoint.host.live.policy import PolicySlot
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import (
     CachedPrefix,
     EngineConfig,
@@ -67,7 +68,6 @@ from hardpoint.plugins import (
     StepRecord,
 )
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
-from hardpoint.registry.plugin_set import resolve_plugins
 
 SIZES = (1, 32, 256, 1024, 4096)
 PROMPTS = ((4_096, 16), (32_768, 16), (4_096, 128), (32_768, 128))  # tokens, block size

@@ -37,13 +37,13 @@ from rich.console import Console
 from rich.table import Table
 from scheduling_load import timed
 
+from hardpoint.host.system.encoding import Decoder, Encoder, SendTracker
 from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     SamplingParams,
 )
-from hardpoint.system.encoding import Decoder, Encoder, SendTracker
 
 PROMPTS = (1_024, 32_768)
 OUTPUTS = 256

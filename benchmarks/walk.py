@@ -29,9 +29,9 @@ MODEL_FOLDERS = (
     "builtin_plugins/models",
     "builtin_plugins/attention",
     "builtin_plugins/ops",
-    "toolkit/layers",
-    "boundary/checked_attention",
-    "boundary/layers/groups",
+    "plugins/toolkit/layers",
+    "host/boundary/checked_attention",
+    "host/boundary/layers/groups",
     "kernels",
 )
 DEAREST = 12

@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hardpoint.boundary.errors import naming_plugin
-from hardpoint.boundary.parts.frontend_parts import FrontendParts, frontend_parts
-from hardpoint.boundary.text_guards import open_parser, open_tokenizer
 from hardpoint.core.client.base import EngineCoreClient, InprocClient, RemoteClient
 from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
@@ -27,6 +24,17 @@ from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.core.frontend.statistics import Statistics, open_statistics
 from hardpoint.errors import PluginConflictError, PluginLoadError
+from hardpoint.host.boundary.errors import naming_plugin
+from hardpoint.host.boundary.parts.frontend_parts import FrontendParts, frontend_parts
+from hardpoint.host.boundary.text_guards import open_parser, open_tokenizer
+from hardpoint.host.registry.blame import close_if_failed, faults_as
+from hardpoint.host.registry.discovery import InstalledPlugin, installed_version
+from hardpoint.host.registry.hooks import HookSet
+from hardpoint.host.registry.model_files import find_files
+from hardpoint.host.registry.plugin_set import PluginSet, resolve_plugins
+from hardpoint.host.system.process.launch import Interpreter
+from hardpoint.host.system.resources import check_descriptors
+from hardpoint.host.system.threads import short_spin
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -40,14 +48,6 @@ from hardpoint.plugins.component.base import Progress, no_progress
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.registry.blame import close_if_failed, faults_as
-from hardpoint.registry.discovery import InstalledPlugin, installed_version
-from hardpoint.registry.hooks import HookSet
-from hardpoint.registry.model_files import find_files
-from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
-from hardpoint.system.process.launch import Interpreter
-from hardpoint.system.resources import check_descriptors
-from hardpoint.system.threads import short_spin
 from hardpoint.typed import join_path
 from hardpoint.typed.read_only import read_only
 

@@ -32,15 +32,15 @@ import msgspec
 from hardpoint import plugins, testing
 from hardpoint.builtin_plugins.server.assembly import core_routes
 from hardpoint.builtin_plugins.server.routes.fields import GenerationFields
-from hardpoint.live.settings import settings_of
+from hardpoint.host.live.settings import settings_of
+from hardpoint.host.registry.configuration import default_config_type
+from hardpoint.host.registry.kinds import KINDS, PluginKind, Stability
 from hardpoint.plugins import SamplingParams, Wrapper
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.component.behaviour import declared_of
 from hardpoint.plugins.sampling.phases import Phase
 from hardpoint.plugins.server.hook_specs import HookSpecs
 from hardpoint.plugins.text.arguments import ComponentWithArguments
-from hardpoint.registry.configuration import default_config_type
-from hardpoint.registry.kinds import KINDS, PluginKind, Stability
 from hardpoint.testing.suite import Rule
 from hardpoint.typed import join_path
 from hardpoint.typed.describing import (

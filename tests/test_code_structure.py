@@ -49,19 +49,19 @@ SMALL_MODULES = {
     "hardpoint.builtin_plugins.server.access.tls": "ssl and its errors, before a model loads",
     "hardpoint.completion": "argcomplete, which nothing but a shell's request imports",
     "hardpoint.progress_bars": "rich, which only terminals need, and hardpoint-core lacks",
-    "hardpoint.boundary.hang_watch": "an algorithm with tests of its own",
+    "hardpoint.host.boundary.hang_watch": "an algorithm with tests of its own",
     "hardpoint.toolkit.trace.table": "one view of two; the page has a module",
     "hardpoint.core.worker.sampling.processor_changes": "the worker's end of live changes",
-    "hardpoint.live.sinks": "the live changes of one kind, as its siblings",
+    "hardpoint.host.live.sinks": "the live changes of one kind, as its siblings",
     "hardpoint.replicas.load": "what operators and autoscalers read; no request needs it",
-    "hardpoint.system.process.garbage": "Python's collector; has tests of its own",
-    "hardpoint.system.process.watchdog": "faulthandler, whose timer the process has once",
-    "hardpoint.system.process.main_module.find_unpicklable": "a search, used for errors alone",
+    "hardpoint.host.system.process.garbage": "Python's collector; has tests of its own",
+    "hardpoint.host.system.process.watchdog": "faulthandler, whose timer the process has once",
+    "hardpoint.host.system.process.main_module.find_unpicklable": "a search, used for errors alone",
     "hardpoint.core.frontend.outputs.pooling_state": "pooling models fill it",
-    "hardpoint.system.rank_store": "a server, which runs only while ranks of hosts meet",
-    "hardpoint.system.profiling": "torch's profiler, which nothing else of a worker needs",
+    "hardpoint.host.system.rank_store": "a server, which runs only while ranks of hosts meet",
+    "hardpoint.host.system.profiling": "torch's profiler, which nothing else of a worker needs",
     "hardpoint.core.worker.sampling.edits": "an algorithm with tests of its own",
-    "hardpoint.system.weight_key": "what a key is made of; the cache knows its text alone",
+    "hardpoint.host.system.weight_key": "what a key is made of; the cache knows its text alone",
     "hardpoint.testing.running.step_parts.forks": "a check of its own; the suite is large",
     "hardpoint.testing.model.quantized_model": "a check of its own; the suite of models is large",
     "hardpoint.testing.ops.code_matrices": "samples of codes; the suite of operations is large",
@@ -72,8 +72,8 @@ SMALL_MODULES = {
     "hardpoint.toolkit.images.addresses": "a table of networks, with tests of its own",
     "hardpoint.builtin_plugins.models.gemma.processor": "run by its path, in a limited process",
     "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
-    "hardpoint.registry.adapters.vllm": "which form a class has, beside an adapter for each",
-    "hardpoint.features.adapters.leases": "an algorithm with tests of its own",
+    "hardpoint.host.registry.adapters.vllm": "which form a class has, beside an adapter for each",
+    "hardpoint.builtin_plugins.step_parts.adapters.leases": "an algorithm with tests of its own",
     "hardpoint.builtin_plugins.server.operations.on_ray": "checks that only `--on ray` needs",
     "hardpoint.ray_serve.autoscaling": "a policy of Serve, with tests of its own",
     "hardpoint.ray_serve.options": "a table of options, with tests of its own",
@@ -83,8 +83,8 @@ SMALL_MODULES = {
     "hardpoint.builtin_plugins.commands.simulation.page": "HTML, beside tables of text",
     "hardpoint.simulation.device": "what stands for workers, beside the loop of an engine",
     "hardpoint.core.worker.spans": "positions alone, beside arrays by row",
-    "hardpoint.features.encoders.worker_half": "what workers run of a part with three halves",
-    "hardpoint.features.prompt_embeddings.worker_half": "imports torch; the part does not",
+    "hardpoint.builtin_plugins.step_parts.encoders.worker_half": "what workers run of a part with three halves",
+    "hardpoint.builtin_plugins.step_parts.prompt_embeddings.worker_half": "imports torch; the part does not",
     "hardpoint.builtin_plugins.server.dialects.embedded_prompts": "tensors in bodies, from anyone",
 }
 """Small modules with one importer that are a concept of their own, and why."""
@@ -199,7 +199,7 @@ def test_the_engine_has_no_module_without_an_importer():
     assert [
         module
         for module, by in importers().items()
-        if module.startswith(("hardpoint.core.", "hardpoint.registry."))
+        if module.startswith(("hardpoint.core.", "hardpoint.host.registry."))
         if not by and not is_package(module) and not module.endswith(".__main__")
         if module not in named
     ] == []
@@ -288,7 +288,7 @@ def references() -> set[tuple[str, str]]:
 
 
 def public_names() -> set[str]:
-    """Return the names that api/, plugins/ and their libraries define for authors and callers."""
+    """Return the names that api/, plugins/contract/ and their libraries define for authors and callers."""
     return {
         name
         for module, path in modules().items()
@@ -355,7 +355,7 @@ def test_each_abstract_member_is_used():
 
 
 def abstract_members() -> Iterator[tuple[str, str]]:
-    """Yield class and name of each abstract member of plugins/."""
+    """Yield class and name of each abstract member of plugins/contract/."""
     for path in sorted((ROOT / "plugins").rglob("*.py")):
         for cls in nodes(path):
             for member in cls.body if isinstance(cls, ast.ClassDef) else ():

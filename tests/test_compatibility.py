@@ -18,7 +18,7 @@ import pytest
 from support.process.forked_python import forked_python
 from support.processes import ROOT, run
 
-from hardpoint.registry.kinds import KINDS, Stability
+from hardpoint.host.registry.kinds import KINDS, Stability
 
 FOLDER = ROOT / "tests" / "compatibility"
 WHEELS = sorted(FOLDER.glob("*/*.whl"))

@@ -18,7 +18,7 @@ from support.interfaces import (
     updated,
 )
 
-from hardpoint.registry.kinds import KINDS
+from hardpoint.host.registry.kinds import KINDS
 
 HELP = "PYTHONPATH=tests python -m support.interfaces"
 
@@ -26,8 +26,9 @@ HELP = "PYTHONPATH=tests python -m support.interfaces"
 def test_no_interface_has_changed_without_a_new_number():
     _, changes = updated(recorded())
     assert not changes, (
-        "\n".join(changes) + "\nraise the contract of the kind in registry/kinds.py, adapt what "
-        f"states the one before in registry/adapters/, and run {HELP}"
+        "\n".join(changes)
+        + "\nraise the contract of the kind in host/registry/kinds.py, adapt what "
+        f"states the one before in host/registry/adapters/, and run {HELP}"
     )
 
 

@@ -61,9 +61,9 @@ ON_USE = {
     ("hardpoint.toolkit.layers.rotary", "transformers"),  # reports what to install
     ("hardpoint.core.weights.updated_weights", "safetensors"),
     ("hardpoint.toolkit.images.decode_program", "PIL"),
-    ("hardpoint.features.adapters.files", "safetensors"),
-    ("hardpoint.features.pooling.worker", "safetensors"),
-    ("hardpoint.registry.hooks", "starlette"),
+    ("hardpoint.builtin_plugins.step_parts.adapters.files", "safetensors"),
+    ("hardpoint.builtin_plugins.step_parts.pooling.worker", "safetensors"),
+    ("hardpoint.host.registry.hooks", "starlette"),
     ("hardpoint.testing.running.extension_checks", "starlette"),
 }
 
@@ -224,7 +224,7 @@ from pathlib import Path
 
 import hardpoint
 from hardpoint import LLM, HardpointError, SamplingParams
-from hardpoint.registry.discovery import discover
+from hardpoint.host.registry.discovery import discover
 from hardpoint.testing import scripted_config, write_scripted_model
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from support.source_tree import (
     nodes,
 )
 
+from hardpoint.host.registry.kinds import KINDS
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import EngineConfig, LogitsProcessor, OutputParserContext, ParserRequest
 from hardpoint.plugins.output_parser import (
     ContentText,
@@ -31,8 +33,6 @@ from hardpoint.plugins.output_parser import (
     ToolCallBegin,
 )
 from hardpoint.plugins.text.output_parser import join_events
-from hardpoint.registry.kinds import KINDS
-from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -15,7 +15,7 @@ from support.faults.driving import cases, outcome, write_models
 from support.faults.record import EXECUTORS, FILE
 from support.faults.server import KIND, outcomes
 
-from hardpoint.registry.kinds import KINDS
+from hardpoint.host.registry.kinds import KINDS
 
 RECORDED = tomllib.loads(FILE.read_text())
 LATER = {

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from support.source_tree import modules
 
-LOADER = "hardpoint.registry"
+LOADER = "hardpoint.host.registry"
 """Imports what configurations and entry points name, and has the table of old import paths."""
 IMPORTING = {"import_module", "__import__", "resolve_name", "find_spec"}
 """Functions that import a module by its name."""

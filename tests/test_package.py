@@ -22,7 +22,7 @@ from hardpoint.kernels.cpu import PATHS
 FOLDERS = {
     "api": "hardpoint",
     "plugins": "hardpoint/plugins",
-    "registry": "hardpoint/registry",
+    "registry": "hardpoint/host/registry",
     "ray_serve": "hardpoint/ray_serve",
     "replicas": "hardpoint/replicas",
     "bench": "hardpoint/bench",
@@ -31,10 +31,10 @@ FOLDERS = {
     "testing": "hardpoint/testing",
     "core": "hardpoint/core",
     "kernels": "hardpoint/kernels",
-    "boundary": "hardpoint/boundary",
-    "features": "hardpoint/features",
-    "live": "hardpoint/live",
-    "system": "hardpoint/system",
+    "boundary": "hardpoint/host/boundary",
+    "features": "hardpoint/builtin_plugins/step_parts",
+    "live": "hardpoint/host/live",
+    "system": "hardpoint/host/system",
     "toolkit": "hardpoint/toolkit",
     "typed": "hardpoint/typed",
     "builtin_plugins": "hardpoint/builtin_plugins",
@@ -106,7 +106,7 @@ def test_the_wheel_holds_every_source_file_and_no_other(wheel):
         for path in (ROOT / folder).rglob("*.py"):
             expected.add(f"{package}/{path.relative_to(ROOT / folder)}")
     page, templates = "builtin_plugins/server/page", "builtin_plugins/scaffold/templates"
-    for data in (page, templates, "testing/scripted_model"):
+    for data in (page, templates, "plugins/testing/scripted_model"):
         expected |= {
             f"hardpoint/{path.relative_to(ROOT)}"
             for path in (ROOT / data).rglob("*")

@@ -16,13 +16,13 @@ from support.signatures import public_names, types_in_signatures
 
 from hardpoint import plugins
 from hardpoint.builtin_plugins.server.assembly import core_routes
+from hardpoint.host.registry.kinds import KINDS
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.sampling.phases import LogitsStage
 from hardpoint.plugins.server.hook_specs import HookSpecs
 from hardpoint.plugins.step_part.part import GivenPrompt, PromptReader
 from hardpoint.plugins.worker_half import SequenceModel, StepRows
-from hardpoint.registry.kinds import KINDS
 from hardpoint.typed.describing import struct_fields, walk_structs
 
 DOCS = ROOT / "docs"

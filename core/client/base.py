@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from hardpoint.boundary.activity import Activity, PluginCall
-from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import NO_TIMEOUT, failure_of, run_utility
 from hardpoint.core.protocol import EngineCoreReadyResponse
 from hardpoint.errors import EngineDeadError, EngineTimeoutError
-from hardpoint.live.change import Slot
+from hardpoint.host.boundary.activity import Activity, PluginCall
+from hardpoint.host.boundary.errors import engine_dead
+from hardpoint.host.live.change import Slot
+from hardpoint.host.registry.blame import raise_unless_fault
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutputs,
@@ -24,7 +25,6 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.server.engine_set import EngineSet
-from hardpoint.registry.blame import raise_unless_fault
 
 Attempt = Callable[[], bool]
 """Tries to send one message without waiting; returns whether it was sent. It may be called again
@@ -361,6 +361,6 @@ class InprocClient(OneEngine):
             core.close()
         finally:
             del core
-            from hardpoint.system.memory import trim_memory  # noqa: PLC0415 - needs torch
+            from hardpoint.host.system.memory import trim_memory  # noqa: PLC0415 - needs torch
 
             trim_memory()

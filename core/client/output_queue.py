@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.protocol.output_coalescer import OutputCoalescer
 from hardpoint.errors import EngineClosedError
+from hardpoint.host.boundary.errors import engine_dead
 from hardpoint.plugins import EngineCoreOutputs
 
 

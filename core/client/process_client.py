@@ -18,22 +18,22 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hardpoint.boundary.activity import Activity
-from hardpoint.boundary.errors import engine_dead
-from hardpoint.boundary.hang_watch import HangWatch
 from hardpoint.core.engine_process.launch import Launch
 from hardpoint.core.engine_process.process import EngineHost, EngineProcess
 from hardpoint.core.protocol import EngineCoreReadyResponse, RequestType
 from hardpoint.errors import EngineClosedError, EngineDeadError
+from hardpoint.host.boundary.activity import Activity
+from hardpoint.host.boundary.errors import engine_dead
+from hardpoint.host.boundary.hang_watch import HangWatch
+from hardpoint.host.registry.kinds import KINDS, Process
+from hardpoint.host.system.encoding.output_check import OutputCheck
+from hardpoint.host.system.process.launch import Interpreter, main_objects
+from hardpoint.host.system.resources import check_descriptors
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.parallel import Placement
-from hardpoint.registry.kinds import KINDS, Process
-from hardpoint.system.encoding.output_check import OutputCheck
-from hardpoint.system.process.launch import Interpreter, main_objects
-from hardpoint.system.resources import check_descriptors
 
 from .base import Attempt, OneEngine, UtilityCalls
 from .output_queue import OutputQueue

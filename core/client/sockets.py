@@ -17,7 +17,6 @@ from typing import Any
 import zmq
 
 from hardpoint import typed
-from hardpoint.boundary.errors import engine_dead, error_of
 from hardpoint.core.engine.utility_calls import result_type
 from hardpoint.core.protocol import (
     ENGINE_CORE_DEAD,
@@ -29,8 +28,8 @@ from hardpoint.core.protocol import (
     decode_handshake,
 )
 from hardpoint.errors import EngineDeadError, EngineTimeoutError, PluginLoadError
-from hardpoint.plugins import EngineCoreOutputs, RequestError
-from hardpoint.system.encoding import (
+from hardpoint.host.boundary.errors import engine_dead, error_of
+from hardpoint.host.system.encoding import (
     MOST_BYTES,
     Decoder,
     Encoder,
@@ -39,8 +38,9 @@ from hardpoint.system.encoding import (
     WireError,
     to_frames,
 )
-from hardpoint.system.encoding.output_check import OutputCheck
-from hardpoint.system.resources import CUT_S, SOCKET_NAMES, end_context, make_socket_folder
+from hardpoint.host.system.encoding.output_check import OutputCheck
+from hardpoint.host.system.resources import CUT_S, SOCKET_NAMES, end_context, make_socket_folder
+from hardpoint.plugins import EngineCoreOutputs, RequestError
 
 from .base import Attempt
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hardpoint.boundary.step_check import no_result, result_of
+from hardpoint.host.boundary.step_check import no_result, result_of
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput
 
 T = TypeVar("T")

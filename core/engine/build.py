@@ -14,13 +14,6 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.boundary.activity import Activity
-from hardpoint.boundary.errors import close_all
-from hardpoint.boundary.event_fanout import KVEventFanout
-from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
-from hardpoint.boundary.parts.components import Components, GatesAsGrammars, describe_fault
-from hardpoint.boundary.parts.engine_halves import EngineHalves
-from hardpoint.boundary.parts.opening import open_parts
 from hardpoint.core.kv_cache import (
     BlockManager,
     BlockMetadata,
@@ -31,7 +24,17 @@ from hardpoint.core.kv_cache import (
 from hardpoint.core.weights.shares import check_shares
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginContractError, PluginFaultError, shown
-from hardpoint.live.policy import PolicySlot
+from hardpoint.host.boundary.activity import Activity
+from hardpoint.host.boundary.errors import close_all
+from hardpoint.host.boundary.event_fanout import KVEventFanout
+from hardpoint.host.boundary.faults import CALL_LOST, StepFaults, create_all
+from hardpoint.host.boundary.parts.components import Components, GatesAsGrammars, describe_fault
+from hardpoint.host.boundary.parts.engine_halves import EngineHalves
+from hardpoint.host.boundary.parts.opening import open_parts
+from hardpoint.host.live.policy import PolicySlot
+from hardpoint.host.registry.blame import close_if_failed
+from hardpoint.host.registry.hooks import HookSet
+from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -52,9 +55,6 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.plugins.step_part import EngineHalfContext
-from hardpoint.registry.blame import close_if_failed
-from hardpoint.registry.hooks import HookSet
-from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed.read_only import read_only
 
 from .cache_changes import CacheChangeLog

@@ -6,13 +6,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
-from hardpoint.boundary.errors import RefusedInCallError, close_all
-from hardpoint.boundary.step_check import live_request
 from hardpoint.errors import EngineDeadError, PluginFaultError
-from hardpoint.live.engine import EngineChanges
+from hardpoint.host.boundary.errors import RefusedInCallError, close_all
+from hardpoint.host.boundary.step_check import live_request
+from hardpoint.host.live.engine import EngineChanges
+from hardpoint.host.registry.blame import describe, faults_as
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
 from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
-from hardpoint.registry.blame import describe, faults_as
 
 from .pause import PauseController, PauseDependencies
 from .step import EngineCoreParts, Outputs, StepRunner

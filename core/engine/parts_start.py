@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hardpoint.boundary.parts.engine_halves import EngineHalves
 from hardpoint.core.weights.weight_hash import WeightsHash
+from hardpoint.host.boundary.parts.engine_halves import EngineHalves
+from hardpoint.host.registry.blame import raise_unless_fault
 from hardpoint.plugins import EngineConfig, Executor, WeightLoader
-from hardpoint.registry.blame import raise_unless_fault
 
 
 class PartsStart:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from hardpoint import typed
 from hardpoint.core.protocol import PauseMode
+from hardpoint.host.registry.blame import raise_unless_fault
 from hardpoint.plugins import Executor, HardpointError, PauseState, RequestError, Scheduler
-from hardpoint.registry.blame import raise_unless_fault
 
 from .parts_start import PartsStart
 

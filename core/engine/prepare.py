@@ -12,6 +12,11 @@ from hardpoint import typed
 from hardpoint.core.weights.updated_weights import UpdatedWeights
 from hardpoint.core.weights.worker_spec import ONLY_ENGINE, EnginePlace, WorkerSpec
 from hardpoint.errors import PluginConflictError, PluginFaultError, shown
+from hardpoint.host.registry.discovery import advise, left_out_names
+from hardpoint.host.registry.loading import keeping_torch
+from hardpoint.host.registry.model_files import find_files, unreadable, with_recommended
+from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.host.system.memory import is_out_of_memory, memory_limit, out_of_memory
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -28,11 +33,6 @@ from hardpoint.plugins.component import Progress
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
-from hardpoint.registry.discovery import advise, left_out_names
-from hardpoint.registry.loading import keeping_torch
-from hardpoint.registry.model_files import find_files, unreadable, with_recommended
-from hardpoint.registry.plugin_set import PluginSet
-from hardpoint.system.memory import is_out_of_memory, memory_limit, out_of_memory
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,

@@ -10,22 +10,23 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hardpoint.boundary.activity import Activity
-from hardpoint.boundary.event_fanout import KVEventFanout
-from hardpoint.boundary.faults import StepFaults
-from hardpoint.boundary.guard import checked
-from hardpoint.boundary.parts.engine_halves import EngineHalves
-from hardpoint.boundary.parts.states import States, states_of, states_of_parts
-from hardpoint.boundary.step_check import (
+from hardpoint.core.kv_cache import BlockManager
+from hardpoint.errors import PluginFaultError
+from hardpoint.host.boundary.activity import Activity
+from hardpoint.host.boundary.event_fanout import KVEventFanout
+from hardpoint.host.boundary.faults import StepFaults
+from hardpoint.host.boundary.guard import checked
+from hardpoint.host.boundary.parts.engine_halves import EngineHalves
+from hardpoint.host.boundary.parts.states import States, states_of, states_of_parts
+from hardpoint.host.boundary.step_check import (
     ResultCheck,
     StepSettings,
     no_result,
     plan_defect,
     result_of,
 )
-from hardpoint.core.kv_cache import BlockManager
-from hardpoint.errors import PluginFaultError
-from hardpoint.live.policy import PolicySlot
+from hardpoint.host.live.policy import PolicySlot
+from hardpoint.host.registry.blame import is_fault, raise_unless_fault
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutputs,
@@ -41,7 +42,6 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.plugins.requests.plan import SampledTokens
 from hardpoint.plugins.requests.stats import SchedulerStats
-from hardpoint.registry.blame import is_fault, raise_unless_fault
 
 from .batch_queue import Batch, BatchQueue, start_batch
 from .cache_changes import CacheChangeLog

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from hardpoint.host.registry.blame import describe
 from hardpoint.plugins import EngineConfig, SchedulerOutput, SchedulerStats
-from hardpoint.registry.blame import describe
 
 _log = logging.getLogger("hardpoint")
 

@@ -9,25 +9,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from hardpoint import typed
-from hardpoint.boundary.errors import kind_of
-from hardpoint.boundary.parts.states import joined_states
 from hardpoint.core.protocol import PauseMode, UtilityCall, UtilityOutput
-from hardpoint.live.change import Action, LiveChange
-from hardpoint.live.engine import EngineChanges
-from hardpoint.plugins import Executor, HardpointError, RequestError, SchedulerStats, WaitReason
-from hardpoint.plugins.executor import Worker
-from hardpoint.plugins.requests.engine_state import KVCacheChanges
-from hardpoint.plugins.requests.stats import Health, PluginMeter, PluginReport, StepFault
-from hardpoint.plugins.scheduling.step_record import LiveRequest
-from hardpoint.registry.blame import describe, raise_unless_fault
-from hardpoint.system.control_calls import (
+from hardpoint.host.boundary.errors import kind_of
+from hardpoint.host.boundary.parts.states import joined_states
+from hardpoint.host.live.change import Action, LiveChange
+from hardpoint.host.live.engine import EngineChanges
+from hardpoint.host.registry.blame import describe, raise_unless_fault
+from hardpoint.host.system.control_calls import (
     AsyncCaller,
     SyncCaller,
     convert_arguments,
     utilities_of,
     utility,
 )
-from hardpoint.system.encoding import WireError
+from hardpoint.host.system.encoding import WireError
+from hardpoint.plugins import Executor, HardpointError, RequestError, SchedulerStats, WaitReason
+from hardpoint.plugins.executor import Worker
+from hardpoint.plugins.requests.engine_state import KVCacheChanges
+from hardpoint.plugins.requests.stats import Health, PluginMeter, PluginReport, StepFault
+from hardpoint.plugins.scheduling.step_record import LiveRequest
 
 from .pause import PauseController
 from .step import EngineCoreParts

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hardpoint.boundary.errors import error_of
-from hardpoint.boundary.step_check import live_request
 from hardpoint.core.weights.updated_weights import UpdatedWeights
+from hardpoint.host.boundary.errors import error_of
+from hardpoint.host.boundary.step_check import live_request
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutputs,

@@ -21,25 +21,25 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 
-from hardpoint.boundary.activity import Activity
-from hardpoint.boundary.copies import watch_forks
-from hardpoint.boundary.errors import naming_plugin
 from hardpoint.core.weights.worker_spec import EnginePlace, WorkerSpec
 from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.errors import PluginLoadError
+from hardpoint.host.boundary.activity import Activity
+from hardpoint.host.boundary.copies import watch_forks
+from hardpoint.host.boundary.errors import naming_plugin
+from hardpoint.host.registry.discovery import discover, installed_version
+from hardpoint.host.registry.kinds import KINDS, Process
+from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.host.system.process.child import ParentWatch
+from hardpoint.host.system.process.launch import ChildLaunch, decode_launch, main_objects
+from hardpoint.host.system.process.naming import log_to_stderr, name_process
+from hardpoint.host.system.process.process import ChildProcess, socket_pair
 from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.plugins.component.base import Progress, no_progress
 from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.executor import Worker, WorkerLaunch
 from hardpoint.plugins.parallel import Placement
-from hardpoint.registry.discovery import discover, installed_version
-from hardpoint.registry.kinds import KINDS, Process
-from hardpoint.registry.plugin_set import PluginSet
-from hardpoint.system.process.child import ParentWatch
-from hardpoint.system.process.launch import ChildLaunch, decode_launch, main_objects
-from hardpoint.system.process.naming import log_to_stderr, name_process
-from hardpoint.system.process.process import ChildProcess, socket_pair
 from hardpoint.typed import prepared
 
 from .prepare import num_batches, prepare_worker

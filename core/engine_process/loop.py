@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hardpoint.boundary.errors import RefusedInCallError, rejection_output
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import call_utility, failed_call
 from hardpoint.core.protocol import ShutdownState, UtilityCall
 from hardpoint.errors import EngineDeadError, PluginFaultError
+from hardpoint.host.boundary.errors import RefusedInCallError, rejection_output
+from hardpoint.host.system.forks import FORKS, end_copy
+from hardpoint.host.system.process.watchdog import Watchdog
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
-from hardpoint.system.forks import FORKS, end_copy
-from hardpoint.system.process.watchdog import Watchdog
 
 from .reports import ClientReports
 from .sender import ClientSendQueues

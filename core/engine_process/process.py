@@ -7,10 +7,10 @@ import subprocess
 from collections.abc import Sequence
 from typing import Protocol
 
-from hardpoint.boundary.activity import Activity, Snapshot
-from hardpoint.system.process.error_output import ErrorOutput
-from hardpoint.system.process.launch import ChildLaunch
-from hardpoint.system.process.process import ChildProcess, ending, was_killed
+from hardpoint.host.boundary.activity import Activity, Snapshot
+from hardpoint.host.system.process.error_output import ErrorOutput
+from hardpoint.host.system.process.launch import ChildLaunch
+from hardpoint.host.system.process.process import ChildProcess, ending, was_killed
 
 _WATCHDOG_EXIT_CODE = 1  # that of faulthandler
 

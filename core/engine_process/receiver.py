@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.boundary.errors import RefusedInCallError, rejection_output
 from hardpoint.core.engine.utility_calls import failed_call
 from hardpoint.core.protocol import RequestType, UtilityCall
+from hardpoint.host.boundary.errors import RefusedInCallError, rejection_output
+from hardpoint.host.registry.blame import describe
+from hardpoint.host.system.encoding import Decoder, TensorProvider, WireError
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
-from hardpoint.registry.blame import describe
-from hardpoint.system.encoding import Decoder, TensorProvider, WireError
 
 from .loop import LoopQueues, Prepared, PreparedCall, Rejection
 

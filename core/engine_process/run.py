@@ -16,10 +16,6 @@ from types import FrameType
 
 import msgspec
 
-from hardpoint.boundary.activity import Activity
-from hardpoint.boundary.copies import watch_forks
-from hardpoint.boundary.errors import attribute_error, naming_plugin
-from hardpoint.boundary.parts.bound_half import request_fields
 from hardpoint.core.engine.build import BuiltCore, build_core
 from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.engine.outside import OpenOutside, Outside
@@ -28,16 +24,20 @@ from hardpoint.core.engine.worker_launch import check_versions
 from hardpoint.core.protocol import EngineAddresses, EngineCoreReadyResponse
 from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.core.weights.worker_spec import EnginePlace, WorkerSpec
+from hardpoint.host.boundary.activity import Activity
+from hardpoint.host.boundary.copies import watch_forks
+from hardpoint.host.boundary.errors import attribute_error, naming_plugin
+from hardpoint.host.boundary.parts.bound_half import request_fields
+from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.host.system.forks import let_signals_end_copies, reset_signals
+from hardpoint.host.system.process.child import ParentWatch
+from hardpoint.host.system.process.garbage import settle_heap
+from hardpoint.host.system.process.launch import decode_launch
+from hardpoint.host.system.process.naming import log_to_stderr, name_process
+from hardpoint.host.system.threads import use_own_cores
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.registry.plugin_set import PluginSet
-from hardpoint.system.forks import let_signals_end_copies, reset_signals
-from hardpoint.system.process.child import ParentWatch
-from hardpoint.system.process.garbage import settle_heap
-from hardpoint.system.process.launch import decode_launch
-from hardpoint.system.process.naming import log_to_stderr, name_process
-from hardpoint.system.threads import use_own_cores
 
 from .launch import Launch
 from .loop import EngineLoop, LoopOptions, LoopQueues

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from hardpoint.boundary.errors import rejection_output
 from hardpoint.core.protocol import UtilityOutput
 from hardpoint.core.protocol.output_coalescer import OutputCoalescer
+from hardpoint.host.boundary.errors import rejection_output
+from hardpoint.host.system.encoding import Buffer, Encoder, TensorConsumer
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, HardpointError
-from hardpoint.system.encoding import Buffer, Encoder, TensorConsumer
 
 _log = logging.getLogger("hardpoint")
 

@@ -11,15 +11,15 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from hardpoint.core.protocol import ENGINE_CORE_DEAD, EngineAddresses, EngineCoreReadyResponse
-from hardpoint.plugins import EngineCoreOutputs
-from hardpoint.system.encoding import (
+from hardpoint.host.system.encoding import (
     MOST_BYTES,
     Encoder,
     SendTracker,
     TensorConsumer,
     TensorProvider,
 )
-from hardpoint.system.resources import end_context
+from hardpoint.host.system.resources import end_context
+from hardpoint.plugins import EngineCoreOutputs
 
 from .loop import LoopFailure, LoopQueues
 from .receiver import Check, HashPrompt, MessageReader

@@ -9,13 +9,13 @@ import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from hardpoint.boundary.errors import RefusedInCallError, engine_dead
 from hardpoint.core.client.event_loop import EventLoopBridge, SendQueue
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.errors import EngineDeadError, PluginFaultError
-from hardpoint.live.change import Action
-from hardpoint.live.driver import next_of
-from hardpoint.live.settings import ChangeRequest
+from hardpoint.host.boundary.errors import RefusedInCallError, engine_dead
+from hardpoint.host.live.change import Action
+from hardpoint.host.live.driver import next_of
+from hardpoint.host.live.settings import ChangeRequest
 from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,

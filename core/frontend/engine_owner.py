@@ -6,13 +6,13 @@ import logging
 import threading
 from collections.abc import Callable
 
-from hardpoint.boundary.activity import PluginCall
-from hardpoint.boundary.parts.states import States
 from hardpoint.core.client.base import Death
 from hardpoint.errors import EngineDeadError
-from hardpoint.live.driver import ChangeOwner
+from hardpoint.host.boundary.activity import PluginCall
+from hardpoint.host.boundary.parts.states import States
+from hardpoint.host.live.driver import ChangeOwner
+from hardpoint.host.registry.discovery import is_third_party
 from hardpoint.plugins.config_tables import LoadConfig
-from hardpoint.registry.discovery import is_third_party
 
 from .engine_parts import EngineParts
 from .frontend import Frontend

@@ -9,11 +9,13 @@ from typing import TypeVar
 
 import msgspec
 
-from hardpoint.boundary.activity import PluginCall
-from hardpoint.boundary.parts.frontend_parts import FrontendParts
-from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.core.client.base import EngineCoreClient
-from hardpoint.live.settings import Settings, with_policy, without_plugin
+from hardpoint.host.boundary.activity import PluginCall
+from hardpoint.host.boundary.parts.frontend_parts import FrontendParts
+from hardpoint.host.boundary.plugin_health import PluginHealth
+from hardpoint.host.live.settings import Settings, with_policy, without_plugin
+from hardpoint.host.registry.hooks import HookSet
+from hardpoint.host.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.plugins import (
     EngineConfig,
     ModelConfig,
@@ -22,8 +24,6 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import KVCacheConfig, LoadConfig, SchedulerConfig
-from hardpoint.registry.hooks import HookSet
-from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 
 from .outputs.output_parsers import OutputParsers
 from .statistics import Statistics

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hardpoint.boundary.activity import PluginCall
-from hardpoint.boundary.errors import close_all, engine_dead
-from hardpoint.boundary.parts.states import States, states_of, states_of_parts
-from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.errors import EngineDeadError, PluginFaultError, shown
-from hardpoint.live.change import LiveChange, PreparedChange, Slot, Switch
-from hardpoint.live.parts import FrontendPartChanges
+from hardpoint.host.boundary.activity import PluginCall
+from hardpoint.host.boundary.errors import close_all, engine_dead
+from hardpoint.host.boundary.parts.states import States, states_of, states_of_parts
+from hardpoint.host.boundary.plugin_health import PluginHealth
+from hardpoint.host.live.change import LiveChange, PreparedChange, Slot, Switch
+from hardpoint.host.live.parts import FrontendPartChanges
+from hardpoint.host.registry.blame import describe, logged_after
+from hardpoint.host.registry.discovery import is_third_party
+from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -24,9 +27,6 @@ from hardpoint.plugins import (
     RequestOutput,
 )
 from hardpoint.plugins.requests.stats import Health, PluginReport, StepFault
-from hardpoint.registry.blame import describe, logged_after
-from hardpoint.registry.discovery import is_third_party
-from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed.read_only import read_only
 
 from .deadlines import Deadlines

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from hardpoint.boundary.errors import RefusedInCallError, attribute_error, engine_dead
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.errors import (
     EngineClosedError,
@@ -19,8 +18,11 @@ from hardpoint.errors import (
     EngineTimeoutError,
     PluginFaultError,
 )
-from hardpoint.live.driver import next_of
-from hardpoint.live.settings import ChangeRequest
+from hardpoint.host.boundary.errors import RefusedInCallError, attribute_error, engine_dead
+from hardpoint.host.live.driver import next_of
+from hardpoint.host.live.settings import ChangeRequest
+from hardpoint.host.registry.blame import is_fault, raise_unless_fault
+from hardpoint.host.system.engine_lock import EngineLock, locked
 from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
@@ -33,8 +35,6 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config_tables import Seconds
 from hardpoint.plugins.requests.stats import Health, StepFault
-from hardpoint.registry.blame import is_fault, raise_unless_fault
-from hardpoint.system.engine_lock import EngineLock, locked
 from hardpoint.typed import convert
 
 from .engine_owner import EngineOwner

@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.boundary.faults import Fanout, StepFaults, create_all
 from hardpoint.errors import PluginFaultError
-from hardpoint.live.sinks import KIND, SinkChanges
+from hardpoint.host.boundary.faults import Fanout, StepFaults, create_all
+from hardpoint.host.live.sinks import KIND, SinkChanges
+from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreEventType,
@@ -28,7 +29,6 @@ from hardpoint.plugins import (
     StatSinkContext,
 )
 from hardpoint.plugins.requests.stats import FinishedRequest, RequestMetrics, StepFault
-from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed.read_only import read_only
 
 _log = logging.getLogger("hardpoint")

@@ -10,17 +10,17 @@ from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from typing import cast
 
-from hardpoint.boundary.errors import attribute_error, death_of, engine_dead
 from hardpoint.core.client.base import RemoteClient
 from hardpoint.core.client.event_loop import EventLoopBridge, Item
 from hardpoint.errors import EngineClosedError, EngineDeadError
+from hardpoint.host.boundary.errors import attribute_error, death_of, engine_dead
+from hardpoint.host.registry.blame import raise_unless_fault
+from hardpoint.host.system.engine_lock import OwnerProcess
 from hardpoint.plugins import (
     EngineCoreOutputs,
     FinishReason,
     HardpointError,
 )
-from hardpoint.registry.blame import raise_unless_fault
-from hardpoint.system.engine_lock import OwnerProcess
 
 from .engine_owner import EngineOwner
 from .engine_parts import EngineParts

@@ -1,6 +1,6 @@
 """The paged KV cache: block pool, block tables of requests, prefix cache and its sizing."""
 
-from hardpoint.boundary.eviction import Eviction
+from hardpoint.host.boundary.eviction import Eviction
 
 from .block_hashes import BlockHashes
 from .block_metadata import BlockMetadata

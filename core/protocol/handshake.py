@@ -10,9 +10,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, msgpack
 
-from hardpoint.system.encoding.codec import Decoder
-from hardpoint.system.encoding.errors import MALFORMED, WireError, explain
-from hardpoint.system.encoding.tensors import Buffer
+from hardpoint.host.system.encoding.codec import Decoder
+from hardpoint.host.system.encoding.errors import MALFORMED, WireError, explain
+from hardpoint.host.system.encoding.tensors import Buffer
 
 PROTOCOL_VERSION = 5
 """Raised with every change of the order, number or meaning of message fields."""

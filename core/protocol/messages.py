@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.system.encoding.errors import WireError
-from hardpoint.system.encoding.tensors import Buffer
+from hardpoint.host.system.encoding.errors import WireError
+from hardpoint.host.system.encoding.tensors import Buffer
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 """The last message of an engine that failed, raw, on every output socket."""

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 
 import torch
 
-from hardpoint.boundary.checked_model import CheckedModel, is_quantized_weight
-from hardpoint.boundary.guard import checked
 from hardpoint.errors import PluginFaultError, shown
+from hardpoint.host.boundary.checked_model import CheckedModel, is_quantized_weight
+from hardpoint.host.boundary.guard import checked
+from hardpoint.host.registry.blame import faults_as
+from hardpoint.host.system.memory import HeldWeight
 from hardpoint.plugins import HardpointError, Model, WeightLoader
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.model.loader import WeightFormat
-from hardpoint.registry.blame import faults_as
-from hardpoint.system.memory import HeldWeight
 
 from .quantized_weights import QuantizedWeights
 

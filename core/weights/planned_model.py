@@ -12,11 +12,20 @@ from dataclasses import dataclass
 
 import torch
 
-from hardpoint.boundary.checked_attention import CheckedAttention
-from hardpoint.boundary.checked_model import CheckedModel, checked_weights
-from hardpoint.boundary.layers.groups import LayerGroups, group_layers
-from hardpoint.boundary.layers.states import LayerStates, check_states_fit
 from hardpoint.errors import PluginConflictError, PluginNotFoundError
+from hardpoint.host.boundary.checked_attention import CheckedAttention
+from hardpoint.host.boundary.checked_model import CheckedModel, checked_weights
+from hardpoint.host.boundary.layers.groups import LayerGroups, group_layers
+from hardpoint.host.boundary.layers.states import LayerStates, check_states_fit
+from hardpoint.host.system.memory import (
+    HeldWeight,
+    MemoryEstimate,
+    MemoryLimit,
+    estimate_memory,
+    trim_memory,
+)
+from hardpoint.host.system.weight_cache import WeightCache
+from hardpoint.host.system.weight_key import cache_key
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionContext,
@@ -30,15 +39,6 @@ from hardpoint.plugins import (
 from hardpoint.plugins.cache_memory import CacheMemory
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizedWeight
-from hardpoint.system.memory import (
-    HeldWeight,
-    MemoryEstimate,
-    MemoryLimit,
-    estimate_memory,
-    trim_memory,
-)
-from hardpoint.system.weight_cache import WeightCache
-from hardpoint.system.weight_key import cache_key
 
 from .held_weights import hold_weights
 from .quantized_weights import QuantizedWeights, Scheme

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from hardpoint.boundary.checked_schemes import CheckedMatrix, SchemeCalls
-from hardpoint.boundary.errors import close_all
-from hardpoint.boundary.guard import checked
 from hardpoint.errors import PluginFaultError, PluginNotFoundError
+from hardpoint.host.boundary.checked_schemes import CheckedMatrix, SchemeCalls
+from hardpoint.host.boundary.errors import close_all
+from hardpoint.host.boundary.guard import checked
+from hardpoint.host.registry.blame import faults_as
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -30,7 +31,6 @@ from hardpoint.plugins.quantization import (
     QuantizedMatrix,
     QuantizedWeight,
 )
-from hardpoint.registry.blame import faults_as
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 Scheme = tuple[Quantization, Source]

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from hardpoint.host.registry.blame import raise_unless_fault
+from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import Model, ModelConfig, ModelContext, ModelError, Ops, OpsContext
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.process.parallel import IndivisibleError, Parallel, SingleRank
-from hardpoint.registry.blame import raise_unless_fault
-from hardpoint.registry.plugin_set import PluginSet
 
 _MAX_SIZE = 64  # ranks of a stage that are tried
 _SEARCH_S = 1.0

@@ -74,7 +74,7 @@ class UpdatedWeights(WeightLoader):
         Raises:
             ModelError: a tensor has numbers that are not finite.
         """
-        from hardpoint.boundary.checked_model import cut_weights  # noqa: PLC0415 - it imports torch
+        from hardpoint.host.boundary.checked_model import cut_weights  # noqa: PLC0415 - it imports torch
 
         rest = {name: tuple(shape) for name, shape in shapes.items() if name not in self._where}
         if rest:

@@ -11,10 +11,10 @@ import threading
 from concurrent.futures import Future
 
 from hardpoint.errors import PluginFaultError, shown
+from hardpoint.host.registry.blame import describe
+from hardpoint.host.system.file_hashes import cache_folder, hash_file
 from hardpoint.plugins import ConfigError, HardpointError, WeightLoader
 from hardpoint.plugins.config_tables import WeightCacheConfig
-from hardpoint.registry.blame import describe
-from hardpoint.system.file_hashes import cache_folder, hash_file
 
 _log = logging.getLogger("hardpoint")
 

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import torch
 
+from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import EngineConfig, ModelConfig, WeightLoader
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.parallel import Placement
-from hardpoint.registry.plugin_set import PluginSet
 
 
 class EnginePlace(msgspec.Struct, frozen=True):

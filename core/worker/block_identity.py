@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hardpoint.boundary.checked_attention import CheckedAttention
 from hardpoint.core.weights.worker_spec import WorkerSpec
+from hardpoint.host.boundary.checked_attention import CheckedAttention
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.kv_connector import BlockIdentity
 from hardpoint.plugins.model.files import ModelConfig

@@ -10,19 +10,17 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from hardpoint.boundary.activity import Activity, PluginCalls
-from hardpoint.boundary.checked_attention import CheckedAttention
-from hardpoint.boundary.checked_model import CheckedModel, is_replayable
-from hardpoint.boundary.parts.components import Components, describe_fault
-from hardpoint.boundary.parts.opening import open_worker_parts
-from hardpoint.boundary.parts.worker_parts import WorkerParts
-from hardpoint.boundary.trial_steps import PaddedTrial, decode_bytes, trial_bytes
 from hardpoint.core.weights.planned_model import PlannedModel
 from hardpoint.core.weights.worker_spec import WorkerSpec
-from hardpoint.plugins import ModelError, Ops, WorkerInfo
-from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
-from hardpoint.registry.blame import close_if_failed
-from hardpoint.system.memory import (
+from hardpoint.host.boundary.activity import Activity, PluginCalls
+from hardpoint.host.boundary.checked_attention import CheckedAttention
+from hardpoint.host.boundary.checked_model import CheckedModel, is_replayable
+from hardpoint.host.boundary.parts.components import Components, describe_fault
+from hardpoint.host.boundary.parts.opening import open_worker_parts
+from hardpoint.host.boundary.parts.worker_parts import WorkerParts
+from hardpoint.host.boundary.trial_steps import PaddedTrial, decode_bytes, trial_bytes
+from hardpoint.host.registry.blame import close_if_failed
+from hardpoint.host.system.memory import (
     MemoryEstimate,
     MemoryLimit,
     cache_share,
@@ -30,6 +28,8 @@ from hardpoint.system.memory import (
     memory_limit,
     out_of_memory,
 )
+from hardpoint.plugins import ModelError, Ops, WorkerInfo
+from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
 
 from .ranks import Ranks
 from .sequence_model import model_opener

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from hardpoint.boundary.activity import PluginCalls
-from hardpoint.boundary.checked_attention import CheckedAttention
-from hardpoint.boundary.checked_model import CheckedModel
-from hardpoint.boundary.parts.worker_parts import WorkerParts
 from hardpoint.core.worker.sampling.drafts import DraftStep
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.logprobs import prompt_logprobs
 from hardpoint.core.worker.sampling.request_arguments import no_arguments
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
+from hardpoint.host.boundary.activity import PluginCalls
+from hardpoint.host.boundary.checked_attention import CheckedAttention
+from hardpoint.host.boundary.checked_model import CheckedModel
+from hardpoint.host.boundary.parts.worker_parts import WorkerParts
+from hardpoint.host.system.transfers import select_rows
 from hardpoint.plugins import (
     ForwardBatch,
     GrammarBitmask,
@@ -30,7 +31,6 @@ from hardpoint.plugins import (
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep
-from hardpoint.system.transfers import select_rows
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
 
 from .input_batch import InputBatch

@@ -10,16 +10,16 @@ from threading import Lock, Thread
 import msgspec
 import torch
 
-from hardpoint.boundary.errors import attribute_error, kind_of
 from hardpoint.core.weights.planned_model import PlannedModel, load_weights
 from hardpoint.core.weights.updated_weights import UpdatedWeights
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import size_text
+from hardpoint.host.boundary.errors import attribute_error, kind_of
+from hardpoint.host.registry.blame import raise_unless_fault
+from hardpoint.host.system.memory import is_out_of_memory
+from hardpoint.host.system.weight_cache import WeightCache
 from hardpoint.plugins import ModelError
 from hardpoint.plugins.component.base import no_progress
-from hardpoint.registry.blame import raise_unless_fault
-from hardpoint.system.memory import is_out_of_memory
-from hardpoint.system.weight_cache import WeightCache
 
 _TRIAL = 2  # tokens and rows
 

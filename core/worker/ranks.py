@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from hardpoint.boundary.errors import close_all
 from hardpoint.core.weights.worker_spec import ONLY_ENGINE, EnginePlace
+from hardpoint.host.boundary.errors import close_all
+from hardpoint.host.system.process.arrivals import count_arrivals
 from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.parallel import Communicator, Parallel, Placement, SingleRank
-from hardpoint.system.process.arrivals import count_arrivals
 
 Connect = Callable[..., Communicator]
 """Makes the communicator of a group: its name, this rank in it, and its ranks in the engine, or in

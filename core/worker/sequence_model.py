@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import torch
 
-from hardpoint.boundary.text_guards import open_tokenizer
 from hardpoint.core.weights.planned_model import (
     load_weights,
     open_attention,
@@ -21,12 +20,13 @@ from hardpoint.core.weights.planned_model import (
 )
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import ModelError
+from hardpoint.host.boundary.text_guards import open_tokenizer
+from hardpoint.host.registry.model_files import find_files
+from hardpoint.host.system.memory import memory_limit
+from hardpoint.host.system.weight_cache import WeightCache
 from hardpoint.plugins import AttentionStep, EngineConfig, ForwardBatch, ModelFiles
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.parallel import Parallel
-from hardpoint.registry.model_files import find_files
-from hardpoint.system.memory import memory_limit
-from hardpoint.system.weight_cache import WeightCache
 
 _TRIAL_TOKENS = 8
 

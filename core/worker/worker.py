@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import torch
 
-from hardpoint.boundary.activity import Activity, PluginCalls
-from hardpoint.boundary.errors import close_all
 from hardpoint.core.weights.planned_model import (
     PlannedModel,
     load_weights,
@@ -26,7 +24,15 @@ from hardpoint.core.worker.sampling.observed_states import ObservedStates
 from hardpoint.core.worker.sampling.processor_changes import processor_changes
 from hardpoint.core.worker.sampling.sampling_stage import open_stage
 from hardpoint.errors import CommunicationAbortedError
-from hardpoint.live.worker import WorkerChanges
+from hardpoint.host.boundary.activity import Activity, PluginCalls
+from hardpoint.host.boundary.errors import close_all
+from hardpoint.host.live.worker import WorkerChanges
+from hardpoint.host.registry.blame import describe
+from hardpoint.host.system.memory import MemoryEstimate, MovedWeights, release_pinned_memory
+from hardpoint.host.system.profiling import Profiling
+from hardpoint.host.system.rank_store import served_store
+from hardpoint.host.system.threads import ComputeThreads, crowding
+from hardpoint.host.system.weight_cache import WeightCache
 from hardpoint.plugins import (
     AttentionBackend,
     GrammarBitmask,
@@ -41,12 +47,6 @@ from hardpoint.plugins.model.logits_ops import warm_up
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import KVBlocks
-from hardpoint.registry.blame import describe
-from hardpoint.system.memory import MemoryEstimate, MovedWeights, release_pinned_memory
-from hardpoint.system.profiling import Profiling
-from hardpoint.system.rank_store import served_store
-from hardpoint.system.threads import ComputeThreads, crowding
-from hardpoint.system.weight_cache import WeightCache
 
 from .block_identity import block_identity
 from .input_batch import InputBatch

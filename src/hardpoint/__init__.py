@@ -91,7 +91,7 @@ class _ContractFinder:
 
         def execute_and_register(module: Any) -> None:
             execute(module)
-            from hardpoint.registry.adapters import moved  # noqa: PLC0415
+            from hardpoint.host.registry.adapters import moved  # noqa: PLC0415
 
             moved.register()
 
@@ -129,7 +129,7 @@ def __getattr__(name: str) -> Any:
 
         return PromptPart
     if name == "__version__":
-        from hardpoint.registry.discovery import installed_version  # noqa: PLC0415
+        from hardpoint.host.registry.discovery import installed_version  # noqa: PLC0415
 
         return installed_version()
     if name in __all__:

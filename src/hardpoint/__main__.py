@@ -26,7 +26,7 @@ def main() -> int:
     except ModuleNotFoundError as cause:
         if cause.name != "hardpoint.cli":
             raise
-        from hardpoint.registry.discovery import advise  # noqa: PLC0415
+        from hardpoint.host.registry.discovery import advise  # noqa: PLC0415
 
         raise SystemExit(f"hardpoint: error: {advise('command line')}") from None
     except KeyboardInterrupt:

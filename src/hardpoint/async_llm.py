@@ -12,12 +12,15 @@ from typing import Any, Unpack
 
 import msgspec
 
-from hardpoint.boundary.parts.states import joined_states
 from hardpoint.core.build import OpenClient, build_async_engine
 from hardpoint.core.frontend.frontend import listed_ids
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.prompts import Params, Prompt
 from hardpoint.errors import EngineDeadError
+from hardpoint.host.boundary.parts.states import joined_states
+from hardpoint.host.registry.configuration import config_from
+from hardpoint.host.registry.discovery import InstalledPlugin
+from hardpoint.host.registry.references import handed_over
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -34,9 +37,6 @@ from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, R
 from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.plugins.requests.stats import Health
 from hardpoint.plugins.server import InstalledExtension, ServerContext
-from hardpoint.registry.configuration import config_from
-from hardpoint.registry.discovery import InstalledPlugin
-from hardpoint.registry.references import handed_over
 
 from .calls.adapter_resolvers import AdapterResolvers
 from .calls.engines import AsyncEngineCalls, Restart, engines_of, with_restart

@@ -12,6 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from hardpoint.errors import PluginContractError, PluginFaultError
+from hardpoint.host.registry.blame import describe, raise_unless_fault
+from hardpoint.host.registry.catalog import Catalog
+from hardpoint.host.registry.configuration import default_config_type, load_config
+from hardpoint.host.registry.discovery import installed_version
+from hardpoint.host.registry.model_files import ALIASES, find_files
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import CommandContext, EngineConfig, HardpointError, ModelError
 from hardpoint.plugins.commands import (
     Generator,
@@ -24,12 +30,6 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.server import AsyncGenerator
 from hardpoint.plugins.server.journals import JournalUse
 from hardpoint.plugins.server.workers import WorkerGroup
-from hardpoint.registry.blame import describe, raise_unless_fault
-from hardpoint.registry.catalog import Catalog
-from hardpoint.registry.configuration import default_config_type, load_config
-from hardpoint.registry.discovery import installed_version
-from hardpoint.registry.model_files import ALIASES, find_files
-from hardpoint.registry.plugin_set import resolve_plugins
 
 from .argument_parser import ProgramParser, check_encoding, global_options
 from .command_plugins import OwnedCommands, collect_commands

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hardpoint.errors import PluginConflictError, PluginContractError
+from hardpoint.host.registry.discovery import SelectedPlugin, discover
+from hardpoint.host.registry.hooks import HookSet
+from hardpoint.host.registry.loading import check_component, import_object
+from hardpoint.host.registry.plugin_options import option_path, options_of
+from hardpoint.host.registry.selection import Selection
 from hardpoint.plugins import Command, EngineConfig
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.registry.discovery import SelectedPlugin, discover
-from hardpoint.registry.hooks import HookSet
-from hardpoint.registry.loading import check_component, import_object
-from hardpoint.registry.plugin_options import option_path, options_of
-from hardpoint.registry.selection import Selection
 
 _COMMAND_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 

@@ -12,9 +12,9 @@ from argcomplete.completers import FilesCompleter, SuppressCompleter
 from argcomplete.finders import CompletionFinder
 from argcomplete.lexers import split_line
 
+from hardpoint.host.registry.discovery import discover
+from hardpoint.host.registry.model_files import ALIASES
 from hardpoint.plugins import EngineConfig
-from hardpoint.registry.discovery import discover
-from hardpoint.registry.model_files import ALIASES
 
 from .argument_parser import ProgramParser
 

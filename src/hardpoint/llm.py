@@ -9,12 +9,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
-from hardpoint.boundary.parts.states import joined_states
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import shown
+from hardpoint.host.boundary.parts.states import joined_states
+from hardpoint.host.registry.configuration import config_from
+from hardpoint.host.registry.discovery import InstalledPlugin
+from hardpoint.host.registry.references import handed_over
 from hardpoint.journal import outside_of
 from hardpoint.plugins import (
     ConfigError,
@@ -27,9 +30,6 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, RequestOptions
 from hardpoint.plugins.requests.stats import Health
-from hardpoint.registry.configuration import config_from
-from hardpoint.registry.discovery import InstalledPlugin
-from hardpoint.registry.references import handed_over
 from hardpoint.typed import copied, is_list
 
 from .calls.adapter_resolvers import SyncResolverCalls

@@ -7,12 +7,14 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from hardpoint.boundary.errors import close_all
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.kv_cache import size_cache
 from hardpoint.core.weights.planned_model import PlannedModel, open_attention, open_ops, plan_model
 from hardpoint.core.weights.shares import FirstRank, check_parallelism
 from hardpoint.core.weights.worker_spec import WorkerSpec
+from hardpoint.host.boundary.errors import close_all
+from hardpoint.host.registry.plugin_set import resolve_plugins
+from hardpoint.host.system.memory import HeldWeight, MemoryLimit, memory_limit
 from hardpoint.plugins import (
     AttentionBackend,
     ConfigError,
@@ -24,8 +26,6 @@ from hardpoint.plugins.commands import ContextMemory, ModelReport, WeightGroup
 from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.parallel import Parallel
-from hardpoint.registry.plugin_set import resolve_plugins
-from hardpoint.system.memory import HeldWeight, MemoryLimit, memory_limit
 
 __all__ = ["report_model"]
 

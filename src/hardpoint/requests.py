@@ -14,11 +14,12 @@ from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
-from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.errors import EngineDeadError, EnginePausedError, shown
+from hardpoint.host.boundary.errors import engine_dead
+from hardpoint.host.system.engine_lock import EngineLock
 from hardpoint.plugins import (
     EngineCoreRequest,
     HardpointError,
@@ -31,7 +32,6 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import ChatOptions, RequestOptions
-from hardpoint.system.engine_lock import EngineLock
 from hardpoint.typed import copied, is_list, suggest
 from hardpoint.typed.describing import attribute_docs
 

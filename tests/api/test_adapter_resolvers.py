@@ -12,9 +12,9 @@ from hardpoint import LLM
 from hardpoint.calls.adapter_resolvers import AdapterResolvers
 from hardpoint.core.frontend.engine_parts import Opening
 from hardpoint.errors import EngineClosedError, PluginFaultError, PluginLoadError, RequestError
+from hardpoint.host.registry.configuration import config_from
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import AdapterResolver, EngineConfig
-from hardpoint.registry.configuration import config_from
-from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing import scripted_config
 
 GO_ON = threading.Event()

@@ -12,9 +12,9 @@ from support.processes import run
 
 from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams
 from hardpoint.errors import PluginLoadError
+from hardpoint.host.registry.catalog import Catalog
 from hardpoint.plugins import LogitsProcessor, Phase, SchedulingPolicy, hookimpl
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.registry.catalog import Catalog
 from hardpoint.testing import scripted_config
 from hardpoint.typed import Strict
 

@@ -14,9 +14,9 @@ from support.pictures import data_url, encoded, gradient
 from support.waiting import PATIENCE_S, until
 
 from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams
-from hardpoint.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.chat import PartReader, read_messages
 from hardpoint.errors import EngineClosedError
+from hardpoint.host.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.testing import scripted_config, write_scripted_model
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)

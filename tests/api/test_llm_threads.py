@@ -16,7 +16,7 @@ from support.process.harness import run_program
 from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint import LLM, AsyncLLM, EngineClosedError, HardpointError, SamplingParams
-from hardpoint.system.engine_lock import EngineLock
+from hardpoint.host.system.engine_lock import EngineLock
 from hardpoint.testing import scripted_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)

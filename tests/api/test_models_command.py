@@ -16,13 +16,13 @@ from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.cli import main
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.weights.planned_model import open_attention, open_ops, plan_model
+from hardpoint.host.registry.configuration import load_config
+from hardpoint.host.registry.plugin_set import resolve_plugins
+from hardpoint.host.system.memory import MemoryLimit, memory_limit, trim_memory
 from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.model.loader import WeightFormat
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizedWeight
-from hardpoint.registry.configuration import load_config
-from hardpoint.registry.plugin_set import resolve_plugins
-from hardpoint.system.memory import MemoryLimit, memory_limit, trim_memory
 
 pytestmark = pytest.mark.usefixtures("folder")
 

@@ -9,7 +9,7 @@ import pytest
 from support.strangers import open_site
 
 from hardpoint.cli import main
-from hardpoint.registry.kinds import KINDS
+from hardpoint.host.registry.kinds import KINDS
 
 pytestmark = pytest.mark.usefixtures("folder")
 LEAST_COST = "hardpoint.builtin_plugins.balancers.least_cost"

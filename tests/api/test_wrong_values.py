@@ -11,7 +11,7 @@ from support.searching import searches_long
 
 from hardpoint.builtin_plugins import commands as builtin_commands
 from hardpoint.cli import main
-from hardpoint.registry.discovery import discover
+from hardpoint.host.registry.discovery import discover
 from hardpoint.testing.running.command_suite import ScriptedGenerator
 
 WRONG = (

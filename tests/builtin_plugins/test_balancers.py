@@ -13,9 +13,9 @@ from hardpoint.builtin_plugins.balancers.least_cost import LeastCost
 from hardpoint.builtin_plugins.balancers.round_robin import RoundRobin
 from hardpoint.builtin_plugins.balancers.two_choices import TwoChoices
 from hardpoint.errors import ConfigError
+from hardpoint.host.registry.kinds import KINDS
 from hardpoint.plugins import BalancerContext
 from hardpoint.plugins.config.engine import ParallelConfig
-from hardpoint.registry.kinds import KINDS
 from hardpoint.testing import ScriptedEngines, scripted_request
 from hardpoint.typed import convert
 

@@ -14,10 +14,10 @@ from support.waiting import wait_until
 from hardpoint.builtin_plugins.communicators.shared_memory import SharedMemoryCommunicator
 from hardpoint.builtin_plugins.communicators.torch import TorchCommunicator
 from hardpoint.errors import CommunicationAbortedError
+from hardpoint.host.system import rank_store
+from hardpoint.host.system.rank_store import served_store
 from hardpoint.plugins import ModelError
 from hardpoint.plugins.parallel import CommunicatorContext, Placement
-from hardpoint.system import rank_store
-from hardpoint.system.rank_store import served_store
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from support.processes import ROOT
 
 from hardpoint.builtin_plugins.kv_connectors.stores import StoresConnector
+from hardpoint.host.registry.discovery import discover
 from hardpoint.plugins.config_tables import KVConnectorConfig
-from hardpoint.registry.discovery import discover
 
 PAGE = (ROOT / "docs" / "kv-connectors.md").read_text(encoding="utf-8")
 STORES = [found for found in discover() if found.kind == "kv_stores" and found.builtin]

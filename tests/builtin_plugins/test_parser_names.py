@@ -8,8 +8,8 @@ import pytest
 
 from hardpoint import LLM, RequestError, SamplingParams
 from hardpoint.errors import PluginNotFoundError
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins.config import EngineConfig
-from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing import scripted_config, write_scripted_model
 
 PLUGINS = resolve_plugins(EngineConfig())

@@ -9,9 +9,9 @@ from support.plugins.policies import LOAD, build, request
 from support.searching import examples
 
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed, Priority, ShortestFirst
+from hardpoint.host.registry.kinds import KINDS
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import ConfigError, EngineConfig, PolicyContext, SchedulingPolicy
-from hardpoint.registry.kinds import KINDS
-from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.typed import convert
 
 

@@ -17,7 +17,7 @@ from hardpoint.builtin_plugins.scaffold.project import make, plan_update, read_s
 from hardpoint.builtin_plugins.scaffold.templates import Templates, templates_folder
 from hardpoint.cli import main
 from hardpoint.errors import HardpointError, RequestError
-from hardpoint.registry.kinds import KINDS
+from hardpoint.host.registry.kinds import KINDS
 
 SOME = ("hooks", "logits_processors", "scheduling_policies")
 QUICK = (
@@ -116,8 +116,8 @@ def test_a_package_is_complete(kind):
 RESOLVES = """
 import sys, tomllib
 from pathlib import Path
-from hardpoint.registry.configuration import config_from
-from hardpoint.registry.plugin_set import resolve_plugins
+from hardpoint.host.registry.configuration import config_from
+from hardpoint.host.registry.plugin_set import resolve_plugins
 
 for folder in sorted(Path.cwd().iterdir()):
     text = (folder / "README.md").read_text().partition("```toml\\n")[2].partition("```")[0]

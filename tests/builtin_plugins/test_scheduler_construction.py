@@ -7,6 +7,8 @@ from support.builtins.scheduler_harness import Connector, HoldsBack, Simulator, 
 
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.errors import PluginNotFoundError
+from hardpoint.host.registry.kinds import KINDS
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -16,8 +18,6 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.kv_cache import KVCacheGroup
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
-from hardpoint.registry.kinds import KINDS
-from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 from hardpoint.typed import convert
 

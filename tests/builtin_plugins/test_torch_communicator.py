@@ -18,10 +18,10 @@ from support.waiting import wait_until
 from hardpoint.builtin_plugins.communicators.gloo import GlooGroup
 from hardpoint.core.worker.ranks import Ranks
 from hardpoint.errors import CommunicationAbortedError, ModelError
+from hardpoint.host.system.rank_store import served_store
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.parallel import Placement
-from hardpoint.system.rank_store import served_store
 
 
 def in_ranks(size, function):

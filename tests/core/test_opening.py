@@ -23,7 +23,7 @@ from hardpoint import (
 from hardpoint.core import build
 from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.core.engine.core import EngineCore
-from hardpoint.registry import model_files
+from hardpoint.host.registry import model_files
 from hardpoint.testing import scripted_config, write_scripted_model
 
 APART = {"engine": {"in_process": False}}

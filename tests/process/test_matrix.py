@@ -31,6 +31,7 @@ from support.parallel import write_random_model
 from support.plugins.tapping import TAPS
 
 from hardpoint import LLM, RequestOutput, SamplingParams, typed
+from hardpoint.builtin_plugins.step_parts.adapters.identity import content_hash, read_files
 from hardpoint.calls.streams import RequestForks
 from hardpoint.conversations.states import OpenConversations
 from hardpoint.conversations.turns import AsyncConversation
@@ -38,7 +39,6 @@ from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, RequestExtras
 from hardpoint.core.frontend.requests.plugin_arguments import CallRules
-from hardpoint.features.adapters.identity import content_hash, read_files
 from hardpoint.kernels import cpu
 from hardpoint.plugins import EngineConfig, EngineCoreRequest, LoRARequest
 from hardpoint.plugins.config.engine import ConversationsConfig

@@ -17,14 +17,14 @@ from support.shared_memory import our_shared_memory
 from support.waiting import wait_until
 
 from hardpoint import LLM, ConfigError, HardpointError, SamplingParams, typed
-from hardpoint.boundary.activity import Activity
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.worker_launch import WorkerLauncher
 from hardpoint.errors import ModelError, PluginFaultError, PluginLoadError
+from hardpoint.host.boundary.activity import Activity
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.executor import open_worker
-from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing import scripted_config
 
 BROKEN = "support.plugins.parallel_broken"

@@ -12,17 +12,17 @@ from support.parallel import open_llm, parallel_config, write_random_model
 from support.plugins.parallel_broken import Uneven
 
 from hardpoint import LLM, SamplingParams, typed
-from hardpoint.boundary.activity import Activity
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.worker_launch import WorkerLauncher
 from hardpoint.core.kv_cache import size_cache
 from hardpoint.core.worker import loaded_model
 from hardpoint.errors import PluginFaultError
+from hardpoint.host.boundary.activity import Activity
+from hardpoint.host.registry.plugin_set import resolve_plugins
+from hardpoint.host.system.memory import MemoryLimit
 from hardpoint.plugins import EngineConfig, WorkerInfo
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.executor import open_worker
-from hardpoint.registry.plugin_set import resolve_plugins
-from hardpoint.system.memory import MemoryLimit
 from hardpoint.testing import scripted_config
 
 MEMORY = 96 << 20

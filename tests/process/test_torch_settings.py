@@ -15,6 +15,7 @@ from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.native import check_rows, check_tensors
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
+from hardpoint.host.system import torch_state
 from hardpoint.kernels import cpu
 from hardpoint.plugins import (
     EngineHalf,
@@ -25,7 +26,6 @@ from hardpoint.plugins import (
     WorkerHalf,
     hookimpl,
 )
-from hardpoint.system import torch_state
 from hardpoint.testing import scripted_config, scripted_engine
 
 HERE = __name__

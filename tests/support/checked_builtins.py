@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from hardpoint.registry import adapt
+from hardpoint.host.registry import adapt
 
 _BUILTIN = ("hardpoint.", "builtins", "abc", "typing")
 

@@ -12,7 +12,10 @@ import numpy as np
 
 from hardpoint.conversations.states import OpenConversations
 from hardpoint.conversations.turns import AsyncConversation
-from hardpoint.live.settings import Settings
+from hardpoint.host.live.settings import Settings
+from hardpoint.host.registry.configuration import default_config_type
+from hardpoint.host.registry.hooks import HookSet
+from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import (
     CompletionOutput,
     EngineConfig,
@@ -32,9 +35,6 @@ from hardpoint.plugins.requests import PoolingRequestOutput, ToolCall
 from hardpoint.plugins.requests.stats import Health
 from hardpoint.plugins.server import InstalledExtension
 from hardpoint.plugins.server.engine_set import EngineSet, EngineStatus, LoadReport
-from hardpoint.registry.configuration import default_config_type
-from hardpoint.registry.hooks import HookSet
-from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.requests import with_place
 
 

@@ -3,6 +3,9 @@
 import argparse
 
 from hardpoint.builtin_plugins import commands as builtin_commands
+from hardpoint.host.registry.catalog import Catalog
+from hardpoint.host.registry.configuration import load_config
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import (
     CommandContext,
     CompletionOutput,
@@ -10,9 +13,6 @@ from hardpoint.plugins import (
     RequestOutput,
     SamplingParams,
 )
-from hardpoint.registry.catalog import Catalog
-from hardpoint.registry.configuration import load_config
-from hardpoint.registry.plugin_set import resolve_plugins
 
 
 class FakeGenerator:

@@ -5,8 +5,8 @@
 writes `tests/compatibility/interfaces.json`: for each kind, the interface of each number of its
 contract; and the classes of the data that their methods take, return and find in contexts, with
 the kinds and numbers that use each. The record of a number only grows. A change that may break a
-plugin needs a new number in `registry/kinds.py`, and an adapter for the old one in
-`registry/adapters/`. `--compatible` records a change of a kind that breaks nothing, such as a type
+plugin needs a new number in `host/registry/kinds.py`, and an adapter for the old one in
+`host/registry/adapters/`. `--compatible` records a change of a kind that breaks nothing, such as a type
 that is written differently. A change without a line in CHANGELOG.md under its kind is not recorded.
 """
 
@@ -33,9 +33,9 @@ from typing import Any, ForwardRef
 import msgspec
 
 from hardpoint import plugins
+from hardpoint.host.registry.kinds import KINDS
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.server.hook_specs import HookSpecs
-from hardpoint.registry.kinds import KINDS
 
 RECORD = Path(__file__).parents[1] / "compatibility" / "interfaces.json"
 

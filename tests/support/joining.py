@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from hardpoint.boundary.activity import Activity
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine_process.launch import Launch
+from hardpoint.host.boundary.activity import Activity
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.replicas.remote import admission

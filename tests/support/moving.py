@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hardpoint.system.memory import MovedWeights
+from hardpoint.host.system.memory import MovedWeights
 
 _MOST = 4096
 """Tensors after which no other will get the memory that was freed."""

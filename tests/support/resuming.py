@@ -10,9 +10,9 @@ import msgspec
 from hardpoint import RequestOutput
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, RequestExtras
+from hardpoint.host.system.encoding import Decoder, Encoder
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.requests import ResumedOutputs
-from hardpoint.system.encoding import Decoder, Encoder
 from support.driving import Job
 from support.internals import use_client
 

@@ -57,7 +57,7 @@ def engine_closing():
 RESOLVE = """
 import json, sys
 from hardpoint.plugins import EngineConfig, HardpointError
-from hardpoint.registry.plugin_set import resolve_plugins
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.typed import convert
 
 config = convert(json.loads(sys.argv[1]), EngineConfig, path="")

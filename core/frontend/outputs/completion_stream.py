@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from hardpoint.boundary.guard import boundary_of
+from hardpoint.host.boundary.guard import boundary_of
 from hardpoint.plugins import (
     CompletionOutput,
     DecodeStream,

@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import Callable
 
-from hardpoint.boundary.errors import RefusedInCallError
+from hardpoint.host.boundary.errors import RefusedInCallError
 from hardpoint.plugins import CompletionOutput, RequestOutput, RequestOutputKind
 from hardpoint.plugins.requests import ToolCall
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import (
     OutputParser,
     ParserRequest,
@@ -14,7 +15,6 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.output_parser import ContentText, OutputEvent, OutputState
 from hardpoint.plugins.structured import StructuredOutputs
-from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.toolkit.parsing.json_scanner import CallOrJson
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hardpoint.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.core.frontend.statistics import RequestFigures, Statistics
 from hardpoint.errors import PluginFaultError
+from hardpoint.host.boundary.parts.frontend_parts import FrontendParts
+from hardpoint.host.registry.blame import logged_after
 from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -18,7 +19,6 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.structured import StructuredOutputs
-from hardpoint.registry.blame import logged_after
 
 from .output_parsers import OutputParsers, SoughtCalls
 from .pooling_state import PoolingState

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hardpoint.boundary.errors import error_of
 from hardpoint.core.frontend.statistics import RequestFigures
+from hardpoint.host.boundary.errors import error_of
 from hardpoint.plugins import (
     CompletionOutput,
     DecodeStream,

@@ -8,19 +8,19 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from hardpoint import typed
-from hardpoint.plugins import RequestError, SamplingParams
-from hardpoint.plugins.component import Source
-from hardpoint.plugins.component.manifest import PluginEntry
-from hardpoint.plugins.sampling.logits import LogitsPlugin
-from hardpoint.plugins.text.arguments import ComponentWithArguments, prepared_type
-from hardpoint.registry.blame import faults_as
-from hardpoint.registry.plugin_set import PluginSet
-from hardpoint.registry.request_arguments import (
+from hardpoint.host.registry.blame import faults_as
+from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.host.registry.request_arguments import (
     argument_key,
     convert_arguments,
     prepares,
     takes_arguments,
 )
+from hardpoint.plugins import RequestError, SamplingParams
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.plugins.text.arguments import ComponentWithArguments, prepared_type
 
 DEFAULTS = SamplingParams()
 LOGITS = "logits_processors"

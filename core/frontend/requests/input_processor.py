@@ -14,9 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint import typed
-from hardpoint.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.errors import EngineClosedError, PromptTooLongError
+from hardpoint.host.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.plugins import (
     EngineCoreRequest,
     LoRARequest,

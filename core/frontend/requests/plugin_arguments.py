@@ -9,9 +9,13 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint import typed
-from hardpoint.boundary.parts.frontend_parts import FrontendParts
-from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
+from hardpoint.host.boundary.parts.frontend_parts import FrontendParts
+from hardpoint.host.boundary.plugin_health import PluginHealth
+from hardpoint.host.registry.discovery import check_unique
+from hardpoint.host.registry.kinds import KINDS, Number
+from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.host.registry.request_arguments import prepare_arguments, prepares
 from hardpoint.plugins import (
     EngineCoreRequest,
     PrepareContext,
@@ -21,10 +25,6 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.step_part.part import ToolCalls
-from hardpoint.registry.discovery import check_unique
-from hardpoint.registry.kinds import KINDS, Number
-from hardpoint.registry.plugin_set import PluginSet
-from hardpoint.registry.request_arguments import prepare_arguments, prepares
 from hardpoint.typed.read_only import ReadOnlyList, read_only
 
 from .argument_takers import DEFAULTS, LOGITS, ArgumentTaker, Given, processor_taker, takers_of

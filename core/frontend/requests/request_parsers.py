@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 
 from hardpoint import typed
-from hardpoint.boundary.text_guards import open_parser
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
-from hardpoint.live.settings import is_same
+from hardpoint.host.boundary.text_guards import open_parser
+from hardpoint.host.live.settings import is_same
+from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.host.registry.request_arguments import prepares
 from hardpoint.plugins import (
     ConfigError,
     EngineCoreRequest,
@@ -17,8 +19,6 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.component.manifest import PluginEntry
-from hardpoint.registry.plugin_set import PluginSet
-from hardpoint.registry.request_arguments import prepares
 
 from .argument_takers import takers_of
 

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from hardpoint import typed
-from hardpoint.boundary.parts.bound_half import request_fields
 from hardpoint.core.frontend.deadlines import Deadlines
 from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.outputs.output_parsers import SoughtCalls
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import OutputSink, ParentRequest
+from hardpoint.host.boundary.parts.bound_half import request_fields
+from hardpoint.host.registry.discovery import is_third_party
+from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import EngineCoreRequest, FinishReason, RequestError, SamplingParams
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests.resumed import ResumedOutputs
 from hardpoint.plugins.step_part.part import GivenPrompt
 from hardpoint.plugins.structured import StructuredOutputs
-from hardpoint.registry.discovery import is_third_party
-from hardpoint.registry.plugin_set import PluginSet
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .plugin_arguments import PluginArguments

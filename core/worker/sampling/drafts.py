@@ -9,10 +9,10 @@ from itertools import accumulate, takewhile
 
 import torch
 
+from hardpoint.host.registry.blame import raise_unless_fault
 from hardpoint.plugins import LogitsRequest, ModelRunnerOutput, RequestFault, SchedulerOutput
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests import TokenLogprobs
-from hardpoint.registry.blame import raise_unless_fault
 
 from .fault_isolation import Recompute
 from .grammar_mask import GrammarMask

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hardpoint.core.worker.step_input import StepInput
+from hardpoint.host.system.transfers import fetch
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests import TokenLogprobs
-from hardpoint.system.transfers import fetch
 
 PROMPT_ROWS = 256
 """Rows of logits of prompt tokens that are held at once."""

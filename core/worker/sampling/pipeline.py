@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from hardpoint.boundary.parts.worker_parts import LogitsObserver
 from hardpoint.errors import PluginContractError
+from hardpoint.host.boundary.parts.worker_parts import LogitsObserver
+from hardpoint.host.registry.blame import raise_unless_fault
+from hardpoint.host.system import torch_state
+from hardpoint.host.system.transfers import select_rows
 from hardpoint.plugins import BatchUpdate, LogitsRequest, RequestFault
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.sampling.logits import FollowsBatch
 from hardpoint.plugins.sampling.phases import MASK, MODEL
-from hardpoint.registry.blame import raise_unless_fault
-from hardpoint.system import torch_state
-from hardpoint.system.transfers import select_rows
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList
 
 from .grammar_mask import GrammarMask

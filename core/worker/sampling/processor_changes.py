@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from hardpoint.boundary.activity import Activity
 from hardpoint.core.weights.worker_spec import WorkerSpec
-from hardpoint.live.change import LiveChange
-from hardpoint.live.processors import ProcessorChanges
+from hardpoint.host.boundary.activity import Activity
+from hardpoint.host.live.change import LiveChange
+from hardpoint.host.live.processors import ProcessorChanges
+from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import Ops
 from hardpoint.plugins.component.manifest import PluginEntry
-from hardpoint.registry.plugin_set import PluginSet
 
 from .pipeline import LogitsPipeline
 from .processor_runner import ProcessorRunner

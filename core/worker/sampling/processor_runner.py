@@ -12,9 +12,13 @@ from typing import Any
 import msgspec
 import torch
 
-from hardpoint.boundary.activity import Activity
-from hardpoint.boundary.faults import slow_message
 from hardpoint.errors import PluginFaultError
+from hardpoint.host.boundary.activity import Activity
+from hardpoint.host.boundary.faults import slow_message
+from hardpoint.host.registry.adapters.tensor_checks import HandedOver
+from hardpoint.host.registry.blame import describe, faults_as, raise_unless_fault
+from hardpoint.host.system import torch_state
+from hardpoint.host.system.forks import FORKS, end_copy
 from hardpoint.plugins import (
     Added,
     BatchLogitsProcessor,
@@ -31,10 +35,6 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.sampling.logits import FollowsBatch, LogitsPlugin
 from hardpoint.plugins.sampling.phases import LogitsStage
-from hardpoint.registry.adapters.tensor_checks import HandedOver
-from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
-from hardpoint.system import torch_state
-from hardpoint.system.forks import FORKS, end_copy
 from hardpoint.typed.read_only import ReadOnlyDict
 
 from .device_state import DeviceState

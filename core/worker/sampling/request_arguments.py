@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from hardpoint import typed
+from hardpoint.host.registry.blame import describe, raise_unless_fault
+from hardpoint.host.registry.kinds import KINDS
+from hardpoint.host.registry.request_arguments import argument_key
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestFault, Sampler
 from hardpoint.plugins.text.arguments import prepared_type
-from hardpoint.registry.blame import describe, raise_unless_fault
-from hardpoint.registry.kinds import KINDS
-from hardpoint.registry.request_arguments import argument_key
 from hardpoint.typed.read_only import ReadOnlyDict
 
 from .pipeline import LogitsPipeline

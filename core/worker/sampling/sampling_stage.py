@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginFaultError
+from hardpoint.host.boundary.activity import Activity, PluginCalls
+from hardpoint.host.system.transfers import fetch, select_rows
 from hardpoint.plugins import (
     LogitsContext,
     LogitsRequest,
@@ -30,7 +31,6 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.exponential_race import mixed_seed
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.plugins.sampling.sampler import TOKENS
-from hardpoint.system.transfers import fetch, select_rows
 
 from .fault_isolation import FaultIsolation, Recompute
 from .grammar_mask import GrammarMask

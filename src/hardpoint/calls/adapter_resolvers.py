@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 
-from hardpoint.boundary.activity import PluginCalls
-from hardpoint.boundary.errors import close_all
-from hardpoint.boundary.guard import UNWATCHED, guard
 from hardpoint.core.frontend.engine_parts import Companion, Opening
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.errors import EngineClosedError, PluginFaultError
+from hardpoint.host.boundary.activity import PluginCalls
+from hardpoint.host.boundary.errors import close_all
+from hardpoint.host.boundary.guard import UNWATCHED, guard
 from hardpoint.plugins import AdapterResolver, AdapterResolverContext, LoRARequest
 from hardpoint.plugins.component import Source
 

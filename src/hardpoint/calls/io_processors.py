@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hardpoint.boundary.activity import PluginCalls
-from hardpoint.boundary.errors import close_all
-from hardpoint.boundary.guard import UNWATCHED, guard
-from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.core.frontend.engine_parts import Companion, Opening
 from hardpoint.errors import EngineClosedError, PluginFaultError, shown
+from hardpoint.host.boundary.activity import PluginCalls
+from hardpoint.host.boundary.errors import close_all
+from hardpoint.host.boundary.guard import UNWATCHED, guard
+from hardpoint.host.boundary.plugin_health import PluginHealth
+from hardpoint.host.system.engine_lock import OwnerProcess
 from hardpoint.plugins import (
     IOProcessor,
     IOProcessorContext,
@@ -27,7 +28,6 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput, Prompt, RequestOutput
-from hardpoint.system.engine_lock import OwnerProcess
 from hardpoint.typed import json_schema, suggest
 
 KIND = "io_processors"

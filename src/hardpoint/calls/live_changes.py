@@ -9,7 +9,7 @@ from typing import Any
 
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.live.settings import ChangeRequest, Running
+from hardpoint.host.live.settings import ChangeRequest, Running
 from hardpoint.plugins import SchedulingPolicy
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config_tables import PluginUse

@@ -20,8 +20,8 @@ from hardpoint.calls.weights import Weights
 from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.core.frontend.frontend import listed_ids
 from hardpoint.errors import PluginFaultError, reason_of
+from hardpoint.host.live.settings import ChangeRequest
 from hardpoint.journal import with_journal
-from hardpoint.live.settings import ChangeRequest
 from hardpoint.open_model import COMPANIONS
 from hardpoint.plugins import EngineConfig, IterationStats
 from hardpoint.plugins.component.manifest import Manifest

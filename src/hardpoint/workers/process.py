@@ -17,13 +17,19 @@ from typing import Any
 import msgspec
 
 from hardpoint.async_llm import AsyncLLM
-from hardpoint.boundary.errors import error_of, kind_of
-from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.calls.weights import Weights
 from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.core.frontend.engine_parts import Companion, Opening
 from hardpoint.errors import BusyError, shown
-from hardpoint.live.settings import ChangeRequest
+from hardpoint.host.boundary.errors import error_of, kind_of
+from hardpoint.host.boundary.plugin_health import PluginHealth
+from hardpoint.host.live.settings import ChangeRequest
+from hardpoint.host.registry.discovery import installed_version
+from hardpoint.host.registry.plugin_options import find_tables
+from hardpoint.host.system.process.child import ParentWatch
+from hardpoint.host.system.process.launch import ChildLaunch, decode_launch
+from hardpoint.host.system.process.naming import log_to_stderr, name_process
+from hardpoint.host.system.process.process import ChildProcess
 from hardpoint.open_model import COMPANIONS
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.component.manifest import Manifest
@@ -32,15 +38,9 @@ from hardpoint.plugins.config_tables import LoadConfig
 from hardpoint.plugins.requests.stats import Health
 from hardpoint.plugins.scheduling.step_record import LiveRequest
 from hardpoint.plugins.server.engine_set import LoadReport
-from hardpoint.registry.discovery import installed_version
-from hardpoint.registry.plugin_options import find_tables
 from hardpoint.replicas.relay.client import Figures, OpenRelayed
 from hardpoint.replicas.relay.frontends import CHANGE, REPLAY, asked_of
 from hardpoint.replicas.relay.messages import EnginesSummary, Notice, own_id
-from hardpoint.system.process.child import ParentWatch
-from hardpoint.system.process.launch import ChildLaunch, decode_launch
-from hardpoint.system.process.naming import log_to_stderr, name_process
-from hardpoint.system.process.process import ChildProcess
 
 _log = logging.getLogger("hardpoint")
 

@@ -34,8 +34,8 @@ from hardpoint import (
 from hardpoint.core.client import sockets as engine_sockets
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.protocol import RequestType
+from hardpoint.host.system.encoding import Encoder
 from hardpoint.plugins import EngineCoreOutputs
-from hardpoint.system.encoding import Encoder
 from hardpoint.testing import scripted_config, write_scripted_model
 
 LIMIT_S = 4 * PATIENCE_S

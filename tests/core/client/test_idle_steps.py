@@ -16,8 +16,8 @@ from support.waiting import PATIENCE_S
 from hardpoint import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from hardpoint.core.client.base import InprocClient
 from hardpoint.core.client.process_client import ProcessClient
+from hardpoint.host.system.encoding import Encoder
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, PrefixCacheStats, SchedulerStats
-from hardpoint.system.encoding import Encoder
 from hardpoint.testing import scripted_config
 
 LONG = SamplingParams(

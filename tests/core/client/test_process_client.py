@@ -26,10 +26,10 @@ from hardpoint import (
     SamplingParams,
     errors,
 )
-from hardpoint.boundary.errors import engine_dead, error_of, kind_of
 from hardpoint.errors import PluginLoadError, PromptTooLongError
+from hardpoint.host.boundary.errors import engine_dead, error_of, kind_of
+from hardpoint.host.system.encoding import WireError
 from hardpoint.plugins import EngineCoreRequest, SchedulingPolicy
-from hardpoint.system.encoding import WireError
 
 BOTH = pytest.mark.parametrize("in_process", [True, False], ids=["in-process", "own-process"])
 

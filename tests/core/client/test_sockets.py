@@ -26,8 +26,8 @@ from hardpoint.core.client import sockets as engine_sockets
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.protocol import ENGINE_CORE_DEAD, RequestType, UtilityCall, UtilityOutput
 from hardpoint.errors import PluginFaultError
+from hardpoint.host.system.encoding import Decoder, Encoder
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
-from hardpoint.system.encoding import Decoder, Encoder
 
 READY_MS = int(PATIENCE_S * 1000)
 

@@ -20,7 +20,7 @@ from hardpoint import EngineDeadError
 from hardpoint.core.client import sockets as engine_sockets
 from hardpoint.core.client.sockets import READER_THREAD, EngineSockets
 from hardpoint.core.protocol import RequestType
-from hardpoint.system.resources import CUT_S, end_context
+from hardpoint.host.system.resources import CUT_S, end_context
 
 
 def connected() -> tuple[EngineSockets, Engine]:

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from hardpoint import ConfigError, ModelError, typed
 from hardpoint.core.build import build_engine
 from hardpoint.core.worker.worker import LocalWorker
+from hardpoint.host.registry import model_files
 from hardpoint.plugins import EngineConfig
-from hardpoint.registry import model_files
 from hardpoint.testing import scripted_config, write_scripted_model
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "max_position_embeddings": 8}

@@ -20,10 +20,10 @@ from hardpoint import (
 )
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.errors import PluginFaultError
-from hardpoint.live.settings import Settings, with_policy
+from hardpoint.host.live.settings import Settings, with_policy
+from hardpoint.host.registry.configuration import config_from
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import EngineCoreRequest, SchedulingPolicy, WaitingFor, hookimpl
-from hardpoint.registry.configuration import config_from
-from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine
 
 HERE = "support.plugins.faulty"

@@ -14,17 +14,17 @@ from hardpoint import typed
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import UTILITIES, call_utility, result_type
 from hardpoint.core.protocol import UtilityCall, UtilityOutput
-from hardpoint.plugins import OverloadedError, RequestError, SchedulerStats, WaitReason
-from hardpoint.plugins.component.manifest import Manifest
-from hardpoint.plugins.requests import LoRARequest
-from hardpoint.system.control_calls import (
+from hardpoint.host.system.control_calls import (
     AsyncCaller,
     SyncCaller,
     convert_arguments,
     returned_type,
     utility,
 )
-from hardpoint.system.encoding import Decoder, Encoder
+from hardpoint.host.system.encoding import Decoder, Encoder
+from hardpoint.plugins import OverloadedError, RequestError, SchedulerStats, WaitReason
+from hardpoint.plugins.component.manifest import Manifest
+from hardpoint.plugins.requests import LoRARequest
 
 
 @pytest.fixture

@@ -348,7 +348,7 @@ def test_what_is_no_weights_is_refused_by_field(folders, expected, tmp_path):
 
 def test_memory_is_checked_before_anything_is_read(folders, expected, monkeypatch):
     from hardpoint.core.worker import worker
-    from hardpoint.system.memory import MemoryLimit
+    from hardpoint.host.system.memory import MemoryLimit
 
     with opened(folders[0]) as llm:
         monkeypatch.setattr(worker, "share_of_memory", lambda *_: MemoryLimit(1000, "a test"))

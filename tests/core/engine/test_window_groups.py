@@ -10,7 +10,7 @@ from support.internals import engine_of, scheduler_of, worker_of
 from support.parallel import write_random_model
 
 from hardpoint import LLM, ConfigError, SamplingParams
-from hardpoint.boundary.checked_attention import CheckedAttention
+from hardpoint.host.boundary.checked_attention import CheckedAttention
 from hardpoint.kernels import cpu
 
 SLIDING, FULL = "sliding_attention", "full_attention"

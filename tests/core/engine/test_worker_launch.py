@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hardpoint.boundary.activity import Activity
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.worker_launch import WorkerLauncher
+from hardpoint.host.boundary.activity import Activity
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import EngineConfig, HardpointError
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.executor import WorkerLaunch, open_worker
 from hardpoint.plugins.parallel import Placement
-from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing import scripted_config
 from hardpoint.typed import convert
 

@@ -10,8 +10,8 @@ import subprocess
 import pytest
 from support.core.launch_harness import LIMIT_S
 
-from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.host.boundary.activity import Activity, PluginCalls
 from hardpoint.plugins.component import Source
 
 SOURCE = Source.of_module("slow", "acme:Slow", "default")

@@ -22,7 +22,7 @@ from support.core.launch_harness import (
 )
 
 from hardpoint.core.engine_process.process import EngineProcess
-from hardpoint.system.process import process as child_process
+from hardpoint.host.system.process import process as child_process
 
 
 def test_no_failure_while_it_is_well(child, tmp_path):

@@ -15,7 +15,7 @@ from hardpoint.core.client import sockets as engine_sockets
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine_process import transport
 from hardpoint.core.protocol import RequestType
-from hardpoint.system.encoding import MOST_BYTES, Encoder, WireError
+from hardpoint.host.system.encoding import MOST_BYTES, Encoder, WireError
 
 MIB = 1 << 20
 

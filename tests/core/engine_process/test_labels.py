@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.process.forked_python import forked_python
 
-from hardpoint.system.process import naming
+from hardpoint.host.system.process import naming
 
 
 @pytest.fixture

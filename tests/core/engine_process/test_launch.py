@@ -17,9 +17,9 @@ from support.processes import ROOT
 
 from hardpoint.core.engine_process.launch import Launch
 from hardpoint.errors import EngineDeadError, PluginLoadError
+from hardpoint.host.system.process.launch import Interpreter, decode_launch, main_objects
+from hardpoint.host.system.process.process import FailureReport
 from hardpoint.plugins import ConfigError, HardpointError, ModelError
-from hardpoint.system.process.launch import Interpreter, decode_launch, main_objects
-from hardpoint.system.process.process import FailureReport
 
 # What arrives
 
@@ -251,7 +251,7 @@ def test_main_object_that_cannot_be_rebuilt(child):
     module.Missing = type("Missing", (), {"__module__": "here_alone"})
     sys.modules["here_alone"] = module
     try:
-        from hardpoint.system.process.main_module.main_pickle import dumps
+        from hardpoint.host.system.process.main_module.main_pickle import dumps
 
         data = dumps({"Dry": module.Missing})
     finally:

@@ -19,10 +19,10 @@ from hardpoint.core.engine_process.receiver import MessageReader
 from hardpoint.core.engine_process.sender import ClientSendQueues
 from hardpoint.core.protocol import RequestType, UtilityCall
 from hardpoint.core.protocol.request_check import RequestCheck
+from hardpoint.host.system.encoding import Encoder
 from hardpoint.plugins import EngineCoreRequest, OverloadedError, RequestError, SamplingParams
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import LoRARequest, ResumedOutputs
-from hardpoint.system.encoding import Encoder
 
 ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY
 ADD_ALL = RequestType.ADD_ALL

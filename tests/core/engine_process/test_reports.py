@@ -10,13 +10,13 @@ import pytest
 from support.core.engine_harness import LoopRig, MidStep, ScriptedExecutor, request
 from support.waiting import PATIENCE_S, wait_until
 
-from hardpoint.boundary.faults import StepFaults
 from hardpoint.core.engine import cache_changes as log_of_changes
 from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.engine.step import EngineCoreParts
 from hardpoint.core.engine_process.loop import LoopOptions
 from hardpoint.core.engine_process.reports import ClientReports
 from hardpoint.core.protocol import UtilityCall, output_coalescer
+from hardpoint.host.boundary.faults import StepFaults
 from hardpoint.plugins import BlockRemoved, EngineCoreOutputs
 from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
 from hardpoint.replicas.prefix_index import PrefixIndex

@@ -15,7 +15,7 @@ from support.waiting import PATIENCE_S, wait_until
 from hardpoint.core.engine_process import transport as engine_io
 from hardpoint.core.engine_process.transport import EngineIO
 from hardpoint.core.protocol import EngineAddresses, RequestType, UtilityCall, UtilityOutput
-from hardpoint.system.encoding import Encoder
+from hardpoint.host.system.encoding import Encoder
 
 LONG = 190
 

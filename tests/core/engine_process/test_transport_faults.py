@@ -16,8 +16,8 @@ from hardpoint.core.engine_process.sender import OutputEncoder
 from hardpoint.core.engine_process.transport import EngineIO
 from hardpoint.core.protocol import RequestType
 from hardpoint.core.protocol.request_check import RequestCheck
+from hardpoint.host.system.encoding import Decoder
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from hardpoint.system.encoding import Decoder
 
 ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY
 OUTSIDE = [100_000]  # of the vocabulary

@@ -8,11 +8,11 @@ import threading
 import pytest
 
 from hardpoint import SamplingParams
-from hardpoint.boundary.faults import Fanout, StepFaults
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import ParentRequest
 from hardpoint.core.frontend.statistics import Statistics
 from hardpoint.errors import PluginFaultError
+from hardpoint.host.boundary.faults import Fanout, StepFaults
 from hardpoint.plugins import (
     EngineCoreEvent,
     EngineCoreEventType,

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.searching import examples
 
-from hardpoint.boundary.eviction import Eviction
 from hardpoint.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from hardpoint.errors import PluginFaultError
+from hardpoint.host.boundary.eviction import Eviction
 from hardpoint.plugins import EvictionContext, EvictionPolicy
 from hardpoint.testing.scheduling.fakes.blocks import FakeBlocks
 

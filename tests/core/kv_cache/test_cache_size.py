@@ -8,9 +8,9 @@ import pytest
 
 from hardpoint import ConfigError, EngineConfig, SamplingParams
 from hardpoint.core.kv_cache import CacheSize, size_cache
+from hardpoint.host.registry.configuration import load_config
 from hardpoint.plugins import WorkerInfo
 from hardpoint.plugins.config_tables import KVCacheConfig, SchedulerConfig
-from hardpoint.registry.configuration import load_config
 from hardpoint.testing import scripted_engine
 
 

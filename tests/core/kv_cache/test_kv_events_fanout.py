@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from hardpoint.boundary.event_fanout import KVEventFanout
-from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import PluginFaultError
+from hardpoint.host.boundary.event_fanout import KVEventFanout
+from hardpoint.host.boundary.faults import StepFaults
 from hardpoint.plugins import (
     AllBlocksCleared,
     BlockRemoved,

@@ -20,6 +20,7 @@ from msgspec import msgpack
 from support.core.wire_strategies import BATCHES, FIELDS, PLAIN, REQUESTS
 from support.searching import examples
 
+from hardpoint.host.system.encoding import Decoder, Encoder, WireError
 from hardpoint.plugins import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -27,7 +28,6 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     SamplingParams,
 )
-from hardpoint.system.encoding import Decoder, Encoder, WireError
 
 TENSOR, ARRAY, SLICE = 1, 2, 3
 FEW = examples(60)

@@ -21,6 +21,7 @@ from hardpoint.core.protocol import (
     UtilityOutput,
     decode_handshake,
 )
+from hardpoint.host.system.encoding import Decoder, Encoder, WireError
 from hardpoint.plugins import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -31,7 +32,6 @@ from hardpoint.plugins import (
     SamplingParams,
 )
 from hardpoint.plugins.requests import LoRARequest, TokenLogprobs
-from hardpoint.system.encoding import Decoder, Encoder, WireError
 
 MUTATED = 100_000
 FEW = examples(200)

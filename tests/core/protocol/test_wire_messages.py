@@ -27,6 +27,7 @@ from hardpoint.core.protocol import (
     UtilityResult,
     decode_handshake,
 )
+from hardpoint.host.system.encoding import Decoder, Encoder, WireError
 from hardpoint.plugins import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -45,7 +46,6 @@ from hardpoint.plugins.requests import (
     TokenLogprobs,
 )
 from hardpoint.plugins.requests.stats import PrefixCacheStats
-from hardpoint.system.encoding import Decoder, Encoder, WireError
 
 TEXT = st.text(max_size=9)
 COUNT = st.integers(0, 2**40)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from msgspec import msgpack
 
+from hardpoint.host.system.encoding import Decoder, Encoder, WireError
 from hardpoint.plugins import (
     EngineCoreOutputs,
     EngineCoreRequest,
     HardpointError,
     SamplingParams,
 )
-from hardpoint.system.encoding import Decoder, Encoder, WireError
 
 TENSOR, ARRAY, SLICE = 1, 2, 3
 

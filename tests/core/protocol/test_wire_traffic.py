@@ -16,8 +16,8 @@ from support.waiting import PATIENCE_S, wait_until
 from hardpoint.core.client import sockets as engine_sockets
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.protocol import RequestType
+from hardpoint.host.system.encoding import Decoder
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
-from hardpoint.system.encoding import Decoder
 
 ADD, ABORT = RequestType.ADD, RequestType.ABORT
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support.broken.attention import Plain
 from support.searching import examples
 
-from hardpoint.boundary.checked_attention import CheckedAttention
-from hardpoint.boundary.layers.groups import LayerGroups, group_layers
 from hardpoint.errors import PluginFaultError
+from hardpoint.host.boundary.checked_attention import CheckedAttention
+from hardpoint.host.boundary.layers.groups import LayerGroups, group_layers
 from hardpoint.plugins import AttentionContext, KVSpec
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.kv_cache import KVCacheGroup

@@ -13,6 +13,7 @@ from torch._C import DisableTorchFunction
 
 from hardpoint import SamplingParams, plugins
 from hardpoint.core.worker import worker
+from hardpoint.host.system.transfers import fetch
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     LogitsProcessor,
@@ -20,10 +21,9 @@ from hardpoint.plugins import (
     RowMap,
     TensorSpec,
 )
-from hardpoint.system.transfers import fetch
 from hardpoint.testing import scripted_engine, write_scripted_model
 
-FETCH = ("system/transfers.py", "fetch")
+FETCH = ("host/system/transfers.py", "fetch")
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -266,7 +266,9 @@ def test_a_recorded_step_waits_once_but_for_the_first_checks(folder, device):
     steps, results = waits_of_steps(folder, recorded, jobs(4), device)
     assert GraphedOps.replays > len(steps) / 4
     checks = [wait for step in steps for wait in step if wait.place != FETCH]
-    assert {wait.place for wait in checks} == {("features/recording/decode_graphs.py", "_checked")}
+    assert {wait.place for wait in checks} == {
+        ("builtin_plugins/step_parts/recording/decode_graphs.py", "_checked")
+    }
     assert len(checks) <= 4
     assert sum(map(len, steps)) <= len(steps) + len(checks)
     engine = scripted_engine(folder, settings({}))

@@ -15,7 +15,6 @@ from support.broken.quantizations import Right
 from support.builtins.model_harness import Runner, open_loader
 
 from hardpoint import typed
-from hardpoint.boundary.checked_model import CheckedModel, checked_weights
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.ops.torch import TorchOps
@@ -23,6 +22,10 @@ from hardpoint.core.weights import shares
 from hardpoint.core.weights.held_weights import hold_weights
 from hardpoint.core.weights.quantized_weights import QuantizedWeights
 from hardpoint.core.weights.shares import build_share
+from hardpoint.host.boundary.checked_model import CheckedModel, checked_weights
+from hardpoint.host.system.memory import MemoryLimit, estimate_memory
+from hardpoint.host.system.weight_cache import WeightCache
+from hardpoint.host.system.weight_key import cache_key
 from hardpoint.plugins import (
     EngineConfig,
     LoaderContext,
@@ -38,9 +41,6 @@ from hardpoint.plugins.cache_memory import CacheMemory
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.config_tables import QuantizationConfig, WeightCacheConfig
 from hardpoint.plugins.parallel import Cut, Parallel, SingleRank
-from hardpoint.system.memory import MemoryLimit, estimate_memory
-from hardpoint.system.weight_cache import WeightCache
-from hardpoint.system.weight_key import cache_key
 from hardpoint.testing import run_ranks
 
 CPU = torch.device("cpu")

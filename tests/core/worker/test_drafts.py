@@ -15,7 +15,6 @@ from support.plugins.observing import Bytes, Follows
 from support.searching import examples
 
 from hardpoint import SamplingParams, plugins
-from hardpoint.boundary.parts.components import describe_fault
 from hardpoint.builtin_plugins.logits import (
     bias,
     masks,
@@ -25,13 +24,14 @@ from hardpoint.builtin_plugins.logits import (
     truncation,
 )
 from hardpoint.builtin_plugins.sampler import DefaultSampler
+from hardpoint.builtin_plugins.step_parts.structured.answers import ConstrainedAnswer
 from hardpoint.core.worker.sampling.drafts import accepted, verify_in_turn, with_drafts
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.errors import PluginContractError
-from hardpoint.features.structured.answers import ConstrainedAnswer
+from hardpoint.host.boundary.parts.components import describe_fault
 from hardpoint.plugins import (
     Added,
     BatchLogitsProcessor,

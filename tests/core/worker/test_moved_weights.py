@@ -9,8 +9,8 @@ import torch
 from support.internals import core_of, worker_of
 
 from hardpoint import HardpointError, SamplingParams
-from hardpoint.system import memory
-from hardpoint.system.memory import MovedWeights
+from hardpoint.host.system import memory
+from hardpoint.host.system.memory import MovedWeights
 from hardpoint.testing import scripted_engine
 
 

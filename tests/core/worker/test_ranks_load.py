@@ -10,10 +10,10 @@ from support.waiting import PATIENCE_S
 
 from hardpoint.core.worker import worker
 from hardpoint.core.worker.ranks import Ranks
+from hardpoint.host.system.memory import MemoryEstimate
 from hardpoint.plugins import ModelError
 from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.parallel import Placement, SingleRank
-from hardpoint.system.memory import MemoryEstimate
 from hardpoint.testing import scripted_engine
 
 TWO_BY_TWO = ParallelConfig(tensor=2, pipeline=2)

@@ -7,7 +7,7 @@ from support.builtins.state_models import HybridModel, StateModel, state_config
 from support.internals import engine_of, scheduler_of, worker_of
 
 from hardpoint import LLM, ConfigError, SamplingParams
-from hardpoint.boundary.checked_attention import CheckedAttention
+from hardpoint.host.boundary.checked_attention import CheckedAttention
 from hardpoint.testing import scripted_config, write_scripted_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

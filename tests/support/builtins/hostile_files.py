@@ -23,11 +23,11 @@ from hardpoint import EngineConfig
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.kv_cache import size_cache
 from hardpoint.core.worker.worker import LocalWorker
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import TokenizerContext
 from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import SchedulerConfig
-from hardpoint.registry.plugin_set import resolve_plugins
 from support.builtins.checkpoint_harness import TINY, finish
 
 FOLDER_FILES = {

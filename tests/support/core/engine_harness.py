@@ -9,10 +9,6 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-from hardpoint.boundary.event_fanout import KVEventFanout
-from hardpoint.boundary.faults import StepFaults
-from hardpoint.boundary.parts.bound_half import BoundPart
-from hardpoint.boundary.parts.engine_halves import EngineHalves
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.core import EngineCore
@@ -22,6 +18,10 @@ from hardpoint.core.engine.weight_updates import WeightUpdates
 from hardpoint.core.engine_process.loop import EngineLoop, LoopOptions, LoopQueues, Prepared
 from hardpoint.core.engine_process.sender import ClientSendQueues
 from hardpoint.core.kv_cache import BlockManager
+from hardpoint.host.boundary.event_fanout import KVEventFanout
+from hardpoint.host.boundary.faults import StepFaults
+from hardpoint.host.boundary.parts.bound_half import BoundPart
+from hardpoint.host.boundary.parts.engine_halves import EngineHalves
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreRequest,

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.protocol import EngineCoreReadyResponse
-from hardpoint.system.encoding import Encoder
+from hardpoint.host.system.encoding import Encoder
 from support.waiting import PATIENCE_S
 
 READY = EngineCoreReadyResponse(manifest_hash="", max_model_len=64, num_gpu_blocks=8)

@@ -14,8 +14,8 @@ from hardpoint.core.protocol import (
     UtilityOutput,
 )
 from hardpoint.core.protocol.request_check import RequestCheck
+from hardpoint.host.system.encoding import Decoder, Encoder
 from hardpoint.plugins import EngineCoreOutputs
-from hardpoint.system.encoding import Decoder, Encoder
 from support.core.engine_harness import PATIENCE_S, LoopRig
 
 READY = EngineCoreReadyResponse(manifest_hash="", max_model_len=200, num_gpu_blocks=64)

@@ -38,7 +38,7 @@ sys.path.insert(0, {lib!r})
 from pathlib import Path
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.engine_process.launch import Launch
-from hardpoint.system.process.launch import main_objects
+from hardpoint.host.system.process.launch import main_objects
 from hardpoint.plugins.component.manifest import Manifest
 
 class Dry:
@@ -70,8 +70,8 @@ def write_child(folder: Path, body: str) -> Path:
     program.write_text(
         "import json, os, signal, sys, threading, time\n"
         "from pathlib import Path\n"
-        "from hardpoint.system.process.__main__ import main\n"
-        "from hardpoint.system.process.launch import decode_launch\n"
+        "from hardpoint.host.system.process.__main__ import main\n"
+        "from hardpoint.host.system.process.launch import decode_launch\n"
         "from hardpoint.core.engine_process.launch import Launch\n"
         "from hardpoint.plugins import *\n"
         "from hardpoint.errors import *\n"

@@ -6,9 +6,10 @@ import itertools
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-from hardpoint.boundary.activity import Snapshot
 from hardpoint.core.client.process_client import EngineStart
 from hardpoint.errors import EngineDeadError, RequestError
+from hardpoint.host.boundary.activity import Snapshot
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutput,
@@ -19,7 +20,6 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.config_tables import EngineProcessConfig
-from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.replicas import replicas
 from hardpoint.replicas.choice import EngineChoice
 from hardpoint.replicas.group import EngineGroup

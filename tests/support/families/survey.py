@@ -19,11 +19,11 @@ import transformers
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.core.engine.prepare import prepare_worker
+from hardpoint.host.registry.configuration import config_from
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.model_report import report_model
 from hardpoint.plugins import HardpointError, Model
 from hardpoint.plugins.component.base import no_progress
-from hardpoint.registry.configuration import config_from
-from hardpoint.registry.plugin_set import resolve_plugins
 from support.builtins.model_harness import Runner, load_model, open_loader
 
 from .configs import LENGTH, VOCABULARY, tiny_config

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
+from hardpoint.host.system.encoding import Encoder
 from hardpoint.journal.frames import JournalReader, frame_head, start_of_file
 from hardpoint.journal.records import Arrival, Compact, Event, JournalHeader, Keyframe, Record
 from hardpoint.plugins import EngineCoreRequest
-from hardpoint.system.encoding import Encoder
 
 
 def records_of(path: Path) -> list[Record]:

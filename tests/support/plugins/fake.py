@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from hardpoint.host.registry.discovery import InstalledPlugin
+from hardpoint.host.registry.kinds import KINDS
+from hardpoint.host.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.plugins import (
     AttentionBackend,
     EngineConfig,
@@ -25,9 +28,6 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.parallel import Communicator
-from hardpoint.registry.discovery import InstalledPlugin
-from hardpoint.registry.kinds import KINDS
-from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.typed import convert
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
 from hardpoint.builtin_plugins.tokenizer.gguf import build_gguf_tokenizer
-from hardpoint.registry.model_files import find_files
+from hardpoint.host.registry.model_files import find_files
 
 _path = find_files("smollm2").path
 TOKENIZER = PreTrainedTokenizerFast(

@@ -70,8 +70,8 @@ class ForkServer:
                 imported what engine processes need; it is called in forks that are to be
                 programs, with the request and its descriptors.
         """
-        from hardpoint.system.process import process
-        from hardpoint.system.process.launch import Interpreter
+        from hardpoint.host.system.process import process
+        from hardpoint.host.system.process.launch import Interpreter
 
         interpreter = Interpreter.current()
         self._command = [*interpreter.command, str(Path(process.__file__).with_name("__main__.py"))]
@@ -172,7 +172,7 @@ class EngineStarts:
 
     def install(self) -> None:
         """Take the place of `Popen` for the module that starts engine processes."""
-        from hardpoint.system.process import process
+        from hardpoint.host.system.process import process
 
         module = types.ModuleType("subprocess")
         vars(module).update(vars(subprocess))
@@ -237,8 +237,8 @@ def import_builtins() -> None:
 
     That takes half a second of processor time.
     """
+    from hardpoint.host.registry.plugin_set import resolve_plugins
     from hardpoint.plugins import EngineConfig
-    from hardpoint.registry.plugin_set import resolve_plugins
 
     plugins = resolve_plugins(EngineConfig())
     for entry in plugins.manifest.entries:
@@ -308,7 +308,7 @@ def delay_if_stressed() -> None:
 
 
 def _run_child() -> None:
-    from hardpoint.system.process.__main__ import main
+    from hardpoint.host.system.process.__main__ import main
 
     if os.environ.pop(FORKED_RANKS, ""):
         STARTS.fork_server(lambda request, descriptors: None)
@@ -340,7 +340,7 @@ def run_and_leave(run: Callable[[], object]) -> None:
 if __name__ == "__main__":
     _control = socket.socket(fileno=int(sys.argv[1]))
     sys.path[:] = json.loads(_control.recv(1 << 20))
-    importlib.import_module("hardpoint.system.process.child")
+    importlib.import_module("hardpoint.host.system.process.child")
     importlib.import_module("hardpoint.core.engine_process.run")
     importlib.import_module("hardpoint.testing.scripted")
     importlib.import_module("support.installed_metadata").read_metadata_once()

@@ -23,10 +23,10 @@ from hardpoint.core.protocol import (
     UtilityCall,
     UtilityOutput,
 )
+from hardpoint.host.registry.plugin_set import resolve_plugins
+from hardpoint.host.system.encoding import Decoder, Encoder
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest, SamplingParams
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.registry.plugin_set import resolve_plugins
-from hardpoint.system.encoding import Decoder, Encoder
 
 IDENTITY = b"\x00\x00"
 _LIMIT_MS = 60_000

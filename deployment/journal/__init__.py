@@ -1,0 +1,64 @@
+"""Journals of engines: record all that comes from outside (`engine.journal`), and play it back.
+
+Above core, which calls what is between it and its outside through `core.engine.outside`. Nothing of
+this layer is imported by an engine without a journal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from hardpoint.core.build import OpenClient
+from hardpoint.core.client.base import RemoteClient
+from hardpoint.core.client.process_client import EngineStart, Sink
+from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.plugins import ConfigError, EngineConfig
+from hardpoint.plugins.config import ConfigSources
+
+if TYPE_CHECKING:
+    from hardpoint.core.engine.outside import OpenOutside
+
+__all__ = ["outside_of", "with_journal"]
+
+_OUTSIDE = "hardpoint.journal.recording:RecordedOutside"
+
+
+def with_journal(
+    open_client: OpenClient, config: EngineConfig, config_sources: ConfigSources
+) -> OpenClient:
+    """Return the opener of a client whose engines record, if the configuration has a journal.
+
+    Raises:
+        ConfigError: the engines cannot record.
+    """
+    if config.engine.journal is None:
+        return open_client
+    parallel = config.parallel
+    if parallel.spreads_experts or parallel.join_address is not None:
+        why = "share experts (parallel.expert)"
+        if not parallel.spreads_experts:
+            why = "join from elsewhere (parallel.join_address)"
+        raise ConfigError(
+            config_sources.locate(
+                f"engine.journal: expected none, because engines that {why} follow more than what "
+                f"comes to each of them, got {config.engine.journal!r}"
+            )
+        )
+
+    def opened(
+        start: EngineStart, sink: Sink | None, process: EngineProcess | None, plugins: PluginSet
+    ) -> RemoteClient:
+        return open_client(dataclasses.replace(start, outside=_OUTSIDE), sink, process, plugins)
+
+    return opened
+
+
+def outside_of(config: EngineConfig) -> OpenOutside | None:
+    """Return the opener of the outside of an engine in this process; None without a journal."""
+    if config.engine.journal is None:
+        return None
+    from .recording import RecordedOutside  # noqa: PLC0415 - needs torch
+
+    return RecordedOutside

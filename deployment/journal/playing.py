@@ -1,0 +1,335 @@
+"""Plays a journal back: an engine core gets what one got when it was recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from hardpoint.core.engine.core import EngineCore
+from hardpoint.core.engine.outside import Outside
+from hardpoint.core.engine.step import EngineCoreParts
+from hardpoint.core.weights.worker_spec import WorkerSpec
+from hardpoint.host.boundary.errors import error_of
+from hardpoint.plugins import (
+    HardpointError,
+    ModelRunnerOutput,
+    RequestFault,
+    SchedulerOutput,
+    StepRecord,
+    WaitingFor,
+    WaitReason,
+)
+
+from .differences import Difference, plan_difference, token_difference, why_of
+from .fingerprint import model_fingerprint
+from .recording import build_of, taped_parts
+from .records import (
+    NOWHERE,
+    Build,
+    Event,
+    Failure,
+    Gate,
+    PartReplies,
+    PlanRecord,
+    Position,
+    Result,
+    plan_record,
+    result_record,
+)
+from .tape import taped_scheduler
+
+_PATIENCE_S = 60.0
+"""For what was ready when it was recorded, such as a grammar, to become ready here."""
+_POLL_S = 0.002
+NOT_CONSIDERED = "it is not considered"
+_MOVING_S = 0.02
+"""For workers to do here what they reported to have done when it was recorded."""
+
+
+class Player:
+    """The tape that returns what was noted, and compares it with what there is.
+
+    Attributes:
+        difference: the first one.
+        reasons: why requests waited in the last step that was planned here.
+        moves_blocks: whether a step part loads and saves blocks between steps.
+        has_workers: whether results come from workers, and are compared.
+        is_exact: whether all is as it was recorded; if not, only the clock is, and nothing is
+            compared.
+    """
+
+    def __init__(
+        self, now: float = 0.0, last_answer: Callable[[PartReplies], Position] | None = None
+    ) -> None:
+        """Play nothing yet.
+
+        Args:
+            now: the time on the engine's clock before the first event.
+            last_answer: returns where an answer of worker halves is in the journal for the last
+                time.
+        """
+        self.difference: Difference | None = None
+        self.reasons: StepRecord | None = None
+        self.has_workers = self.is_exact = True
+        self._event = Event("step")
+        self._next: dict[str, int] = {}
+        self._now = now
+        self._last_answer = last_answer or (lambda _answer: NOWHERE)
+        self._number = 0
+        self.moves_blocks = False
+
+    def begin(self, number: int, event: Event) -> None:
+        """Play an event from now on."""
+        self._number, self._event, self._next = number, event, {}
+
+    def end(self) -> None:
+        """Compare what was taken from an event with what it has."""
+        if not self.is_exact:
+            return
+        if (plan := self._pop("plans")) is not None:
+            self.differ(Difference(self._number, plan.step, "plan", recorded=_as_text(plan)))
+        if (result := self._pop("results")) is not None:
+            self.differ(Difference(self._number, result.step, "result", recorded="a result"))
+        if (failure := self._pop("raised")) is not None:
+            shown = f"{failure.kind}: {failure.text}"
+            self.differ(Difference(self._number, None, "failure", recorded=shown))
+
+    def differ(self, difference: Difference) -> None:
+        """Note a difference, if it is the first one."""
+        if self.difference is None:
+            self.difference = difference
+
+    def _pop(self, channel: str) -> Any:
+        """Return the next item of a channel; None after the last one."""
+        if not self.is_exact and channel != "clock":
+            return None
+        index, items = self._next.get(channel, 0), getattr(self._event, channel)
+        if index >= len(items):
+            return None
+        self._next[channel] = index + 1
+        return items[index]
+
+    def why(self, request_id: str | None) -> str:
+        """Return why a request runs, or does not, in the last step that was planned here."""
+        return why_of(self.reasons, request_id) or NOT_CONSIDERED
+
+    def clock(self, read: Callable[[], float]) -> float:  # noqa: ARG002
+        """Return the next reading; after the last one, that again."""
+        found = self._pop("clock")
+        if found is not None:
+            self._now = found
+        return self._now
+
+    def time(self, read: Callable[[], float]) -> float:
+        """Return the next reading of the clock that measures steps."""
+        found: float | None = self._pop("times")
+        return read() if found is None else found
+
+    def gate(self, request_id: str, read: Callable[[], WaitReason | None]) -> WaitReason | None:
+        """Return the noted answer of the gates of a request, once they would give it here."""
+        noted: Gate | None = self._pop("gates")
+        if noted is None:
+            return read()
+        if noted.failure is not None or noted.waiting_for:
+            with contextlib.suppress(HardpointError):  # it may be found later, or earlier, here
+                read()  # what it waits for begins, and the part takes the noted answers
+        if noted.failure is not None:
+            raise error_of(noted.failure.kind, noted.failure.text)
+        if noted.waiting_for:
+            waiting = WaitingFor(noted.waiting_for)
+            return WaitReason(waiting, noted.message, noted.needed, noted.available, noted.ahead)
+        try:
+            may_run = self.wait(lambda: read() is None)
+        except HardpointError as error:
+            self._differs_for(request_id, "gate", "it may run", f"{type(error).__name__}: {error}")
+            raise
+        if not may_run:
+            own = f"after {_PATIENCE_S:g} s it waits"
+            self._differs_for(request_id, "gate", "it may run", own)
+        return None
+
+    def matched(
+        self, request_id: str, read: Callable[[], tuple[int | None, bool]]
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens a step part could load; it has to find as many here."""
+        noted: tuple[int | None, bool] | None = self._pop("matched")
+        own = read()  # also where it was not known yet: the part begins to look
+        if noted is None:
+            return own
+
+        def is_known() -> bool:
+            nonlocal own
+            own = read()
+            return own[0] is not None
+
+        if noted[0] is not None and own[0] is None:
+            self.wait(is_known)
+        if noted[0] is not None and own[0] != noted[0]:
+            self._differs_for(request_id, "loadable tokens", str(noted[0]), str(own[0]))
+        return noted
+
+    def done(self, read: Callable[[], bool]) -> bool:
+        """Return whether a result was there."""
+        found: bool | None = self._pop("done")
+        return read() if found is None else found
+
+    def answers(self, part: str, message: bytes, read: Callable[[], list[Any]]) -> list[Any]:  # noqa: ARG002
+        """Return the noted answers of worker halves, once they give them here, or later ones."""
+        noted: PartReplies | None = self._pop("answers")
+        if noted is None:
+            return read()
+        if not self.has_workers:
+            return list(noted.answers)
+        here = self._number, self._next["answers"] - 1
+        own: list[PartReplies] = []
+
+        def is_so_far() -> bool:
+            own[:] = [PartReplies.of(part, read(), noted.message)]
+            return own[0] == noted or self._last_answer(own[0]) > here
+
+        if not self.wait(is_so_far, 5.0):
+            what = f"answer of workers to the part {part!r}"
+            shown = [str(answer.answers)[:200] for answer in (noted, *own)]
+            self.differ(Difference(self._number, None, what, None, *shown))
+        return list(noted.answers)
+
+    def plan(self, plan: SchedulerOutput) -> None:
+        """Compare a plan with the one that was noted."""
+        if not self.is_exact:
+            return
+        noted: PlanRecord | None = self._pop("plans")
+        own = plan_record(plan)
+        found = plan_difference(self._number, noted, own, self.reasons)
+        if found is not None:
+            self.differ(found)
+
+    def result(
+        self, plan: SchedulerOutput, read: Callable[[], ModelRunnerOutput | None]
+    ) -> ModelRunnerOutput | None:
+        """Return the result of a plan, with all that came from outside as it was noted."""
+        if self._event.raised and self.is_exact:
+            failure: Failure | None = self._pop("raised")
+            if failure is not None:
+                return self._raised(plan, failure, read)
+        own = read()
+        if not isinstance(own, ModelRunnerOutput) or not self.is_exact:
+            return own
+        noted: Result | None = self._pop("results")
+        if noted is None:
+            self.differ(Difference(self._number, plan.step, "result", own="a result"))
+            return own
+        mine = result_record(plan.step, own)
+        if self.moves_blocks and noted.part_reports and noted.part_reports != mine.part_reports:
+            time.sleep(_MOVING_S)
+        found = token_difference(self._number, noted, mine)
+        if found is not None and self.has_workers:
+            self.differ(found)
+        return with_noted(own, noted)
+
+    def _raised(
+        self,
+        plan: SchedulerOutput,
+        failure: Failure,
+        read: Callable[[], ModelRunnerOutput | None],
+    ) -> ModelRunnerOutput | None:
+        """Return the result of an executor here that raised when it was recorded."""
+        recorded = f"{failure.kind}: {failure.text}"
+        try:
+            own = read()
+        except BaseException as error:
+            if type(error).__name__ != failure.kind:
+                self.differ(
+                    Difference(
+                        self._number, plan.step, "failure", recorded=recorded, own=str(error)
+                    )
+                )
+            raise
+        self.differ(
+            Difference(self._number, plan.step, "failure", recorded=recorded, own="a result")
+        )
+        return own
+
+    def _differs_for(self, request_id: str, what: str, recorded: str, own: str) -> None:
+        self.differ(Difference(self._number, None, what, request_id, recorded, own))
+
+    def wait(self, is_so: Callable[[], bool], seconds: float = _PATIENCE_S) -> bool:
+        """Wait until something is so; return whether it is."""
+        until = time.monotonic() + seconds
+        while not is_so():
+            if time.monotonic() > until:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+
+def with_noted(own: ModelRunnerOutput, noted: Result) -> ModelRunnerOutput:
+    """Return a result with all that came from outside as it was noted."""
+    assert isinstance(noted.tokens, dict)
+    own.sampled_token_ids = {name: list(tokens) for name, tokens in noted.tokens.items()}
+    own.part_reports = {part: dict(reports) for part, reports in noted.part_reports.items()}
+    own.part_faults = dict(noted.part_faults)
+    own.faults = {name: RequestFault(*fault) for name, fault in noted.faults.items()}
+    own.invalid_block_ids = frozenset(noted.invalid_block_ids)
+    own.is_cache_uncertain = noted.is_cache_uncertain
+    return own
+
+
+def _as_text(value: Any) -> str:
+    return str(msgspec.to_builtins(value))[:400]
+
+
+class PlayedOutside(Outside):
+    """Plays a journal back to an engine core.
+
+    Attributes:
+        player: the tape.
+        build: what computes here.
+        model: fingerprint of the model's files here.
+        built: the core, once there is one.
+    """
+
+    def __init__(
+        self, player: Player, check: Callable[[PlayedOutside], None], spec: WorkerSpec
+    ) -> None:
+        """Begin to play, before anything is loaded.
+
+        Args:
+            player: the tape.
+            check: raises an error if the journal cannot be played here.
+            spec: specification of the workers.
+        """
+        super().__init__(spec)
+        self.player = player
+        self.build: Build = build_of(spec)
+        self.model = model_fingerprint(spec.loader.context.files)
+        self.built: EngineCore | None = None
+        check(self)
+
+    def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
+        """Return the clock that was recorded."""
+        return functools.partial(self.player.clock, clock)
+
+    def for_scheduler(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields with gates and transfers that were recorded."""
+
+        def record(record: StepRecord) -> None:
+            self.player.reasons = record
+
+        self.player.moves_blocks = fields["transfers"] is not None
+        return {**taped_scheduler(fields, self.player), "record": record}
+
+    def core(self, parts: EngineCoreParts) -> EngineCore:
+        """Return the core."""
+        self.built = EngineCore(taped_parts(parts, self.player))
+        return self.built
+
+
+def taken(ids: Sequence[str]) -> Callable[[], Sequence[str]]:
+    """Return a function that returns the late aborts of a step, once."""
+    left = [list(ids)]
+    return lambda: left.pop() if left else []

@@ -1,0 +1,147 @@
+"""Replays a journal: exactly where it was recorded, with forced tokens elsewhere."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from hardpoint.core.engine.core import EngineCore
+from hardpoint.host.registry.kinds import KINDS, Process
+from hardpoint.plugins.component.manifest import PluginEntry
+
+from .export import export
+from .forcing import ForcedRun
+from .frames import JournalError
+from .history import history
+from .playing import PlayedOutside, Player
+from .records import CLOSED, JournalHeader, Keyframe
+from .replanning import replan
+from .run import Journal, ReplayReport, Run, open_played
+
+__all__ = ["Journal", "JournalFile", "ReplayReport", "replay"]
+
+
+def replay(path: Path | str, *, anyway: bool = False, until: int | None = None) -> ReplayReport:
+    """Replay a journal exactly, up to the first difference; elsewhere, force its tokens.
+
+    Args:
+        path: the file.
+        anyway: whether to replay what another build, model or set of plugins recorded.
+        until: the last step; None is all.
+
+    Raises:
+        JournalError: the file is damaged, or was recorded by something else.
+        HardpointError: the engine cannot be built.
+    """
+    journal = Journal(path, until_damage=anyway)
+    player = Player(journal.header.clock, journal.last_answer)
+    found: list[str] = []
+
+    def check(outside: PlayedOutside) -> None:
+        found.extend(mismatches(journal.header, outside))
+        if found and not anyway:
+            raise JournalError(
+                f"journal {str(path)!r}: it was recorded by something else: {'; '.join(found)}. "
+                "Its tokens may be others here: --anyway replays it and shows where they differ"
+            )
+        if isinstance(next(journal.records(), None), Keyframe):
+            found.append("it begins at a keyframe: plans are not compared")
+        player.is_exact = not found
+
+    core, close = open_played(journal, player, check)
+    try:
+        if player.is_exact:
+            report = _exactly(journal, core, player, until)
+        else:
+            report = ForcedRun(core, player, journal).run(journal, until)
+    finally:
+        close()
+    report.notes[:0] = found
+    if report.is_same and until is None:
+        report.notes += _early_end(journal)
+    return report
+
+
+def _early_end(journal: Journal) -> list[str]:
+    """Return why a journal ends before its engine did, if it does."""
+    if journal.end is None:  # the replay may have stopped before it
+        deque(journal.records(), maxlen=0)
+    if (end := journal.end) is None:
+        return ["the journal has no end: its engine was killed, or is running"]
+    if end.reason == CLOSED:
+        return []
+    return [f"the journal ends after {end.num_events} events: {end.reason}"]
+
+
+def _exactly(journal: Journal, core: EngineCore, player: Player, until: int | None) -> ReplayReport:
+    report = ReplayReport()
+    run = Run(core, player, report)
+    for number, record in enumerate(journal.records()):
+        if not run.play(number, record, until):
+            break
+    return report
+
+
+def mismatches(header: JournalHeader, outside: PlayedOutside) -> Iterator[str]:
+    """Yield what is not as it was when a journal was recorded, each as a part of a sentence."""
+    for name in header.build.__struct_fields__:
+        recorded, here = getattr(header.build, name), getattr(outside.build, name)
+        if recorded != here:
+            yield f"{name}: {recorded!r}, here {here!r}"
+    if header.model != outside.model:
+        yield f"the model's files have the fingerprint {header.model}, here {outside.model}"
+    recorded_plugins = {entry.key: entry for entry in _computing(header.manifest.tree())}
+    own = {entry.key: entry for entry in _computing(outside.spec.plugins.manifest.tree())}
+    for key in recorded_plugins.keys() | own.keys():
+        first, second = recorded_plugins.get(key), own.get(key)
+        kind, name, _ = key
+        shown = [
+            f"{one.distribution} {one.version}" if one else "not enabled" for one in (first, second)
+        ]
+        if shown[0] != shown[1]:
+            yield f"plugin {name!r} ({kind}): {shown[0]}, here {shown[1]}"
+
+
+def _computing(entries: Iterator[PluginEntry]) -> Iterator[PluginEntry]:
+    """Yield the plugins that tokens may depend on: not those of the frontend, nor publishers."""
+    for entry in entries:
+        kind = KINDS.get(entry.kind)  # None: a kind of another Hardpoint
+        frontend = kind is not None and kind.processes == (Process.FRONTEND,)
+        if not frontend and entry.kind not in ("kv_event_publishers", "hooks"):
+            yield entry
+
+
+class JournalFile:
+    """A journal that is used.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, path: Path | str, *, anyway: bool = False) -> None:
+        """Name the file; what is called reads it.
+
+        Args:
+            path: path of the file.
+            anyway: whether to use what is before damage, and what another build, model or set of
+                plugins recorded.
+        """
+        self.path, self._anyway = Path(path), anyway
+
+    def replay(self, until: int | None = None) -> ReplayReport:
+        """Run the engine again, up to a step; see `replay`."""
+        return replay(self.path, anyway=self._anyway, until=until)
+
+    def replan(self, policy: str, until: int | None = None) -> ReplayReport:
+        """Plan the steps again with another scheduling policy; see `replan`."""
+        journal = Journal(self.path, until_damage=self._anyway)
+        return replan(journal, policy, until=until, anyway=self._anyway)
+
+    def export(self, form: str) -> Iterator[str]:
+        """Yield the lines of a trace; see `export`."""
+        return export(Journal(self.path, until_damage=self._anyway), form)
+
+    def request(self, name: str) -> Iterator[str]:
+        """Yield the history of a request, line by line; see `history`."""
+        return history(Journal(self.path, until_damage=self._anyway), name)

@@ -1,0 +1,23 @@
+"""The entry point of the process of an engine that steps together with others."""
+
+from __future__ import annotations
+
+from hardpoint.core.engine.outside import Outside
+from hardpoint.core.engine.step import EngineCoreParts
+from hardpoint.core.engine_process import run
+from hardpoint.host.system.process.child import ParentWatch
+
+from .core import WaveCore
+
+
+class _Waves(Outside):
+    """Makes cores that step together."""
+
+    def core(self, parts: EngineCoreParts) -> WaveCore:
+        """Return the core of an engine, once all engines have met."""
+        return WaveCore.of(parts, self.spec)
+
+
+def run_engine(data: bytes, watch: ParentWatch) -> None:
+    """Serve until a signal, or the end of the parent; see core's function of this name."""
+    run.run_engine(data, watch, _Waves)

@@ -1,0 +1,209 @@
+"""Faults of plugins that the engine survives: counted, reported and logged."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any, Generic, TypeVar
+
+from hardpoint.errors import PluginFaultError
+from hardpoint.host.registry.blame import close_if_failed, describe, responsible
+from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.plugins.component import Component, Context, Source
+from hardpoint.plugins.config_tables import PluginsConfig
+from hardpoint.plugins.requests.stats import StepFault
+
+from .activity import Activity, PluginCalls
+from .errors import close_all
+from .guard import FaultReporter as FaultReporter
+from .guard import guard
+
+_log = logging.getLogger("hardpoint")
+
+CALL_LOST = "the engine goes on, and only this call is lost"
+"""The consequence of a fault where no default replaces the plugin's decision."""
+
+_WITHOUT = "the engine goes on without it"
+
+
+class StepFaults:
+    """Counts the faults of plugins of scope *step*."""
+
+    def __init__(
+        self,
+        ends_engine: Collection[str] = (),
+        slow_seconds: float = 0.0,
+        activity: Activity | None = None,
+    ) -> None:
+        """Start without faults.
+
+        Args:
+            ends_engine: names of the plugins whose faults end the engine (`plugins.on_error`).
+            slow_seconds: above which a plugin's time in a step is counted; 0 is never.
+            activity: records the methods that run.
+        """
+        self._ends_engine = frozenset(ends_engine)
+        self._slow_seconds = slow_seconds
+        self._activity = activity or Activity()
+        self._faults: dict[str, StepFault] = {}
+        self._slow: dict[str, StepFault] = {}
+        self._timed: list[PluginCalls] = []
+
+    @classmethod
+    def under(cls, config: PluginsConfig, activity: Activity | None = None) -> StepFaults:
+        """Return the counter for a configuration of plugins."""
+        ends_engine = [name for name, scope in config.on_error.items() if scope == "engine"]
+        return cls(ends_engine, config.slow_seconds, activity)
+
+    def calls(self, kind: str, source: Source) -> PluginCalls:
+        """Return an object that calls a plugin's methods and checks their time."""
+        calls = PluginCalls(self._activity, kind, source)
+        if self._slow_seconds:
+            self._timed.append(calls)
+        return calls
+
+    def check_slow(self) -> None:
+        """Count the plugins that took too long since the last call; called once per step."""
+        for calls in self._timed:
+            if calls.seconds and (seconds := calls.take_seconds()) > self._slow_seconds:
+                message = slow_message(calls.source, seconds, self._slow_seconds)
+                _count(self._slow, calls.source.name, message)
+
+    def slow(self) -> dict[str, StepFault]:
+        """Return the steps in which plugins took too long, by plugin name."""
+        self.check_slow()
+        return dict(self._slow)
+
+    def reporter(self, source: Source, consequence: str = _WITHOUT) -> FaultReporter:
+        """Return the reporter of one plugin; `consequence` is logged with the first fault.
+
+        The reporter raises PluginFaultError if the plugin's faults end the engine.
+        """
+
+        def report(message: str, cause: BaseException | None = None) -> None:
+            plugin = source
+            if cause is not None:
+                plugin, method = responsible(cause, source, "")
+                if plugin != source:  # a component that the plugin wraps
+                    message = f"{method}() failed, called by {source.name!r}"
+                message = f"{message}: {describe(cause)}"
+            message = f"{plugin}: {message}"
+            if source.name in self._ends_engine:
+                raise PluginFaultError(message) from cause
+            self.note(source.name, message, cause, consequence)
+
+        return report
+
+    def note(
+        self,
+        name: str,
+        message: str,
+        cause: BaseException | None = None,
+        consequence: str = _WITHOUT,
+    ) -> None:
+        """Count a fault under a name; keep and log the first one of each name."""
+        if _count(self._faults, name, message):  # a broken plugin fails in every step
+            _log.warning("%s; %s", message, consequence, exc_info=cause)
+
+    def record(self, name: str, message: str, consequence: str = _WITHOUT) -> None:
+        """Count a fault that another process reports.
+
+        Raises:
+            PluginFaultError: the plugin's faults end the engine.
+        """
+        if name in self._ends_engine:
+            raise PluginFaultError(message)
+        self.note(name, message, consequence=consequence)
+
+    def report(self) -> dict[str, StepFault]:
+        """Return the faults so far by plugin name."""
+        return dict(self._faults)
+
+
+def _count(counts: dict[str, StepFault], name: str, message: str) -> bool:
+    """Count one more under a name; return whether it is the first, whose message is kept."""
+    before = counts.get(name)
+    counts[name] = StepFault(before.count + 1, before.message) if before else StepFault(1, message)
+    return before is None
+
+
+def slow_message(source: Source, seconds: float, limit: float) -> str:
+    """Return the message for a plugin that took too long in a step, and log it."""
+    message = (
+        f"{source}: its methods took {seconds:.3g} s in one step, "
+        f"more than plugins.slow_seconds ({limit:g})"
+    )
+    _log.warning("%s; all requests waited for it", message)
+    return message
+
+
+C = TypeVar("C", bound=Component)
+
+
+class Fanout(Generic[C]):
+    """Calls all `components` of a kind, guarded, and reports what one raises to its reporter."""
+
+    def __init__(self, components: Sequence[tuple[C, FaultReporter, PluginCalls]]) -> None:
+        """`components` come with the reporters of their faults, in the order of calls."""
+        self.components = [
+            guard(component, calls.kind, report, calls) for component, report, calls in components
+        ]
+
+    def __bool__(self) -> bool:
+        """Return whether there are any components."""
+        return bool(self.components)
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every component; return what they return.
+
+        Raises:
+            PluginFaultError: a component whose faults end the engine failed; all were called.
+        """
+        results, fatal = [], None  # type: list[Any], PluginFaultError | None
+        for component in self.components:
+            try:
+                results.append(getattr(component, method)(*arguments))
+            except PluginFaultError as error:
+                fatal = fatal or error
+        if fatal is not None:
+            raise fatal
+        return results
+
+    def close(self) -> None:
+        """Close every component.
+
+        Raises:
+            PluginFaultError: a component whose faults end the engine failed; all were closed.
+        """
+        self.call("close")
+
+
+def create_all(
+    plugins: PluginSet, kind: str, faults: StepFaults, context: type[Context[C]], **fields: Any
+) -> list[tuple[C, FaultReporter, PluginCalls]]:
+    """Create every enabled component of a kind; if one fails, close those before it.
+
+    Args:
+        plugins: the enabled plugins.
+        kind: kind of the components.
+        faults: makes the reporters.
+        context: the class of the components' context.
+        fields: fields of the context, without name and options.
+
+    Returns:
+        The components, each with the reporter of its faults and what calls its methods.
+
+    Raises:
+        PluginError: a component could not be built.
+    """
+    created: list[tuple[C, FaultReporter, PluginCalls]] = []
+    with contextlib.ExitStack() as undo:
+        for entry in plugins.entries(kind):
+            component = plugins.create(entry, context, **fields)
+            close_if_failed(undo, functools.partial(close_all, [component]))
+            report = faults.reporter(entry.source, CALL_LOST)
+            created.append((component, report, faults.calls(kind, entry.source)))
+        undo.pop_all()
+    return created

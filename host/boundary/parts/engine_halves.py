@@ -1,0 +1,498 @@
+"""Step parts behind one object: their methods bound to lists, guarded, called for their users.
+
+The engine core calls `EngineHalves`, the scheduler its `Gates`, a worker `WorkerParts`. With no
+request that uses a part, each call is a test of an empty list.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import msgspec
+
+from hardpoint.errors import HardpointError, PluginFaultError, shown
+from hardpoint.host.registry.blame import faults_as
+from hardpoint.plugins import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    RequestFault,
+    Scheduler,
+    SchedulerOutput,
+    SchedulerStats,
+)
+from hardpoint.plugins.requests.plan import PartData
+from hardpoint.plugins.scheduling.step_record import WaitReason
+
+from . import figures, returns
+from .bound_half import INCLUDE, BoundPart, OpenHalves, call_for
+from .calls import PartCalls
+from .gates import PartGates, part_encoder_cache, part_transfers, without_data
+
+
+class EngineHalves:
+    """The engine's halves of all step parts.
+
+    Attributes:
+        num_draft_tokens: most drafts of a request and a step.
+        calls: those that the parts answer and make.
+        tasks: tasks of requests besides generating.
+        open: opens the halves of further parts.
+        encoder_cache: cache of the part that encodes features; None if there is none.
+        max_encoder_tokens: tokens of features that a step may encode.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[BoundPart] = (),
+        vocab_size: int = 0,
+        calls: PartCalls | None = None,
+    ) -> None:
+        """Bind the parts, in the order of their calls; drafts are tokens of the vocabulary.
+
+        Raises:
+            PluginConflictError: several parts load blocks, or encode features.
+        """
+        self._parts, self._vocab_size = tuple(parts), vocab_size
+        self._is_mixed = False  # whether there may be parts of several generations
+        self.open: OpenHalves[BoundPart] | None = None
+        self.calls = calls or PartCalls()
+        self.calls.answer_by(self._parts)
+        self.num_draft_tokens = max((part.num_draft_tokens for part in self._parts), default=0)
+        self.tasks = list(dict.fromkeys(t for part in self._parts for t in part.half.tasks))
+        self.encoder_cache, self.max_encoder_tokens = part_encoder_cache(self._parts)
+        self._active: list[BoundPart] = []  # with users
+        self._by_request: dict[str, list[BoundPart]] = {}
+        self._asked: dict[str, dict[BoundPart, figures.ArrayForms]] = {}  # for figures
+        self._num_positions: Mapping[str, int] = {}  # computed ones of requests, with a result
+        self._again: set[str] = set()  # ids of ended requests that others have now
+        self._planned = 0  # the last step
+        self._scheduler: Scheduler | None = None
+        self._faults: dict[str, RequestFault] = {}
+        self.gates, self.transfers = PartGates(self.of), part_transfers(parts, self._faults)
+        self._find_active()
+
+    @property
+    def halves(self) -> Sequence[BoundPart]:
+        """Those of all generations of the plugins that are in use, in the order of their calls."""
+        return self._parts
+
+    def use(self, halves: Sequence[BoundPart]) -> None:
+        """Call these halves from now on."""
+        self._parts, self._is_mixed = tuple(halves), True
+        self.calls.answer_by(self._parts)
+        self._find_active()
+
+    def _of_generation(self, generation: int) -> Sequence[BoundPart]:
+        """Return the parts that requests of a generation of the plugins may use."""
+        if not self._is_mixed:
+            return self._parts
+        return [part for part in self._parts if part.serves(generation)]
+
+    def weights_changed(self) -> None:
+        """Notify the parts that workers have other weights; a fault of one is raised."""
+        for part in self._parts:
+            if part.overrides("weights_changed"):
+                with faults_as(PluginFaultError, f"{part.source}: its weights_changed()"):
+                    part.run("weights_changed")
+
+    @property
+    def block_keys(self) -> Callable[[EngineCoreRequest, range], bytes] | None:
+        """Returns the keys of all parts for a span of tokens; None if no part has any."""
+        keyed = [part for part in self._parts if part.overrides("block_key")]
+        return functools.partial(self._block_keys, keyed) if keyed else None
+
+    def _block_keys(
+        self, keyed: Sequence[BoundPart], request: EngineCoreRequest, span: range
+    ) -> bytes:
+        """Return the keys of parts for a span of tokens, in any thread; empty if there are none."""
+        found: dict[str, bytes] = {}
+        for part in keyed:
+            try:
+                key = part.half.block_key(request, span)  # not timed: times are those of one thread
+                if key is not None and not isinstance(key, bytes):
+                    raise TypeError(f"expected bytes or None, got {shown(key)}")
+            except BaseException as cause:
+                key = f"{request.request_id} shares nothing".encode()
+                fault = part.fault("its block_key() failed", cause)
+                if fault is not None:
+                    self._faults[request.request_id] = fault
+            if key is not None:
+                found[part.name] = key
+        return msgspec.msgpack.encode(found) if found else b""
+
+    @property
+    def moves_blocks(self) -> str | None:
+        """The setting that makes a part move blocks of the KV cache; None if none does."""
+        return next((part.moves_blocks for part in self._parts if part.moves_blocks), None)
+
+    def started(self, handshakes: Sequence[Mapping[str, bytes]]) -> None:
+        """Give the parts that move blocks the handshakes of their worker halves, of each rank."""
+        for part in self._parts:
+            if part.moves_blocks and part.overrides("started"):
+                own = [handshake.get(part.name) for handshake in handshakes]
+                with faults_as(PluginFaultError, f"{part.source}: its started()"):
+                    part.run("started", own)
+
+    def start_failed(self, cause: BaseException) -> None:
+        """Let the parts that move blocks go on without their worker halves.
+
+        Raises:
+            BaseException: one cannot.
+        """
+        for part in self._parts:
+            if part.moves_blocks:
+                part.run("start_failed", cause)
+
+    def workers_started(self) -> dict[str, RequestFault]:
+        """Notify the parts that worker halves were built; return requests that end with an error.
+
+        Raises:
+            HardpointError: one cannot go on, or failed.
+        """
+        ended: dict[str, RequestFault] = {}
+        for part in self._parts:
+            if not part.overrides("workers_started"):
+                continue
+            name = f"{part.source}: its workers_started()"
+            with faults_as(PluginFaultError, name, passing=(HardpointError,)):
+                found = part.run("workers_started")
+            if (defect := returns.faults_defect(found, part.users)) is not None:
+                raise PluginFaultError(f"{name} {defect}")
+            ended = {**found, **ended}
+        return ended
+
+    def __bool__(self) -> bool:
+        """Return whether there are any parts."""
+        return bool(self._parts)
+
+    def follow(self, scheduler: Scheduler) -> None:
+        """Ask a scheduler which requests are live, where an id was used again."""
+        self._scheduler = scheduler
+
+    def why_waiting(self, request_id: str) -> WaitReason | None:
+        """Return why a live request got no tokens in the last plan, if the scheduler knows."""
+        if self._scheduler is None:
+            return None
+        try:
+            return self._scheduler.why_waiting(request_id)
+        except NotImplementedError:  # optional for schedulers
+            return None
+
+    def of(self, request_id: str) -> Sequence[BoundPart]:
+        """Return the parts that a live request uses."""
+        return self._by_request.get(request_id, ())
+
+    def add(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        """Let the parts check a new request, and remember which it uses.
+
+        Returns:
+            The request without the data of its media, which the caller's keeps.
+
+        Raises:
+            RequestError: it is refused; no part knows it then.
+        """
+        if not self._parts and not request.params.include:
+            return request
+        users: list[BoundPart] = []
+        serving = self._of_generation(request.generation)
+        if (name := request.request_id) in self._by_request:  # of one that no plan has reported
+            self._end(name)
+            self._again.add(name)
+        try:
+            given = {*request.plugin_args, *map(INCLUDE, request.params.include)}
+            for part in [part for part in serving if part.required <= given]:
+                if call_for(part, "uses", request) if part.overrides("uses") else True:
+                    users.append(part)
+                    if part.overrides("check"):
+                        call_for(part, "check", request)
+            asked = figures.asked_for_figures(request, users, serving)
+        except BaseException:
+            self._refuse(request.request_id, users)
+            raise
+        if users:
+            self._by_request[request.request_id] = users
+            if asked:
+                self._asked[request.request_id] = asked
+            for part in users:
+                part.users.add(request.request_id)
+            self._find_active()
+        return without_data(request)
+
+    def refused(self, request_id: str) -> None:
+        """Notify the parts that a request was not added after all."""
+        users = self._by_request.get(request_id, [])
+        self._forget(request_id)
+        self._refuse(request_id, users)
+
+    def _refuse(self, request_id: str, users: Iterable[BoundPart]) -> None:
+        for part in users:
+            if part.overrides("refused"):
+                try:
+                    part.run("refused", request_id)
+                except BaseException as cause:
+                    part.fault("its refused() failed", cause)
+
+    def begin(self, plan: SchedulerOutput) -> dict[str, PartData]:
+        """Notify the parts of a new plan; return their data for the workers, by part."""
+        data: dict[str, PartData] = {}
+        if not self._active and not self._again:
+            return data
+        for request_id in plan.finished_request_ids:
+            if not self._is_of_former(request_id):
+                self._end(request_id)
+        for part in self._active:
+            if plan.preempted_request_ids and part.overrides("preempted"):
+                for name in plan.preempted_request_ids & part.users:
+                    self._for_request(part, "preempted", name)
+            if part.overrides("begin"):
+                made = self._for_plan(part, "begin", plan)
+                if made is not None and not isinstance(made, bytes):
+                    self._blame(part, plan, f"its begin() gave {shown(made)}, expected bytes")
+                elif made is not None:
+                    data[part.key] = PartData(made, part.users_of(plan))
+        self._planned = plan.step
+        return data
+
+    def needs_results(self, plan: SchedulerOutput) -> dict[str, str]:
+        """Return the requests of a plan whose earlier tokens a mask needs, and the part's name."""
+        found: dict[str, str] = {}
+        for part in self._active:
+            if part.overrides("needs_results"):
+                names = self._for_plan(part, "needs_results", plan) or ()
+                if (defect := returns.names_defect(names)) is None:
+                    found |= dict.fromkeys(names, part.name)
+                else:
+                    self._blame(part, plan, f"its needs_results() {defect}")
+        return found
+
+    def mask(self, plan: SchedulerOutput) -> GrammarBitmask | None:
+        """Return the tokens that all parts allow; None if no part forbids any."""
+        masks: list[tuple[BoundPart, GrammarBitmask]] = []
+        for part in self._active:
+            if not part.overrides("mask") or (mask := self._for_plan(part, "mask", plan)) is None:
+                continue
+            if (defect := returns.mask_defect(mask, part.planned_users, plan)) is not None:
+                self._blame(part, plan, f"its mask() {defect}")
+            else:
+                masks.append((part, mask))
+        if masks:
+            by_source = returns.by_source(masks)
+            for part in self._active:
+                if part.overrides("masked"):
+                    self._for_plan(part, "masked", plan, by_source)
+        if len(masks) < 2:
+            return masks[0][1] if masks else None
+        return self._combined(masks)
+
+    def _combined(self, masks: Sequence[tuple[BoundPart, GrammarBitmask]]) -> GrammarBitmask:
+        """Return the tokens that every mask allows; nothing left is a fault that names both."""
+        combined, nothing_left = returns.combined_masks(masks)
+        for name, makers in nothing_left.items():
+            named = " and ".join(str(part.source) for part in makers)
+            both = " by both" if len(makers) > 1 else ""
+            self._faults[name] = RequestFault(f"{named}: no token is allowed{both}")
+        return combined
+
+    def result(
+        self, plan: SchedulerOutput, result: ModelRunnerOutput, under_way: Collection[str] = ()
+    ) -> dict[str, RequestFault]:
+        """Let the parts read a result; return the requests that end with an error.
+
+        Args:
+            plan: plan of the result.
+            result: result of the plan.
+            under_way: requests of later plans, which may read what a failed worker half has let be
+                written: those that use the part end, too.
+        """
+        ended: dict[str, RequestFault] = {}
+        self._num_positions = figures.num_positions(plan, result) if self._asked else {}
+        for part in self._active:
+            part.forget_before(plan.step)
+            if (failed := result.part_faults.get(part.key)) is not None:
+                later = under_way if result.is_cache_uncertain else ()
+                self._blame(part, plan, failed, later=later)
+            if not part.overrides("result"):
+                continue
+            defect = functools.partial(returns.result_defect, users=part.planned_users)
+            reports, result.part_reports = result.part_reports, part.own_reports(result)
+            found = self._checked(part, plan, "result", defect, plan, result) or {}
+            result.part_reports = reports
+            ended = {name: fault for name, fault in found.items() if name in part.users} | ended
+        for name in self._faults.keys() & plan.num_scheduled_tokens.keys():
+            ended.setdefault(name, self._faults.pop(name))
+        return ended
+
+    def add_figures(self, plan: SchedulerOutput, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        """Add the figures and arrays of parts to outputs of requests that asked for them."""
+        if not self._asked:
+            return
+        for output in (output for message in outputs.values() for output in message.outputs):
+            before = self._faults.get(name := output.request_id)
+            for part, forms in self._asked.get(name, {}).items():
+                found = self._checked(part, plan, "figures", figures.figures_defect, name)
+                limit = self._num_positions.get(name)
+                defect = functools.partial(forms.defect, num_positions=limit)
+                arrays = self._checked(part, plan, "arrays", defect, name)
+                figures.add(output, part.name, found, arrays)
+            if (fault := self._faults.get(name)) is not before and output.finish_reason is not None:
+                figures.end_by(output, fault)  # no result follows that would end it
+
+    def updated(self, plan: SchedulerOutput) -> None:
+        """Notify the parts that the scheduler has taken the result of a plan."""
+        for part in self._active:
+            if part.overrides("updated"):
+                self._for_plan(part, "updated", plan)
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Let the parts add their totals to the statistics of the scheduler."""
+        for part in self._parts:
+            if part.overrides("add_stats"):
+                try:
+                    part.run("add_stats", stats)
+                except BaseException as cause:
+                    part.fault("its add_stats() failed", cause)  # counted: no request is planned
+
+    @property
+    def drafting(self) -> str:
+        """Names of the parts that draft tokens, for messages."""
+        return " and ".join(str(part.source) for part in self._parts if part.num_draft_tokens)
+
+    def may_draft(self) -> str | None:
+        """Return the name of a part that may draft for a live request; None if none may."""
+        return next((part.name for part in self._active if part.num_draft_tokens), None)
+
+    def drafts(self, plan: SchedulerOutput) -> dict[str, list[int]]:
+        """Return the drafts for the next step, after the result of a plan was processed."""
+        found: dict[str, list[int]] = {}
+        for part in self._active:
+            if (limit := part.num_draft_tokens) == 0:
+                continue
+            defect = functools.partial(
+                returns.drafts_defect, users=part.users, limit=limit, vocab_size=self._vocab_size
+            )
+            if (made := self._checked(part, plan, "drafts", defect)) is not None:
+                found = {name: list(tokens) for name, tokens in made.items() if tokens} | found
+        return self._limited(plan, found) if found else found
+
+    def _limited(self, plan: SchedulerOutput, drafts: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Return drafts without those that a part does not let be accepted."""
+        for part in self._active:
+            if not part.overrides("limit_drafts"):
+                continue
+            own = {name: tokens for name, tokens in drafts.items() if name in part.users}
+            if not own:
+                continue
+            defect = functools.partial(returns.draft_limits_defect, drafts=own)
+            limits = self._checked(part, plan, "limit_drafts", defect, own)
+            if limits is not None:
+                drafts |= {name: drafts[name][:limit] for name, limit in limits.items()}
+        return {name: tokens for name, tokens in drafts.items() if tokens}
+
+    def lost(self, plan: SchedulerOutput) -> None:
+        """Notify the parts of a plan that was not executed, or not to its end."""
+        for part in self._active:
+            if part.overrides("lost"):
+                self._for_plan(part, "lost", plan)
+
+    def wait(self) -> None:
+        """Wait a moment for what gates wait for."""
+        for part in self._active:
+            if part.overrides("wait"):
+                try:
+                    part.run("wait")
+                except BaseException as cause:
+                    part.fault("its wait() failed", cause)  # counted: no request is planned
+
+    def close(self) -> None:
+        """Close all parts."""
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.callback(part.close)
+
+    def _is_of_former(self, request_id: str) -> bool:
+        """Return whether a reported end is that of a request before the live one of its id."""
+        if request_id not in self._again:
+            return False
+        live: bool | None = None
+        if self._scheduler is not None:
+            with suppress(NotImplementedError):  # optional for schedulers
+                live = self._scheduler.live_request(request_id) is not None
+        if not live:  # else it stays: the ends in a lost plan are reported again
+            self._again.remove(request_id)
+        return live is not False
+
+    def _end(self, request_id: str) -> None:
+        """Notify the parts of the end of a request that they know, and forget it."""
+        for part in self._by_request.get(request_id, ()):
+            if part.overrides("ended"):
+                self._for_request(part, "ended", request_id)
+        self._forget(request_id)
+
+    def _for_request(self, part: BoundPart, method: str, request_id: str) -> None:
+        """Notify a part; a fault ends the request at its next result."""
+        try:
+            part.run(method, request_id)
+        except BaseException as cause:
+            fault = part.fault(f"its {method}() failed", cause)
+            if fault is not None:
+                self._faults[request_id] = fault
+
+    def _for_plan(self, part: BoundPart, method: str, plan: SchedulerOutput, *args: Any) -> Any:
+        """Call a method for a plan; return None if it fails."""
+        try:
+            return part.run(method, plan, *args)
+        except BaseException as cause:
+            self._blame(part, plan, f"its {method}() failed", cause)
+            return None
+
+    def _checked(
+        self,
+        part: BoundPart,
+        plan: SchedulerOutput,
+        method: str,
+        defect: Callable[[Any], str | None],
+        *args: Any,
+    ) -> Any:
+        """Return the result of a method; None if it fails, or `defect` finds one in it."""
+        try:
+            found = part.run(method, *args)
+        except BaseException as cause:
+            self._blame(part, plan, f"its {method}() failed", cause)
+            return None
+        if (wrong := defect(found)) is not None:
+            self._blame(part, plan, f"its {method}() {wrong}")
+            return None
+        return found
+
+    def _blame(
+        self,
+        part: BoundPart,
+        plan: SchedulerOutput,
+        message: str,
+        cause: BaseException | None = None,
+        later: Collection[str] = (),
+    ) -> None:
+        """End the requests of a plan, and of later ones, that use a part, if its faults do so."""
+        fault = part.fault(message, cause)
+        if fault is not None:
+            for name in part.users & {*plan.num_scheduled_tokens, *later}:
+                self._faults.setdefault(name, fault)
+
+    def _forget(self, request_id: str) -> None:
+        users = self._by_request.pop(request_id, None)
+        self._asked.pop(request_id, None)
+        self._faults.pop(request_id, None)
+        self.gates.forget(request_id)
+        if users:
+            for part in users:
+                part.users.discard(request_id)
+                part.ended[request_id] = self._planned
+            self._find_active()
+
+    def _find_active(self) -> None:
+        self._active = [part for part in self._parts if part.users or part.every_plan]

@@ -1,0 +1,344 @@
+"""The frontend halves of step parts: the frontend calls all of them by one object."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from hardpoint.errors import (
+    HardpointError,
+    PluginConflictError,
+    PluginFaultError,
+    RequestError,
+    shown,
+)
+from hardpoint.host.boundary.activity import PluginCalls
+from hardpoint.host.boundary.guard import UNWATCHED, checked
+from hardpoint.host.registry.blame import describe, raise_unless_fault
+from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.plugins import EngineConfig, EngineCoreRequest, ReasoningMarkers, StepPart
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
+from hardpoint.plugins.step_part.part import (
+    FrontendHalf,
+    FrontendHalfContext,
+    GivenPrompt,
+    PromptReader,
+    ToolCalls,
+)
+
+from .bound_half import BoundHalf, OpenHalves, open_halves
+from .components import Components
+
+Record = Callable[[str, str, str], None]
+Validator = functools.partial[str | None]
+
+
+class BoundFrontendHalf(BoundHalf[FrontendHalf]):
+    """The frontend half of one part."""
+
+    interface, maker = FrontendHalf, "frontend_half"
+    at_start = {"media_tokens": "by which prompts are read", "read_media": "by which they are read"}
+
+    def fault(self, method: str, cause: BaseException) -> str:
+        """Return the message of a fault of the half.
+
+        Raises:
+            BaseException: `cause` is no fault of the part.
+        """
+        raise_unless_fault(cause)
+        if isinstance(cause, PluginFaultError):  # of a component that the part asks
+            return str(cause)
+        self.state.log()
+        return f"{self.source}: its {method}() failed: {describe(cause)}"
+
+
+class FrontendParts:
+    """The frontend halves of all parts, in their order; without any, every call does nothing.
+
+    Attributes:
+        media_tokens: those of all halves, see `FrontendHalf`.
+        open: opens the halves of further parts.
+    """
+
+    def __init__(
+        self, halves: Sequence[BoundFrontendHalf] = (), components: Components | None = None
+    ) -> None:
+        """Call the halves; `components` is of their contexts.
+
+        Raises:
+            PluginConflictError: several read prompts with the same key.
+        """
+        self._components = components
+        self._validators = weakref.WeakSet[Validator]()
+        self.open: OpenHalves[BoundFrontendHalf] | None = None
+        self.use_halves(halves)
+        self._media = {modality: half for half in halves for modality in half.half.media_tokens}
+        self.media_tokens: Mapping[str, Sequence[int]] = {
+            modality: tuple(half.half.media_tokens[modality])
+            for modality, half in self._media.items()
+        }
+        self._record: Record = _record_nowhere
+
+    @property
+    def halves(self) -> Sequence[BoundFrontendHalf]:
+        """Those of all generations of the plugins that are in use, in the order of their calls."""
+        return self._halves
+
+    def use_halves(self, halves: Sequence[BoundFrontendHalf]) -> None:
+        """Call the latest of these halves from now on, those before for answers of their requests.
+
+        Raises:
+            PluginConflictError: several read prompts with the same key.
+        """
+        latest = [half for half in halves if half.until is None]
+        self._readers = _readers(latest)
+        self._halves = halves
+        self._calling = [half for half in latest if half.overrides("prepare_calls")]
+        self._preparing = [half for half in latest if half.overrides("prepare")]
+        self._validating = [half for half in halves if half.overrides("validate")]
+
+    def report_to(self, record: Record) -> None:
+        """Report each fault with the part's name, the id of the request and a message."""
+        self._record = record
+
+    def use(self, plugins: PluginSet) -> None:
+        """Show the halves another generation of the plugins."""
+        if self._components is not None:
+            self._components.use(plugins)
+
+    def reads_prompt(self, prompt: Mapping[Any, Any]) -> bool:
+        """Return whether the form of a prompt is a part's own."""
+        return self._reader_of(prompt) is not None
+
+    def _reader_of(self, prompt: Mapping[Any, Any]) -> BoundFrontendHalf | None:
+        return next((half for key, half in self._readers.items() if key in prompt), None)
+
+    def read_prompt(self, prompt: Mapping[Any, Any], reader: PromptReader) -> GivenPrompt | None:
+        """Return the ids and fields of a prompt whose form is a part's own; None for any other.
+
+        Args:
+            prompt: a copy of the caller's.
+            reader: reads the rest of it.
+
+        Raises:
+            RequestError: the part refuses it, or failed.
+        """
+        if (half := self._reader_of(prompt)) is None:
+            return None
+        return self._given(half, "read_prompt", half.half.read_prompt, dict(prompt), reader)
+
+    def _given(
+        self,
+        half: BoundFrontendHalf,
+        name: str,
+        read: Callable[..., GivenPrompt],
+        *args: Any,
+        limit: int | None = None,
+    ) -> GivenPrompt:
+        """Return the prompt that a half reads or cuts.
+
+        Args:
+            limit: most tokens of one that is cut.
+
+        Raises:
+            RequestError: it refuses it, or failed.
+        """
+        try:
+            found = read(*args)
+            if not isinstance(found, GivenPrompt) or not isinstance(found.token_ids, Sequence):
+                raise TypeError(f"expected a GivenPrompt with token ids, got {shown(found)}")
+            if limit is not None and (count := len(found.token_ids)) > limit:
+                raise ValueError(f"expected at most {limit} token ids, got {count}")
+            if not found.fields.keys() <= REQUEST_FIELDS.keys():
+                names = shown(sorted(found.fields))
+                raise TypeError(f"expected fields that parts make use of alone, got {names}")
+        except RequestError:
+            raise
+        except BaseException as cause:
+            raise self._refusal(half, name, "", cause) from cause
+        if (cut := found.cut) is None:
+            return found
+        return dataclasses.replace(
+            found, cut=lambda limit: self._given(half, "cut", cut, limit, limit=limit)
+        )
+
+    def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:
+        """Check and complete a request by each half.
+
+        Raises:
+            RequestError: one refuses it, or failed.
+        """
+        for half in self._preparing:
+            try:
+                half.half.prepare(request, reasoning)
+            except RequestError:
+                raise
+            except BaseException as cause:
+                raise self._refusal(half, "prepare", request.request_id, cause) from cause
+
+    def read_media(self, modality: str, items: Sequence[tuple[str, Any]]) -> Sequence[Any]:
+        """Return items of media as `read_prompt` takes them, in any thread.
+
+        Args:
+            modality: one of `media_tokens`.
+            items: each with its place, which names it in messages.
+
+        Raises:
+            RequestError: the part refuses one, or failed.
+            HardpointError: it cannot do its work.
+        """
+        half = self._media[modality]
+        if not half.overrides("read_media"):
+            return [item for _, item in items]
+        try:
+            read = half.half.read_media(modality, items)
+            if not isinstance(read, Sequence) or len(read) != len(items):
+                raise TypeError(f"expected {len(items)} items, got {shown(read)}")
+        except HardpointError:
+            raise
+        except BaseException as cause:
+            raise self._refusal(half, "read_media", "", cause) from cause
+        return read
+
+    def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
+        """Complete a request that has tools by each half.
+
+        Raises:
+            RequestError: one refuses it, or failed.
+        """
+        for half in self._calling:
+            try:
+                half.half.prepare_calls(request, calls)
+            except RequestError:
+                raise
+            except BaseException as cause:
+                raise self._refusal(half, "prepare_calls", request.request_id, cause) from cause
+
+    def validator_of(self, request: EngineCoreRequest) -> Validator | None:
+        """Return the validator of the answer of a request, for as long as the request is live.
+
+        Raises:
+            RequestError: a half failed.
+        """
+        for half in self._validating:
+            try:
+                reads = half.serves(request.generation) and half.half.reads_answer(request)
+            except BaseException as cause:
+                raise self._refusal(half, "reads_answer", request.request_id, cause) from cause
+            if reads:
+                validator = functools.partial(self.validate, request)
+                self._validators.add(validator)
+                return validator
+        return None
+
+    def users_of(self, half: BoundFrontendHalf) -> list[str]:
+        """Return the ids of live requests whose answers a half may validate."""
+        requests = [validator.args[0] for validator in list(self._validators)]
+        return [one.request_id for one in requests if half.serves(one.generation)]
+
+    def _refusal(
+        self, half: BoundFrontendHalf, method: str, request_id: str, cause: BaseException
+    ) -> RequestError:
+        """Record a fault of a half; return the error that refuses its request."""
+        message = half.fault(method, cause)
+        self._record(half.name, request_id, message)
+        return RequestError(message)
+
+    def validate(self, request: EngineCoreRequest, answer: str) -> str | None:
+        """Return the first flaw that a half finds in an answer; a fault of a half is one."""
+        for half in self._validating:
+            try:
+                if not half.serves(request.generation) or not half.half.reads_answer(request):
+                    continue
+                found: str | None = half.half.validate(request, answer)
+                flaw = checked(found, FrontendHalf, "validate()", half.source)
+            except BaseException as cause:
+                flaw = f"the answer cannot be validated: {half.fault('validate', cause)}"
+                self._record(half.name, request.request_id, flaw)
+            if flaw is not None:
+                return flaw
+        return None
+
+    def close(self) -> None:
+        """Close the halves and their parts: all of them, even if one fails."""
+        with ExitStack() as stack:
+            for half in self._halves:
+                stack.callback(half.close)
+
+
+def _readers(halves: Sequence[BoundFrontendHalf]) -> dict[str, BoundFrontendHalf]:
+    """Return the halves that read prompts, by each of their keys, in their order.
+
+    Raises:
+        PluginConflictError: two have the same key.
+    """
+    found: dict[str, BoundFrontendHalf] = {}
+    for half in halves:
+        for key in half.half.prompt_keys if half.overrides("read_prompt") else ():
+            if (other := found.setdefault(key, half)) is not half:
+                raise PluginConflictError(
+                    f"{other.source} and {half.source} both read prompts with {key!r}; expected "
+                    f"one of them"
+                )
+    return found
+
+
+def _record_nowhere(part: str, request_id: str, message: str) -> None:
+    """Record no fault."""
+
+
+def frontend_parts(
+    plugins: PluginSet,
+    about: Mapping[str, Any],
+    vocabulary: Callable[[], Vocabulary],
+    vocab_size: int,
+    encode: Callable[[str], Sequence[int]],
+) -> FrontendParts:
+    """Build the frontend halves of all enabled parts, in their order.
+
+    A part whose class has no `frontend_half` is not built here.
+
+    Args:
+        plugins: the enabled plugins.
+        about: fields of the context of the parts.
+        vocabulary: see `FrontendHalfContext`.
+        vocab_size: size of the model's vocabulary.
+        encode: see `FrontendHalfContext`.
+
+    Raises:
+        PluginError: one cannot be built, or two read the same prompts; the others are closed.
+    """
+    components = Components(plugins, functools.partial(PluginCalls, UNWATCHED))
+    context = FrontendHalfContext(
+        components=components, vocabulary=vocabulary, vocab_size=vocab_size, encode=encode
+    )
+
+    def open_new(
+        plugins: PluginSet, entries: Sequence[PluginEntry], config: EngineConfig
+    ) -> list[BoundFrontendHalf]:
+        own = [
+            entry
+            for entry in entries
+            if plugins.target(entry).frontend_half is not StepPart.frontend_half
+        ]
+        fields, cls = {**about, "config": config}, BoundFrontendHalf
+        return open_halves(plugins, own, fields, lambda _part: context, cls, bind)
+
+    def bind(part: StepPart, half: FrontendHalf, source: Source) -> BoundFrontendHalf:
+        return BoundFrontendHalf(part, half, PluginCalls(UNWATCHED, "step_parts", source))
+
+    halves = open_new(plugins, plugins.entries("step_parts"), about["config"])
+    with ExitStack() as undo:
+        for half in halves:
+            undo.callback(half.close)
+        parts = FrontendParts(halves, components)
+        parts.open = open_new
+        undo.pop_all()
+    return parts

@@ -1,0 +1,246 @@
+"""Checks of what schedulers and executors return and change: a wrong one names its component."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+from hardpoint.errors import PluginFaultError
+from hardpoint.host.registry.blame import describe, is_fault, raise_unless_fault
+from hardpoint.host.registry.discovery import is_third_party
+from hardpoint.host.system.forks import FORKS, end_copy
+from hardpoint.host.system.plugin_settings import READ, changed
+from hardpoint.plugins import (
+    Executor,
+    ModelRunnerOutput,
+    Request,
+    RequestFault,
+    Scheduler,
+    SchedulerOutput,
+)
+from hardpoint.plugins.component import Component, Source
+
+T = TypeVar("T")
+
+
+def result_of(future: Future[T], executor: str, method: str) -> T:
+    """Wait for the result of a future that the executor's `method` returned.
+
+    Raises:
+        PluginFaultError: the future was cancelled.
+        BaseException: the error of the call.
+    """
+    try:
+        return future.result()
+    except CancelledError as cause:
+        if not future.cancelled():  # an error of the call
+            raise
+        message = f"{executor}: its {method} returned a future that was cancelled"
+        raise PluginFaultError(message) from cause
+    except RuntimeError as error:
+        # The lock of a future is not held when a signal ends the wait before it was taken again.
+        if (interrupt := error.__context__) is not None and not is_fault(interrupt):
+            raise interrupt from None
+        raise
+
+
+def no_result(plan: SchedulerOutput, executor: str) -> PluginFaultError:
+    """Return the error of a step for which the executor returned None instead of a result."""
+    return PluginFaultError(f"{executor}: it returned no result for step {plan.step}")
+
+
+def plan_defect(plan: SchedulerOutput, scheduler: Scheduler) -> str | None:
+    """Return the defect of a plan, None if it has none; called after its step failed."""
+    try:
+        return next(_plan_defects(plan, scheduler), None)
+    except BaseException as cause:
+        raise_unless_fault(cause)
+        return f"cannot be read: {describe(cause)}"
+
+
+def _plan_defects(plan: SchedulerOutput, scheduler: Scheduler) -> Iterator[str]:
+    scheduled, computed = plan.num_scheduled_tokens, _computed_before(plan)
+    for request_id in scheduled.keys() ^ computed.keys():
+        yield (
+            f"has request {request_id!r} only in one of num_scheduled_tokens and "
+            f"new_requests or cached_requests"
+        )
+    for request_id, count in scheduled.items():
+        live = live_request(scheduler, request_id)
+        if live is None:
+            yield f"schedules request {request_id!r}, which is not live"
+            continue
+        left = live.num_tokens - computed[request_id]
+        left += len(plan.draft_token_ids.get(request_id, ()))
+        if not 1 <= count <= left:
+            yield f"schedules {count} tokens of request {request_id!r}, expected 1 to {left}"
+    if (total := sum(scheduled.values())) != plan.total_num_scheduled_tokens:
+        yield (
+            f"has total_num_scheduled_tokens {plan.total_num_scheduled_tokens}, "
+            f"expected their sum, {total}"
+        )
+    if total > (limit := scheduler.context.limits.max_num_batched_tokens):
+        yield f"schedules {total} tokens, expected at most max_num_batched_tokens ({limit})"
+
+
+def live_request(scheduler: Scheduler, request_id: str) -> Request | None:
+    """Return a live request; None if the id is unknown, or the scheduler shows no live requests."""
+    try:
+        return scheduler.live_request(request_id)
+    except NotImplementedError:  # optional for schedulers
+        return None
+
+
+class ResultCheck:
+    """Finds the requests for which an executor returned too little, too much or nothing."""
+
+    def __init__(self, executor: str, scheduler: Scheduler) -> None:
+        """Store what names the executor, and the scheduler, which knows the live requests."""
+        self._executor = executor
+        self._scheduler = scheduler
+
+    def check_type(self, plan: SchedulerOutput, result: Any) -> None:
+        """Check that a result is one, before anything reads it.
+
+        Raises:
+            PluginFaultError: it is not.
+        """
+        if not isinstance(result, ModelRunnerOutput):
+            raise PluginFaultError(
+                f"{self._executor}: expected a ModelRunnerOutput for step {plan.step}, got "
+                f"{type(result).__name__}"
+            )
+
+    def check(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, RequestFault]:
+        """Return the faults of requests, by id; those of the plan are added to the result, too."""
+        if _is_plain(plan, result) or result.invalid_block_ids:
+            return {}
+        found = {
+            request_id: RequestFault(
+                f"{self._executor}: for step {plan.step} it returned {message}"
+            )
+            for request_id, message in self._differences(plan, result)
+        }
+        for request_id in found.keys() & plan.num_scheduled_tokens.keys():
+            result.faults[request_id] = found[request_id]
+            result.sampled_token_ids.pop(request_id, None)
+        return found
+
+    def _differences(
+        self, plan: SchedulerOutput, result: ModelRunnerOutput
+    ) -> Iterator[tuple[str, str]]:
+        """Yield requests with what is wrong with their tokens, faults that are known left out."""
+        scheduled, sampled = plan.num_scheduled_tokens, result.sampled_token_ids
+        for request_id in sampled.keys() - scheduled.keys():
+            if live_request(self._scheduler, request_id) is not None:
+                yield request_id, "tokens of a request that it was not to compute"
+        computed = _computed_before(plan)
+        for request_id, count in scheduled.items():
+            if request_id in result.faults or request_id in result.pooler_output:
+                continue
+            tokens = sampled.get(request_id, ())
+            limit = 1 + len(plan.draft_token_ids.get(request_id, ()))
+            if len(tokens) > limit:
+                yield request_id, f"{len(tokens)} tokens, expected {_range(limit)}"
+            elif (count > 1 or not tokens) and (
+                live := live_request(self._scheduler, request_id)
+            ) is not None:
+                is_complete = computed.get(request_id, 0) + count >= live.num_tokens
+                if is_complete and not tokens:
+                    yield request_id, f"no token, expected {_range(limit)}"
+                elif tokens and not is_complete:
+                    yield request_id, "a token, expected none before the whole prompt is computed"
+
+
+def _is_plain(plan: SchedulerOutput, result: ModelRunnerOutput) -> bool:
+    """Return whether each request of a plan was to compute one token and got one.
+
+    It is so in most steps, and costs less than 0.1 microseconds per request: no loop in Python.
+    """
+    scheduled, sampled = plan.num_scheduled_tokens, result.sampled_token_ids
+    count = len(scheduled)
+    return (
+        plan.total_num_scheduled_tokens == count
+        and list(sampled) == list(scheduled)
+        and all(sampled.values())  # none is empty, so if their sum is that, each is of length 1
+        and sum(map(len, sampled.values())) == count
+    )
+
+
+def _computed_before(plan: SchedulerOutput) -> dict[str, int]:
+    """Return how many tokens of each request were computed before the step, by id."""
+    cached = plan.cached_requests
+    computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+    return computed | {new.source.request_id: new.num_computed_tokens for new in plan.new_requests}
+
+
+def _range(limit: int) -> str:
+    return "one" if limit == 1 else f"1 to {limit}"
+
+
+class StepSettings:
+    """Puts back what a scheduler, policy or executor of a third party has changed; ends copies."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        label: str,
+        executor: Executor,
+        policy: Callable[[], Source | None],
+    ) -> None:
+        """Name who is responsible.
+
+        Args:
+            scheduler: its calls are compared.
+            label: names it in messages.
+            executor: its calls are compared.
+            policy: returns the source of the policy now.
+        """
+        self._label, self._policy = label, policy
+        self._forks = FORKS[0]
+        self._scheduler_is_ours = _third_party(scheduler) is None
+        self._executor = _third_party(executor)
+
+    def before_scheduler(self) -> Any:
+        """Return the settings before a call of the scheduler; None if they are not compared."""
+        if self._scheduler_is_ours:
+            policy = self._policy()
+            if policy is None or not is_third_party(policy):
+                return None
+        return READ[0]()
+
+    def of_scheduler(self, before: Any, method: str) -> None:
+        """Compare the settings with those before a call of the scheduler.
+
+        The calls of a policy are compared themselves, but for `scheduled`, which is called for each
+        request: where the scheduler is a built-in, that must have changed them.
+        """
+        if FORKS[0] != self._forks:
+            end_copy()
+        if before is None or READ[0]() == before:
+            return
+        if self._scheduler_is_ours:
+            changed(before, self._policy(), "scheduled")
+        else:
+            changed(before, self._label, method)
+
+    def before_executor(self) -> Any:
+        """Return the settings before a call of the executor; None if they are not compared."""
+        return None if self._executor is None else READ[0]()
+
+    def of_executor(self, before: Any, method: str) -> None:
+        """Compare the settings with those before a call of the executor.
+
+        The engine's own worker may set the number of threads in it.
+        """
+        if FORKS[0] != self._forks:
+            end_copy()
+        if before is not None and READ[0]() != before:
+            changed(before, self._executor, method, threads=False)
+
+
+def _third_party(component: Component) -> Source | None:
+    """Return the source of a third party's component; None if it is the engine's, or scripted."""
+    source = getattr(getattr(component, "context", None), "source", None)
+    return None if source is None or not is_third_party(source) else source

@@ -1,0 +1,249 @@
+"""A live change in all processes: the order of what each does, for callers that wait or await."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Generic, Protocol, Self, TypeVar
+
+from hardpoint.errors import BusyError, HardpointError
+from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.plugins import EngineConfig
+from hardpoint.plugins.config_tables import LoadConfig
+
+from .change import Action, Changes, LiveChange, Slot, Switch
+from .settings import ChangeRequest, Settings
+
+_log = logging.getLogger("hardpoint")
+
+_POLL_SECONDS = (0.002, 0.05)
+"""The shortest and the longest time between two questions whether a change is prepared."""
+
+Steps = Generator[Action | float, list[str], None]
+"""Yields what the engines are to do next, or seconds to wait for; gets the engines' answer."""
+
+
+def steps(
+    change: LiveChange, own: Changes, restarts: Switch, plugins: PluginSet, seconds: float
+) -> Steps:
+    """Run a change: prepared everywhere, then committed everywhere, or undone everywhere.
+
+    Args:
+        change: the change.
+        own: the changes of the frontend, which switches last.
+        restarts: switches what engines are started with, which comes first: one whose start ends
+            during the commit has the change.
+        plugins: its plugins.
+        seconds: time to prepare it in all processes.
+
+    Raises:
+        BusyError: another change is under way.
+        HardpointError: a process failed, or took too long; nothing has changed.
+    """
+    own.prepare(change, plugins)
+    try:
+        yield "prepare"
+        yield from _prepared(own, seconds)
+        restarts.commit()
+        yield "commit"
+        own.commit()
+    except BaseException as error:
+        own.undo()
+        restarts.undo()
+        if not isinstance(error, BusyError):  # the change of another frontend stays
+            with contextlib.suppress(HardpointError):
+                yield "undo"
+        raise
+    try:
+        yield "keep"
+    except HardpointError as error:  # it was started again in the meantime, with the new plugins
+        _log.warning("a live change is committed, but: %s", error)
+    own.keep()
+
+
+def next_of(running: Steps, answer: list[str] | BaseException | None) -> Action | float | None:
+    """Return the next step of a change, given the answer to the last one; None at its end.
+
+    Raises:
+        BaseException: the change was undone.
+    """
+    try:
+        if isinstance(answer, BaseException):
+            return running.throw(answer)
+        return next(running) if answer is None else running.send(answer)
+    except StopIteration:
+        return None
+
+
+def _prepared(own: Changes, seconds: float) -> Steps:
+    """Wait until all processes have prepared the change."""
+    ends, (pause, longest) = time.monotonic() + seconds, _POLL_SECONDS
+    while True:
+        waiting = yield "state"
+        if not own.is_prepared():
+            waiting = [*waiting, "the frontend"]
+        if not waiting:
+            return
+        if time.monotonic() >= ends:
+            raise HardpointError(
+                f"the change was not prepared within {seconds:g} s (plugins.change_seconds) by "
+                f"{', '.join(dict.fromkeys(waiting))}; nothing has changed"
+            )
+        yield pause
+        pause = min(pause * 1.5, longest)
+
+
+class Parts(Protocol):
+    """The parts of an engine, as far as live changes concern them."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration."""
+
+    @property
+    def settings(self) -> Settings:
+        """Configuration and plugins, as live changes replace them."""
+
+    def with_settings(self, settings: Settings) -> Self:
+        """Return the parts with other settings."""
+
+    def with_load(self, load: LoadConfig) -> Self:
+        """Return the parts of an engine whose weights are read in another way."""
+
+
+P = TypeVar("P", bound=Parts)
+
+
+class Owner(Protocol[P]):
+    """Owns the parts of an engine; engines that are restarted have the latest ones.
+
+    Attributes:
+        parts: the latest ones.
+    """
+
+    parts: P
+
+    def use(self, change: Callable[[P], P]) -> None:
+        """Replace the parts by what a function makes of the latest ones."""
+
+
+def _switch(of: weakref.ref[Owner[P]], before: P, after: P) -> Switch:
+    """Return the switch between the parts of an owner before and after a change.
+
+    What else has changed in between stays: weights, and that a plugin is quarantined.
+    """
+
+    def switch(is_new: bool) -> None:
+        known, wanted = (before, after) if is_new else (after, before)
+
+        def switched(latest: P) -> P:
+            if latest.settings.plugins is known.settings.plugins:
+                return wanted.with_load(latest.config.load)
+            if is_new:
+                raise HardpointError(
+                    "a plugin was quarantined while the change was prepared; nothing has changed"
+                )
+            return latest
+
+        owner = of()
+        assert owner is not None, "it runs the change"
+        owner.use(switched)
+
+    return Switch(switch)
+
+
+class ChangeOwner(Generic[P]):
+    """The live changes of a frontend, one at a time: its own ones, with its engines, or others'."""
+
+    def __init__(self, owner: Owner[P], slots: Sequence[Slot], *, lingers: bool) -> None:
+        """Change the parts of an owner.
+
+        Args:
+            owner: the owner, which keeps this; it closes as soon as no one keeps it.
+            slots: what changes concern in the frontend.
+            lingers: as in `LiveChange`.
+        """
+        self._owner = weakref.ref(owner)
+        self._changes, self._lingers = Changes(slots), lingers
+        self._restarts = Switch(lambda _: None)
+        self._is_following = False
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def begin(self, asked: ChangeRequest) -> Iterator[tuple[Steps, LiveChange]]:
+        """Yield the steps of a change, which the body runs, and the change.
+
+        Raises:
+            BusyError: another change is under way.
+            ConfigError, PluginError: it cannot be made.
+        """
+        change, plugins = self._begin(asked)
+        try:
+            seconds = change.config.plugins.change_seconds
+            yield steps(change, self._changes, self._restarts, plugins, seconds), change
+        except BaseException as error:
+            _log.warning("live change by %s failed: %s: %s", asked.origin, asked, error)
+            raise
+        else:
+            generation = change.manifest.generation
+            _log.info("live change by %s, generation %d: %s", asked.origin, generation, asked)
+        finally:
+            self._lock.release()
+
+    def _begin(self, asked: ChangeRequest) -> tuple[LiveChange, PluginSet]:
+        if not self._lock.acquire(blocking=False):
+            raise BusyError("another live change is under way; try again once it is done")
+        try:
+            owner = self._owner()
+            assert owner is not None, "it keeps this"
+            settings = asked.settings((before := owner.parts).settings)
+            self._restarts = _switch(self._owner, before, before.with_settings(settings))
+        except BaseException:
+            self._lock.release()
+            raise
+        change = LiveChange(
+            asked=asked,
+            manifest=settings.plugins.manifest,
+            config=settings.config.without_tables(),
+            lingers=self._lingers,
+        )
+        return change, settings.plugins
+
+    def follow(self, asked: ChangeRequest) -> None:
+        """Begin to prepare a change that another process runs.
+
+        Raises:
+            BusyError, ConfigError, PluginError: as `begin`.
+        """
+        change, plugins = self._begin(asked)
+        self._is_following = True
+        self._changes.prepare(change, plugins)
+
+    def is_prepared(self) -> bool:
+        """Return whether the change is prepared that another process runs.
+
+        Raises:
+            HardpointError: it cannot be.
+        """
+        return self._changes.is_prepared()
+
+    def finish(self, action: Action) -> None:
+        """Commit, keep or undo the change that another process runs; without one, do nothing."""
+        if not self._is_following:
+            return
+        match action:
+            case "commit":
+                self._restarts.commit()
+                self._changes.commit()
+            case "keep":
+                self._changes.keep()
+            case "undo":
+                self._changes.undo()
+                self._restarts.undo()
+        if action != "commit":
+            self._is_following = False
+            self._lock.release()

@@ -1,0 +1,150 @@
+"""The test class of a component that has no test file."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import hardpoint.testing
+from hardpoint.errors import PluginLoadError
+from hardpoint.host.registry.kinds import PluginKind
+from hardpoint.testing.suite import ConformanceSuite
+
+from .drawn_arguments import arguments_of
+
+NEEDS = "needs "
+"""Begins the reason of a check that an author's sample would make possible."""
+
+MODULE = "plugin_under_check"
+"""Name of the module that holds the class."""
+
+GUIDE = "docs/conformance-kit.md"
+"""The page on how to give samples."""
+
+_SAMPLES = {
+    "AdapterResolverSuite": ("known", "provide"),
+    "IOProcessorSuite": ("samples", "refused"),
+    "QuantizationSuite": ("samples",),
+    "WeightLoaderSuite": ("write",),
+}
+"""Samples of suites that have a default, with which a test would pass on nothing, or fail."""
+
+
+def suite_of(kind: PluginKind, target: Any) -> type[ConformanceSuite]:
+    """Return the suite of a component: the one that it names, else that of its kind.
+
+    Raises:
+        PluginLoadError: it names something else than a suite of its kind.
+    """
+    suite: type[ConformanceSuite] = getattr(hardpoint.testing, kind.suite)
+    named = getattr(target, "conformance_suite", None)
+    if named is None:
+        return suite
+    module, _, name = str(named).partition(":")
+    try:
+        own = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as cause:
+        raise PluginLoadError(
+            f"conformance_suite: {named!r} cannot be imported: {cause}"
+        ) from cause
+    if not (inspect.isclass(own) and issubclass(own, suite)):
+        raise PluginLoadError(
+            f"conformance_suite: expected the FQCN of a class that derives from "
+            f"hardpoint.testing.{kind.suite}, got {named!r}"
+        )
+    return own
+
+
+def options_of(suite: type[ConformanceSuite]) -> Mapping[str, Any]:
+    """Return the options that an author's suite gives, which its samples fit."""
+    return suite.options if isinstance(suite.options, Mapping) else {}
+
+
+def subject_of(suite: type) -> str:
+    """Return the attribute of a suite of the kit that names the class under test."""
+    ours = [c for c in suite.__mro__ if c.__module__.startswith("hardpoint.testing.")]
+    for cls in ours:
+        for name in inspect.get_annotations(cls):
+            if name not in vars(cls):
+                return name
+    raise TypeError(f"{suite.__qualname__} declares no attribute for its class under test")
+
+
+def make_suite(
+    kind: PluginKind, target: Any, name: str, options: Mapping[str, Any]
+) -> type[ConformanceSuite]:
+    """Return a test class for a component, whose arguments are drawn from their declared type.
+
+    What only an author can give skips the tests that use it, with a reason.
+
+    Args:
+        kind: the component's.
+        target: the component.
+        name: under which it is enabled.
+        options: as an operator sets them, with those of the author's suite.
+
+    Raises:
+        PluginLoadError: it names something else than a suite of its kind.
+    """
+    suite = suite_of(kind, target)
+    given: dict[str, Any] = {"__module__": MODULE, subject_of(suite): target}
+    if isinstance(suite.options, Mapping):
+        given["options"] = dict(options)
+    if suite.name is None:
+        given["name"] = name
+    declared = getattr(target, "Arguments", None)
+    if inspect.isclass(declared) and issubclass(declared, msgspec.Struct):
+        drawn = arguments_of(declared)
+        if drawn is not None and getattr(suite, "arguments", None) is None:
+            given["arguments"] = drawn
+    if hasattr(suite, "place_options"):
+        given |= _place(suite, target, options)
+    for missing in _missing(suite, kind, given):
+        given[missing] = _skipping(suite, missing)
+    return type("TestPlugin", (suite,), given)
+
+
+def _place(suite: Any, target: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes that give a store on files a folder of its own."""
+    kit = getattr(hardpoint.testing, "KVStoreSuite")  # noqa: B009 - it is imported on first use
+    fields = target.Options.__struct_fields__
+    if suite.place_options is not kit.place_options or "path" not in fields or "path" in options:
+        return {}
+
+    def place_options(_self: Any, folder: Path) -> Mapping[str, Any]:
+        return {"path": str(folder)}
+
+    return {"place_options": place_options}
+
+
+def _missing(suite: type, kind: PluginKind, given: Mapping[str, Any]) -> list[str]:
+    """Return the names of the samples that are not given."""
+    kit = getattr(hardpoint.testing, kind.suite)
+    declared = {
+        name
+        for cls in kit.__mro__
+        if cls.__module__.startswith("hardpoint.testing.")
+        for name in inspect.get_annotations(cls)
+    }
+    found = [name for name in sorted(declared - {"kind"}) if not hasattr(suite, name)]
+    found += [
+        name
+        for name in _SAMPLES.get(kind.suite, ())
+        if getattr(suite, name) is getattr(kit, name)  # an author's is another object
+    ]
+    return [name for name in found if name not in given]
+
+
+def _skipping(suite: type, missing: str) -> Any:
+    """Return the attribute, or method, that skips the test that uses it."""
+
+    def skip(self: Any, *_args: Any) -> Any:  # noqa: ARG001
+        pytest.skip(f"{NEEDS}`{missing}`: write a test, or name a suite ({GUIDE})")
+
+    return skip if callable(getattr(suite, missing, None)) else property(skip)

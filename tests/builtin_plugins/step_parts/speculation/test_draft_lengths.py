@@ -1,0 +1,61 @@
+"""How many drafts pay for their rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from hardpoint.builtin_plugins.step_parts.speculation.draft_planner import (
+    AcceptanceRate,
+    draft_lengths,
+)
+from hardpoint.plugins import StepCost
+
+COST = StepCost(step=10.0, single_query=0.1, draft=1.0, is_trained=True)
+
+
+def lengths(rate, cost=COST, requests=1, limit=8):
+    limits = {str(number): limit for number in range(requests)}
+    rates = dict.fromkeys(limits, rate)
+    return set(draft_lengths(limits, rates, cost, requests, context=0).values())
+
+
+@pytest.mark.parametrize("cost", [StepCost(), StepCost(step=10, is_trained=True)])
+def test_without_a_known_cost_there_are_as_many_as_allowed(cost):
+    assert lengths(0.1, cost) == {8}
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"), [(0.05, {0}), (0.3, {1}), (0.5, {2}), (0.9, {8}), (1.0, {8})]
+)
+def test_a_draft_is_verified_if_it_gives_more_tokens_in_less_time(rate, expected):
+    assert lengths(rate) == expected
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("requests", [1, 4, 32])
+def test_no_other_length_gives_more_tokens_per_second(rate, requests):
+    def pace(length):
+        tokens = requests * sum(rate**i for i in range(length + 1))
+        drafts = requests * length
+        return tokens / COST.milliseconds(single_queries=requests, drafts=drafts)
+
+    (found,) = lengths(rate, requests=requests)
+    assert pace(found) >= 0.97 * max(pace(length) for length in range(9))
+
+
+def test_many_requests_leave_no_time_for_drafts():
+    assert max(lengths(0.5, requests=64)) < max(lengths(0.5, requests=1))
+
+
+def test_the_rate_of_a_request_follows_its_drafts():
+    everyone, own = AcceptanceRate(memory=200.0), AcceptanceRate()
+    assert own.estimate(everyone) == 0.5
+    for _ in range(20):
+        everyone.add(4, 1)
+    assert 0.4 < own.estimate(everyone) < 0.6
+    for _ in range(20):
+        own.add(4, 4)
+    assert own.estimate(everyone) > 0.85
+    for _ in range(20):
+        own.add(4, 0)
+    assert own.estimate(everyone) < 0.3

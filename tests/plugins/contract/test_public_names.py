@@ -1,0 +1,167 @@
+"""The same door: built-ins and examples take only what every author may take."""
+
+import ast
+import gc
+import importlib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardpoint import plugins
+from hardpoint.host.registry.kinds import KINDS
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLIC = (
+    "hardpoint.plugins",
+    "hardpoint.plugins.cache_memory",
+    "hardpoint.plugins.commands",
+    "hardpoint.plugins.component",
+    "hardpoint.plugins.config",
+    "hardpoint.plugins.config_tables",
+    "hardpoint.plugins.device",
+    "hardpoint.plugins.executor",
+    "hardpoint.plugins.exponential_race",
+    "hardpoint.plugins.grammars",
+    "hardpoint.plugins.kv_cache",
+    "hardpoint.plugins.kv_connector",
+    "hardpoint.plugins.kv_store",
+    "hardpoint.plugins.model",
+    "hardpoint.plugins.output_parser",
+    "hardpoint.plugins.parallel",
+    "hardpoint.plugins.params",
+    "hardpoint.plugins.process",
+    "hardpoint.plugins.quantization",
+    "hardpoint.plugins.request_options",
+    "hardpoint.plugins.requests",
+    "hardpoint.plugins.sampling",
+    "hardpoint.plugins.scheduling",
+    "hardpoint.plugins.server",
+    "hardpoint.plugins.step_part",
+    "hardpoint.plugins.worker_half",
+    "hardpoint.plugins.structured",
+    "hardpoint.plugins.text",
+    "hardpoint.errors",
+    "hardpoint.typed",
+    "hardpoint.toolkit.bitmasks",
+    "hardpoint.toolkit.branches",
+    "hardpoint.toolkit.curve_keys",
+    "hardpoint.toolkit.delta_rule",
+    "hardpoint.toolkit.encoder_cache",
+    "hardpoint.toolkit.folders",
+    "hardpoint.toolkit.hf_config",
+    "hardpoint.toolkit.http_heads",
+    "hardpoint.toolkit.kv_codes",
+    "hardpoint.toolkit.layers",
+    "hardpoint.toolkit.limited",
+    "hardpoint.toolkit.parsing.format_parser",
+    "hardpoint.toolkit.parsing.json_text",
+    "hardpoint.toolkit.parsing.python_literals",
+    "hardpoint.toolkit.ray_cluster",
+    "hardpoint.toolkit.trace",
+    "hardpoint.toolkit.workers.calls",
+    "hardpoint.toolkit.workers.joining",
+)
+FOR_AUTHORS = ("hardpoint.plugins", "hardpoint.errors", "hardpoint.typed", "hardpoint.toolkit")
+MOST_NAMES = 152
+AUTHORS = [*(ROOT / "builtin_plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+CALLERS = (
+    "api",
+    "boundary",
+    "builtin_plugins",
+    "core",
+    "features",
+    "plugins",
+    "registry",
+    "toolkit",
+    "typed",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_collections():
+    """Collect no garbage: syntax trees are many objects, and none of them is in a cycle."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@cache
+def taken(path: Path) -> frozenset[tuple[str, str]]:
+    """Return module and name of what a file takes from the modules for authors."""
+    return frozenset(_taken(path))
+
+
+def _taken(path: Path) -> Iterator[tuple[str, str]]:
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    whole = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                assert not alias.name.startswith(FOR_AUTHORS), f"{path}: {alias.name}"
+        elif isinstance(node, ast.ImportFrom) and node.module == "hardpoint":
+            whole |= {a.asname or a.name for a in node.names if a.name == "plugins"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(FOR_AUTHORS):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+    for node in nodes if whole else ():
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in whole:
+            yield "hardpoint.plugins", node.attr
+
+
+@pytest.mark.parametrize("path", AUTHORS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_authors_take_public_names_only(path):
+    for module, name in sorted(taken(path)):
+        assert module in PUBLIC, f"{module}.{name}"
+        assert name in importlib.import_module(module).__all__, f"{module}.{name}"
+
+
+def test_built_ins_and_examples_are_looked_at():
+    names = {name for path in AUTHORS for _, name in taken(path)}
+    assert {"LogitsProcessor", "Scheduler", "SchedulingPolicy", "Command"} <= names
+
+
+def test_the_list_stays_short_and_every_name_exists():
+    assert len(plugins.__all__) == len(set(plugins.__all__)) <= MOST_NAMES
+    assert all(hasattr(plugins, name) for name in plugins.__all__)
+
+
+def test_every_interface_and_its_context_are_public():
+    for kind in KINDS.values():
+        for form in kind.forms or ([kind.interface] if kind.interface else []):
+            assert form.__name__ in plugins.__all__
+            context = next(
+                base.__annotations__["context"]
+                for base in form.__mro__
+                if "context" in vars(base).get("__annotations__", {})
+            )
+            assert context in plugins.__all__
+
+
+def accessed(names: set[str]) -> set[str]:
+    """Return which of these names are attributes that the engine reads."""
+    found: set[str] = set()
+    for path in (path for folder in CALLERS for path in (ROOT / folder).rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        if any(f".{name}" in source for name in names - found):
+            nodes = ast.walk(ast.parse(source))
+            found |= names & {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return found
+
+
+def test_every_abstract_member_is_used_by_the_engine():
+    """Members that no code calls must not be required of an author."""
+    members = {
+        (form.__name__, member)
+        for kind in KINDS.values()
+        for form in kind.forms or ([kind.interface] if kind.interface else [])
+        for member in form.__abstractmethods__
+    }
+    used = accessed({member for _, member in members})
+    assert [f"{form}.{member}" for form, member in members if member not in used] == []
+
+
+def test_rows_take_the_types_of_arguments_and_states_or_only_the_first():
+    assert plugins.Rows[int] == plugins.Rows[int, Any]
+    assert plugins.Rows[int, str] != plugins.Rows[int]

@@ -29,25 +29,12 @@ MODEL_FOLDERS = (
     "builtin_plugins/models",
     "builtin_plugins/attention",
     "builtin_plugins/ops",
-    "plugins/toolkit/layers",
+    "toolkit/layers",
     "host/boundary/checked_attention",
     "host/boundary/layers/groups",
     "kernels",
 )
 DEAREST = 12
-FOLDERS = {
-    "boundary",
-    "builtin_plugins",
-    "core",
-    "features",
-    "kernels",
-    "plugins",
-    "registry",
-    "system",
-    "testing",
-    "toolkit",
-    "typed",
-}
 
 
 def main() -> None:
@@ -104,7 +91,7 @@ def count_calls(run: Any) -> Calls:
 
 
 def relative(filename: str) -> str | None:
-    """Return a file's path as in the checkout, None for files of others."""
+    """Return the path of a file of the package in it, of the checkout's in that, else None."""
     if filename == __file__:
         return None
     path = Path(filename)
@@ -113,11 +100,7 @@ def relative(filename: str) -> str | None:
         return None
     for root in (PACKAGE, CHECKOUT):
         if resolved.is_relative_to(root):
-            inside = resolved.relative_to(root)
-            top = inside.parts[0]
-            if root == PACKAGE and top not in FOLDERS:
-                return f"api/{inside}"
-            return str(inside)
+            return str(resolved.relative_to(root))
     return None
 
 

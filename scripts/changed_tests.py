@@ -23,6 +23,7 @@ import argparse
 import ast
 import gc
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -157,12 +158,12 @@ def reaching(modules: set[str]) -> set[str]:
 @cache
 def files() -> dict[str, Path]:
     """Return the files of the package's and the tests' modules by their dotted names."""
-    folders = PROJECT["tool"]["setuptools"]["package-dir"]
     found = {}
-    for package, folder in {**folders, "": "tests"}.items():
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
-            found[".".join(parts).strip(".").removesuffix(".__init__")] = path
+    for root in (ROOT / "src", TESTS):
+        for folder, _, names in os.walk(root, followlinks=True):
+            for path in (Path(folder, name) for name in sorted(names) if name.endswith(".py")):
+                module = ".".join(path.relative_to(root).with_suffix("").parts)
+                found[module.removesuffix(".__init__")] = path.resolve()
     return found
 
 

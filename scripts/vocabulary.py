@@ -20,53 +20,9 @@ from pathlib import Path
 from syntax import literals, statements, without_literals
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKED = (
-    "api",
-    "bench",
-    "boundary",
-    "plugins",
-    "registry",
-    "ray_serve",
-    "replicas",
-    "simulation",
-    "testing",
-    "core",
-    "features",
-    "journal",
-    "live",
-    "system",
-    "toolkit",
-    "typed",
-    "builtin_plugins",
-    "examples",
-    "benchmarks",
-    "docs",
-    "README.md",
-)
-
-CHECKED_STYLE = (
-    "api",
-    "bench",
-    "benchmarks",
-    "boundary",
-    "builtin_plugins",
-    "core",
-    "examples",
-    "features",
-    "journal",
-    "live",
-    "kernels",
-    "plugins",
-    "registry",
-    "ray_serve",
-    "replicas",
-    "simulation",
-    "system",
-    "testing",
-    "tests",
-    "toolkit",
-    "typed",
-)
+PACKAGE = ("src", "core", "host", "plugins", "builtin_plugins", "deployment")
+CHECKED = (*PACKAGE, "examples", "benchmarks", "docs", "README.md")
+CHECKED_STYLE = (*PACKAGE, "benchmarks", "examples", "kernels", "tests")
 """Folders and files that keep STYLE, STYLE_OPENINGS and STYLE_NAMES, too.
 
 A folder joins once it is clean: docstrings that name things, and code that does not speak.

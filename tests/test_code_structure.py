@@ -18,7 +18,7 @@ import pytest
 import vulture
 from support.processes import ROOT
 from support.source_tree import (
-    FOLDERS,
+    PACKAGE,
     defining_module,
     imported_names,
     importers,
@@ -83,8 +83,8 @@ SMALL_MODULES = {
     "hardpoint.builtin_plugins.commands.simulation.page": "HTML, beside tables of text",
     "hardpoint.simulation.device": "what stands for workers, beside the loop of an engine",
     "hardpoint.core.worker.spans": "positions alone, beside arrays by row",
-    "hardpoint.builtin_plugins.step_parts.encoders.worker_half": "what workers run of a part with three halves",
-    "hardpoint.builtin_plugins.step_parts.prompt_embeddings.worker_half": "imports torch; the part does not",
+    "hardpoint.builtin_plugins.step_parts.encoders.worker_half": "one of three halves",
+    "hardpoint.builtin_plugins.step_parts.prompt_embeddings.worker_half": "imports torch",
     "hardpoint.builtin_plugins.server.dialects.embedded_prompts": "tensors in bodies, from anyone",
 }
 """Small modules with one importer that are a concept of their own, and why."""
@@ -92,6 +92,9 @@ SMALL_MODULES = {
 LOOKED_UP = {"Arguments", "Options", "Prepared", "State"}
 """Classes of a component that the contract finds by these names, as its attributes."""
 
+_FOR_CALLERS = tuple(
+    f"hardpoint.{name}" for name in ("bench", "plugins", "simulation", "toolkit", "typed")
+)
 _SERVER = ("hardpoint.builtin_plugins.server.", "hardpoint.builtin_plugins.typed_answers.")
 
 UNUSED = ROOT / "tests" / "unused_code.toml"
@@ -231,7 +234,7 @@ def modules_of_the_engine() -> list[str]:
 
 def starting_points() -> set[str]:
     """Return the modules that users, configurations and processes begin with."""
-    api = (name for name, path in modules().items() if path.is_relative_to(ROOT / "api"))
+    api = (name for name, path in modules().items() if path.is_relative_to(PACKAGE))
     named = {module for module, _ in references()} | {
         target.partition(":")[0] for group in entry_point_groups() for target in group.values()
     }
@@ -261,12 +264,10 @@ def unused_code() -> dict[str, dict[str, str]]:
     search = vulture.Vulture()
     found = {}
     # Nothing is scanned twice: the kit is added to the folders before it.
-    for title, folders in (
-        ("without the kit", FOLDERS.keys() - {"testing"}),
-        ("package", {"testing"}),
-    ):
+    kit = {path for name, path in modules().items() if name.startswith("hardpoint.testing")}
+    for title, paths in (("without the kit", {*modules().values()} - kit), ("package", kit)):
         with without_collections():
-            search.scavenge([str(ROOT / folder) for folder in folders])
+            search.scavenge(sorted(map(str, paths)))
         found[title] = {
             item.name: f"{item.filename}:{item.first_lineno}"
             for item in search.get_unused_code()
@@ -288,12 +289,11 @@ def references() -> set[tuple[str, str]]:
 
 
 def public_names() -> set[str]:
-    """Return the names that api/, plugins/contract/ and their libraries define for authors and callers."""
+    """Return the names that the API, the contract and their libraries define."""
     return {
         name
         for module, path in modules().items()
-        if path.relative_to(ROOT).parts[0]
-        in ("api", "bench", "plugins", "simulation", "toolkit", "typed")
+        if path.is_relative_to(PACKAGE) or module.startswith(_FOR_CALLERS)
         for node in nodes(path)
         for name in defined(node)
         if not name.startswith("_")
@@ -343,7 +343,7 @@ def test_each_abstract_member_is_used():
     outside = [
         node
         for module, path in modules().items()
-        if not path.is_relative_to(ROOT / "plugins") and not path.is_relative_to(ROOT / "testing")
+        if not module.startswith(("hardpoint.plugins", "hardpoint.testing"))
         for node in nodes(path)
     ]
     used = {
@@ -355,8 +355,8 @@ def test_each_abstract_member_is_used():
 
 
 def abstract_members() -> Iterator[tuple[str, str]]:
-    """Yield class and name of each abstract member of plugins/contract/."""
-    for path in sorted((ROOT / "plugins").rglob("*.py")):
+    """Yield class and name of each abstract member of the contract."""
+    for path in sorted((ROOT / "plugins" / "contract").rglob("*.py")):
         for cls in nodes(path):
             for member in cls.body if isinstance(cls, ast.ClassDef) else ():
                 if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and any(

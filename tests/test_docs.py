@@ -14,13 +14,13 @@ import pytest
 from support.processes import ROOT, run
 from support.selection import ALWAYS_RUN, changed_pages
 from support.source_tree import (
-    FOLDERS,
     class_nodes,
     classes,
     defined_names,
     functions,
     modules,
     nodes,
+    top_level_folders,
 )
 
 from hardpoint.host.registry.kinds import KINDS
@@ -220,7 +220,7 @@ def test_each_term_of_the_glossary_lives_in_a_module_or_a_class():
     assert [term for term, meaning, _ in rows if meaning.count(". ") > 1] == []
 
 
-PATH = re.compile(rf"\b(?:{'|'.join(FOLDERS)})/[\w/]*(?:\.py)?")
+PATH = re.compile(rf"(?<![\w/])(?:{'|'.join(top_level_folders())})/[\w/]*(?:\.py)?")
 CLASS = re.compile(r"(?<![\w\"/.])([A-Z][a-z]\w*[A-Z]\w*)(?:\.(\w+))?")
 CONSTANT = re.compile(r"\b[A-Z]{4,}[A-Z_]*\b")
 ZMQ_SOCKETS = {"ROUTER", "DEALER", "PUSH", "PULL"}

@@ -15,30 +15,10 @@ from pathlib import Path
 import pytest
 from support.once import once
 from support.processes import ROOT
+from support.source_tree import PACKAGE, top_level_folders
 
 import hardpoint
 from hardpoint.kernels.cpu import PATHS
-
-FOLDERS = {
-    "api": "hardpoint",
-    "plugins": "hardpoint/plugins",
-    "registry": "hardpoint/host/registry",
-    "ray_serve": "hardpoint/ray_serve",
-    "replicas": "hardpoint/replicas",
-    "bench": "hardpoint/bench",
-    "simulation": "hardpoint/simulation",
-    "journal": "hardpoint/journal",
-    "testing": "hardpoint/testing",
-    "core": "hardpoint/core",
-    "kernels": "hardpoint/kernels",
-    "boundary": "hardpoint/host/boundary",
-    "features": "hardpoint/builtin_plugins/step_parts",
-    "live": "hardpoint/host/live",
-    "system": "hardpoint/host/system",
-    "toolkit": "hardpoint/toolkit",
-    "typed": "hardpoint/typed",
-    "builtin_plugins": "hardpoint/builtin_plugins",
-}
 
 COMPILER = ROOT / "scripts" / "cached-compiler"
 CACHED = {**os.environ, "CC": f"{COMPILER} cc", "CXX": f"{COMPILER} c++"}
@@ -54,10 +34,12 @@ def wheel(tmp_path_factory) -> Path:
 def copy_source(source: Path) -> None:
     """Copy the package and its build files, because nothing is written into the checkout."""
     source.mkdir()
-    for name in (*FOLDERS, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    tops = {Path(folder).parts[0] for folder in top_level_folders()}
+    for name in (*tops, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         place = ROOT / name
         if place.is_dir():
-            shutil.copytree(place, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(place, source / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(place, source)
 
@@ -101,15 +83,16 @@ def run(folder: Path, *arguments: str, cwd: Path | None = None) -> subprocess.Co
 
 
 def test_the_wheel_holds_every_source_file_and_no_other(wheel):
-    expected = {"hardpoint/py.typed"}
-    for folder, package in FOLDERS.items():
-        for path in (ROOT / folder).rglob("*.py"):
-            expected.add(f"{package}/{path.relative_to(ROOT / folder)}")
+    expected = {"hardpoint/py.typed"} | {
+        str(path.relative_to(PACKAGE.parent))
+        for folder in (PACKAGE, *(path for path in PACKAGE.iterdir() if path.is_symlink()))
+        for path in folder.rglob("*.py")
+    }
     page, templates = "builtin_plugins/server/page", "builtin_plugins/scaffold/templates"
-    for data in (page, templates, "plugins/testing/scripted_model"):
+    for data in (page, templates, "testing/scripted_model"):
         expected |= {
-            f"hardpoint/{path.relative_to(ROOT)}"
-            for path in (ROOT / data).rglob("*")
+            str(path.relative_to(PACKAGE.parent))
+            for path in (PACKAGE / data).rglob("*")
             if path.is_file()
         }
     paths = PATHS if platform.machine() == "x86_64" else ["plain"]
@@ -190,16 +173,10 @@ for wrong in ({"scheduler": {"policy": "priority"}}, {"model": "smollm2", "load"
     assert "no loader recognises 'smollm2'" in gguf
 
 
-@pytest.mark.nightly
-def test_links_for_editors_show_every_module(tmp_path):
-    source = tmp_path / "source"
-    copy_source(source)
-    (source / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "links", source / "scripts")
-    subprocess.run([source / "scripts" / "links"], check=True, env=CACHED)
-    for folder, package in FOLDERS.items():
-        for path in (ROOT / folder).rglob("*.py"):
-            assert (source / ".links" / package / path.relative_to(ROOT / folder)).exists()
+def test_the_checkout_is_a_package_by_its_path_alone():
+    code = "import inspect, hardpoint.plugins as p; print(inspect.getsourcefile(p.Scheduler))"
+    done = run(PACKAGE.parent, "-c", code, cwd=ROOT)
+    assert done.stdout.startswith(f"{PACKAGE}/plugins/"), done.stderr
 
 
 def test_a_completing_shell_shows_what_is_imported_on_use(installed):

@@ -17,14 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hardpoint import plugins
 
-from .source_tree import FOLDERS
-
 DEVICE = torch.device("cuda", 0)
 _INSTALLED = Path(plugins.__file__).resolve().parents[1]
 _SOURCES = [
     Path(__file__).resolve().parents[1],
-    *(_INSTALLED / folder for folder in FOLDERS if folder not in ("api", "testing")),
-    _INSTALLED / "kernels",
+    *(path for path in sorted(_INSTALLED.iterdir()) if path.is_dir() and path.name != "testing"),
 ]
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _HERE = Path(__file__).resolve()

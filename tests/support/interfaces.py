@@ -6,8 +6,9 @@ writes `tests/compatibility/interfaces.json`: for each kind, the interface of ea
 contract; and the classes of the data that their methods take, return and find in contexts, with
 the kinds and numbers that use each. The record of a number only grows. A change that may break a
 plugin needs a new number in `host/registry/kinds.py`, and an adapter for the old one in
-`host/registry/adapters/`. `--compatible` records a change of a kind that breaks nothing, such as a type
-that is written differently. A change without a line in CHANGELOG.md under its kind is not recorded.
+`host/registry/adapters/`. `--compatible` records a change of a kind that breaks nothing, such as
+a type that is written differently. A change without a line in CHANGELOG.md under its kind is not
+recorded.
 """
 
 from __future__ import annotations

@@ -45,14 +45,14 @@ _NIGHTLY = (
     "tests/process/test_live_changes_in_processes.py::test_random_*[[]two engines-*]",
     "tests/builtin_plugins/test_sampler.py::TestDistribution::test_a_big_vocabulary_*[[]torch]",
     # Of the places and ways that are much alike, one or two always run.
-    "tests/deployment/journal/test_replayed_schedules.py::test_engines_of_each_kind[[]own process-stores]",
-    "tests/deployment/journal/test_replayed_schedules.py::test_engines_of_each_kind[[]in process-tensor 2]",
+    "tests/deployment/journal/test_replayed_schedules.py::test_engines_of_*[[]own process-stores]",
+    "tests/deployment/journal/test_replayed_schedules.py::test_engines_of_*[[]in process-tensor 2]",
     "tests/deployment/journal/test_replayed_schedules.py::test_random_schedules[[]range([123]0, *",
     "tests/process/test_plugins_and_processes.py::test_a_copy_that_*[[]scheduler-*_requests]",
     "tests/process/test_plugins_and_processes.py::test_a_copy_that_*[[]scheduler-add_request]",
     "tests/process/test_plugins_and_processes.py::test_a_copy_that_*[[]scheduler-update]",
     "tests/process/test_plugins_and_processes.py::test_a_copy_that_*[[]executor-sample_tokens]",
-    "tests/deployment/replicas/test_joining_engines.py::test_garbage_ends_its_engine_alone[[]frames[1234]]",
+    "tests/deployment/replicas/test_joining_engines.py::test_garbage_ends_*[[]frames[1234]]",
     "tests/test_equality_real.py::test_fp32_tokens_do_not_depend_*[[]whole prompts]",
     "tests/builtin_plugins/step_parts/adapters/test_adapter_scale.py::test_scales_share_*[[]process]",
     "tests/test_equality_real.py::test_drafts_change_no_fp32_token[[]alone]",
@@ -166,7 +166,7 @@ _NIGHTLY = (
     "tests/plugins/toolkit/test_branches.py::test_an_abort_ends_all_branches[[]False]",
     # API, journals, simulation and replicas.
     "tests/deployment/journal/test_replayed_schedules.py::test_random_schedules[[]range(40, *",
-    "tests/deployment/journal/test_replayed_schedules.py::test_engines_of_each_kind[[]in process-stores]",
+    "tests/deployment/journal/test_replayed_schedules.py::test_engines_of_*[[]in process-stores]",
     "tests/deployment/simulation/test_fleet.py::Test*::test_*[[]two_choices]",
     # core and boundary: of formats, schedules and faults that are much alike, some always run.
     "tests/core/worker/test_equality_*.py::test_batched_equals_alone[[]None-[!d]*",

@@ -5,48 +5,34 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from .processes import ROOT
 
-FOLDERS = {
-    "api": "hardpoint",
-    "bench": "hardpoint.bench",
-    "boundary": "hardpoint.host.boundary",
-    "core": "hardpoint.core",
-    "plugins": "hardpoint.plugins",
-    "builtin_plugins": "hardpoint.builtin_plugins",
-    "features": "hardpoint.builtin_plugins.step_parts",
-    "live": "hardpoint.host.live",
-    "registry": "hardpoint.host.registry",
-    "ray_serve": "hardpoint.ray_serve",
-    "replicas": "hardpoint.replicas",
-    "simulation": "hardpoint.simulation",
-    "journal": "hardpoint.journal",
-    "system": "hardpoint.host.system",
-    "testing": "hardpoint.testing",
-    "toolkit": "hardpoint.toolkit",
-    "typed": "hardpoint.typed",
-}
-"""Top-level folders, and the packages that they hold."""
+PACKAGE = ROOT / "src" / "hardpoint"
+"""The package: modules of its own, and links to the folders that hold the others."""
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Return the file of each module by its dotted name."""
-    return {
-        module_name(path): path
-        for folder in FOLDERS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-    }
+    """Return the file of each module by its dotted name, without the kernels."""
+    found = {}
+    for folder, folders, files in os.walk(PACKAGE, followlinks=True):
+        folders[:] = sorted({*folders} - {"__pycache__", "kernels"})
+        for file in sorted(name for name in files if name.endswith(".py")):
+            path = Path(folder, file)
+            name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path.resolve()
+    return found
 
 
-def module_name(path: Path) -> str:
-    """Return the dotted name of a source file."""
-    folder, *rest = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join([FOLDERS[folder], *rest]).removesuffix(".__init__")
+def top_level_folders() -> list[str]:
+    """Return the paths of the folders that make up the package, relative to the root."""
+    folders = {path.resolve() for path in PACKAGE.iterdir() if path.is_symlink()}
+    return sorted(str(path.relative_to(ROOT)) for path in (PACKAGE, *folders))
 
 
 @contextlib.contextmanager

@@ -122,7 +122,10 @@ def test_hardpoint_found_by_a_path_set_at_run_time(tmp_path):
 
 def link_package(package: Path) -> None:
     """Make the package `hardpoint` of this checkout at a path, as links."""
-    for source, target in ((ROOT / "api", package), (ROOT / "core", package / "core")):
+    for source, target in (
+        (ROOT / "src" / "hardpoint", package),
+        (ROOT / "core", package / "core"),
+    ):
         target.mkdir(parents=True)
         for entry in source.iterdir():
             if entry.name != "engine_process":

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes import ROOT
+from support.source_tree import modules
 
 from hardpoint import plugins
 from hardpoint.host.registry.kinds import KINDS
 
-ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = (
     "hardpoint.plugins",
     "hardpoint.plugins.cache_memory",
@@ -67,17 +68,8 @@ PUBLIC = (
 FOR_AUTHORS = ("hardpoint.plugins", "hardpoint.errors", "hardpoint.typed", "hardpoint.toolkit")
 MOST_NAMES = 152
 AUTHORS = [*(ROOT / "builtin_plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
-CALLERS = (
-    "api",
-    "boundary",
-    "builtin_plugins",
-    "core",
-    "features",
-    "plugins",
-    "registry",
-    "toolkit",
-    "typed",
-)
+NOT_CALLERS = ("hardpoint.testing", "hardpoint.simulation", "hardpoint.replicas", "hardpoint.bench")
+"""What does not count as use by the engine."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,7 +134,7 @@ def test_every_interface_and_its_context_are_public():
 def accessed(names: set[str]) -> set[str]:
     """Return which of these names are attributes that the engine reads."""
     found: set[str] = set()
-    for path in (path for folder in CALLERS for path in (ROOT / folder).rglob("*.py")):
+    for path in (path for name, path in modules().items() if not name.startswith(NOT_CALLERS)):
         source = path.read_text(encoding="utf-8")
         if any(f".{name}" in source for name in names - found):
             nodes = ast.walk(ast.parse(source))

@@ -448,7 +448,8 @@ class TestDummy(WeightLoaderSuite):
     ],
 )
 def test_every_builtin_has_a_suite(kind, attribute):
-    # Models that give vectors are compared in tests/builtin_plugins/step_parts/pooling; a loader yields no weights.
+    # Models that give vectors are compared in tests/builtin_plugins/step_parts/pooling; a loader
+    # yields no weights.
     assert_tests_builtins(
         kind,
         attribute,

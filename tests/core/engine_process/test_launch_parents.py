@@ -122,16 +122,13 @@ def test_hardpoint_found_by_a_path_set_at_run_time(tmp_path):
 
 def link_package(package: Path) -> None:
     """Make the package `hardpoint` of this checkout at a path, as links."""
-    for source, target in (
-        (ROOT / "src" / "hardpoint", package),
-        (ROOT / "core", package / "core"),
-    ):
+    source = ROOT / "src" / "hardpoint"
+    for folder, without in ((source, "core"), (ROOT / "core", "engine_process")):
+        target = package if without == "core" else package / "core"
         target.mkdir(parents=True)
-        for entry in source.iterdir():
-            if entry.name != "engine_process":
-                (target / entry.name).symlink_to(entry)
-    for folder in ("boundary", "plugins", "registry", "system", "toolkit", "typed"):
-        (package / folder).symlink_to(ROOT / folder)
+        for entry in folder.iterdir():
+            if entry.name != without:
+                (target / entry.name).symlink_to(entry.resolve())
     (package / "core" / "engine_process").mkdir()
     for entry in (ROOT / "core" / "engine_process").iterdir():
         if entry.name != "run.py":

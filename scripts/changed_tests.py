@@ -75,7 +75,6 @@ WHOLE = (
 SOURCE = (
     "tests/test_code_structure.py",
     "tests/test_contracts.py",
-    "tests/test_core_distribution.py",
 )
 """Tests that read the source of all modules."""
 REACH = 2

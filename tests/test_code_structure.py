@@ -48,7 +48,7 @@ SMALL_MODULES = {
     "hardpoint.builtin_plugins.response_stores.memory": "one store of two; SQLite has a module",
     "hardpoint.builtin_plugins.server.access.tls": "ssl and its errors, before a model loads",
     "hardpoint.completion": "argcomplete, which nothing but a shell's request imports",
-    "hardpoint.progress_bars": "rich, which only terminals need, and hardpoint-core lacks",
+    "hardpoint.progress_bars": "rich, which only terminals need",
     "hardpoint.host.boundary.hang_watch": "an algorithm with tests of its own",
     "hardpoint.toolkit.trace.table": "one view of two; the page has a module",
     "hardpoint.core.worker.sampling.processor_changes": "the worker's end of live changes",

@@ -26,7 +26,7 @@ from hardpoint.plugins import ConfigError
 from hardpoint.plugins.kv_store import BlockBuffer
 
 _MAGIC = b"HARDPTKV"
-_VERSION = 1 + checksums.VARIANT
+_VERSION = 1
 _CHECKSUM = struct.Struct("<Q")  # of all that follows
 _HEADER = struct.Struct("<8sIIQ32sQ")
 _MAC = slice(_CHECKSUM.size + _HEADER.size, _CHECKSUM.size + _HEADER.size + 32)

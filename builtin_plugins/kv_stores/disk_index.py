@@ -27,12 +27,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hardpoint.builtin_plugins import checksums
-
 from .disk_files import DamagedError
 
 _MAGIC = b"HPKVIDX\0"
-_VERSION = 1 + checksums.VARIANT
+_VERSION = 1
 _HEADER = struct.Struct("<8sIIQ")  # magic, version, unused, bytes of a block
 _TABLE, _SLOTS, _SEQUENCE, _USED = 3, 4, 5, 6  # their places in the header, in items of 8 bytes
 _HEADER_ITEMS = 512

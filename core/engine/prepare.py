@@ -12,7 +12,6 @@ from hardpoint import typed
 from hardpoint.core.weights.updated_weights import UpdatedWeights
 from hardpoint.core.weights.worker_spec import ONLY_ENGINE, EnginePlace, WorkerSpec
 from hardpoint.errors import PluginConflictError, PluginFaultError, shown
-from hardpoint.host.registry.discovery import advise, left_out_names
 from hardpoint.host.registry.loading import keeping_torch
 from hardpoint.host.registry.model_files import find_files, unreadable, with_recommended
 from hardpoint.host.registry.plugin_set import PluginSet
@@ -134,12 +133,7 @@ def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> 
     if use != "auto":
         entry = plugins.get("loaders", use, PluginConflictError)
         return plugins.create(entry, LoaderContext, files=files)
-    absent = left_out_names("loaders")
-    raise unreadable(
-        files,
-        [entry.name for entry in entries],
-        advise(f"loader {' or '.join(absent)}") if absent else "",
-    )
+    raise unreadable(files, [entry.name for entry in entries])
 
 
 def prepare_worker(

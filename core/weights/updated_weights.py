@@ -215,7 +215,7 @@ def _opened(file: Path) -> Iterator[Any]:
     Raises:
         ModelError: it is missing or broken.
     """
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - hardpoint-core lacks it
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only updates of weights use it
 
     try:
         if not file.is_file():
@@ -241,7 +241,7 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         OSError: there is no room for it.
         SafetensorError: the same.
     """
-    from safetensors.torch import save_file  # noqa: PLC0415 - hardpoint-core lacks it
+    from safetensors.torch import save_file  # noqa: PLC0415 - only updates of weights use it
 
     # The library refuses tensors that share memory, as a head and its table do.
     alone = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

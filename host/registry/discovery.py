@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Any
 
 import importlib_metadata
 
-from hardpoint.errors import HardpointError, PluginConflictError
+from hardpoint.errors import HardpointError
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import EngineConfig
@@ -18,13 +17,7 @@ from hardpoint.plugins.config import EngineConfig
 from .kinds import KINDS, Number, PluginKind, value_at
 
 DISTRIBUTION = "hardpoint"
-CORE_DISTRIBUTION = "hardpoint-core"
-"""The distribution of the same package with fewer requirements, in the place of the other."""
-
-_DISTRIBUTIONS = (DISTRIBUTION, CORE_DISTRIBUTION)
 _PREFIX = "hardpoint."
-_LEFT_OUT = "hardpoint_left_out."
-"""Prefix of the groups in which `scripts/build-core` lists what only the other one has."""
 NAME = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060\ufeff]{1,100}")
 NAMES = "1 to 100 printable characters without blanks"
 """The names that tables, requests and messages can have."""
@@ -41,7 +34,7 @@ def is_third_party(plugin: Source | PluginEntry) -> bool:
     message of a dead engine names the requests that used such logits processors; and only a
     scheduler of Hardpoint is known to leave priorities to the policy.
     """
-    return plugin.distribution not in _DISTRIBUTIONS
+    return plugin.distribution != DISTRIBUTION
 
 
 @dataclass(frozen=True, order=True)
@@ -71,7 +64,7 @@ class InstalledPlugin:
     @property
     def builtin(self) -> bool:
         """Whether it comes with Hardpoint itself."""
-        return self.distribution in _DISTRIBUTIONS
+        return self.distribution == DISTRIBUTION
 
     @property
     def known_kind(self) -> bool:
@@ -120,46 +113,7 @@ def discover(foreign_groups: Sequence[str] = ()) -> list[InstalledPlugin]:
         for point in points
         if point.group.startswith(_PREFIX) or point.group in foreign_groups
     }
-    if {f.distribution for f in found}.issuperset(_DISTRIBUTIONS):
-        raise PluginConflictError(
-            f"{' and '.join(_DISTRIBUTIONS)} are installed both, and have the same files: "
-            f"pip uninstall {' '.join(_DISTRIBUTIONS)}, then pip install one of them"
-        )
     return sorted(found, key=lambda f: (not f.builtin, f))
-
-
-def is_left_out(kind: str, name: str) -> bool:
-    """Return whether the installed distribution lacks a component that `hardpoint` has."""
-    return name in {point.name for point in _left_out(kind)}
-
-
-def left_out_names(kind: str) -> list[str]:
-    """Return the components of a kind that only `hardpoint` has, where another is installed."""
-    return sorted(point.name for point in _left_out(kind))
-
-
-def _left_out(kind: str) -> importlib_metadata.EntryPoints:
-    return importlib_metadata.entry_points(group=_LEFT_OUT + kind)
-
-
-def may_lack(module: str) -> bool:
-    """Return whether a module may be one of Hardpoint's that the installed distribution lacks."""
-    return module.startswith(_PREFIX) and any(
-        point.group.startswith(_LEFT_OUT) for point in importlib_metadata.entry_points()
-    )
-
-
-def advise(what: str) -> str:
-    """Return where to get what the installed distribution lacks."""
-    return (
-        f"{CORE_DISTRIBUTION} has no {what}; to have it, pip uninstall {CORE_DISTRIBUTION} and "
-        f"pip install {DISTRIBUTION}"
-    )
-
-
-def advice(kind: str, name: str) -> str:
-    """Return, as the end of a message, where to get a component that is left out, else nothing."""
-    return f"; {advise(f'{kind}/{name}')}" if is_left_out(kind, name) else ""
 
 
 def describe_unknown_kind(kind: str) -> str:
@@ -169,9 +123,7 @@ def describe_unknown_kind(kind: str) -> str:
 
 def installed_version() -> str:
     """Return the installed version of Hardpoint."""
-    with contextlib.suppress(importlib_metadata.PackageNotFoundError):
-        return importlib_metadata.version(DISTRIBUTION)
-    return importlib_metadata.version(CORE_DISTRIBUTION)
+    return importlib_metadata.version(DISTRIBUTION)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from hardpoint.plugins.text.arguments import ComponentWithArguments
 from .adapters.vllm_interface import lacks_vllm, stand_ins
 from .adapters.vllm_other_classes import advise_on_vllm
 from .blame import faults_as
-from .discovery import advise, may_lack
 from .kinds import KINDS, PluginKind
 from .request_arguments import check_arguments
 
@@ -112,8 +111,7 @@ def import_object(source: Source) -> Any:
                 with stand_ins():
                     return _attribute(source, importlib.import_module(module_name))
             if cause.name and f"{module_name}.".startswith(f"{cause.name}."):
-                lacking = f"; {advise(cause.name)}" if may_lack(cause.name) else ""
-                missing = f"{source}: there is no module {cause.name!r}{lacking}"
+                missing = f"{source}: there is no module {cause.name!r}"
                 raise PluginNotFoundError(missing) from cause
             raise
     return _attribute(source, target)

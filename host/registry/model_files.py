@@ -124,30 +124,21 @@ def with_recommended(config: ModelConfig, files: ModelFiles) -> ModelConfig:
     return replace(config, default_sampling=alias.sampling)
 
 
-def unreadable(files: ModelFiles, loaders: Sequence[str], advice: str = "") -> ModelError:
+def unreadable(files: ModelFiles, loaders: Sequence[str]) -> ModelError:
     """Return the error for files that none of the loaders recognises.
 
     Args:
         files: files of the model.
         loaders: their names.
-        advice: where to get others, which the installed distribution lacks.
     """
     path = files.path
     try:
-        if advice and _has_weights(path):
-            return ModelError(f"model: no loader recognises {files.name!r}: {advice}")
         why = _about_directory(path) if path.is_dir() else _about_file(path)
     except OSError as cause:
         why = f"it cannot be read: {cause.strerror}"
     return ModelError(
         f"model: no loader recognises {files.name!r}: {why}. Loaders tried: {', '.join(loaders)}"
     )
-
-
-def _has_weights(path: Path) -> bool:
-    """Return whether a file, or one in a directory, has the name of a format of weights."""
-    files = path.iterdir() if path.is_dir() else [path]
-    return any(file.suffix in (".safetensors", ".gguf") for file in files)
 
 
 def _about_directory(path: Path) -> str:

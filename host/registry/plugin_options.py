@@ -18,7 +18,7 @@ from hardpoint.plugins.config_tables import PluginsConfig
 from hardpoint.typed import Strict
 
 from .adapt import configured
-from .discovery import InstalledPlugin, SelectedPlugin, advice, discover, name_of
+from .discovery import InstalledPlugin, SelectedPlugin, discover, name_of
 from .kinds import KINDS, Number, value_at
 from .loading import import_object, inspecting
 from .references import with_handed_over
@@ -225,7 +225,7 @@ def declarer_of(table: str) -> str:
     named = (f.label for f in discover() if (f.kind, f.name) == ("hooks", table))
     if label := next(named, None):
         return f"; {label} may declare it, and is not enabled"
-    return advice("hooks", table)
+    return ""
 
 
 def _checked(declared: Any, source: Source) -> tuple[str, type[Strict]]:

@@ -35,7 +35,6 @@ from .blame import close_if_failed, faults_as
 from .discovery import (
     InstalledPlugin,
     SelectedPlugin,
-    advice,
     check_other_name,
     check_unique,
     discover,
@@ -153,7 +152,7 @@ class PluginSet:
         """Return how to get a component of that name that is not enabled, else nothing."""
         if ":" in name:
             return f'; add "{name}" to plugins.enable'
-        return offers(kind, name, self.not_enabled(), self.found) or advice(kind, name)
+        return offers(kind, name, self.not_enabled(), self.found)
 
     def not_enabled(self) -> list[InstalledPlugin]:
         """Return the installed components that are neither enabled nor built in."""

@@ -25,7 +25,6 @@ from .discovery import (
     NAMES,
     InstalledPlugin,
     SelectedPlugin,
-    advice,
     ambiguity,
     describe_unknown_kind,
     toml_key,
@@ -441,7 +440,7 @@ class Selection:
             raise PluginNotFoundError(
                 f"{path}: {what} is called {reference!r}{suggest(reference, known)}"
                 f"{self._of_other_kinds(reference)}; found: {', '.join(known) or 'none'} "
-                f"(from {origin}){self._advice(reference, kind)}"
+                f"(from {origin})"
             )
         builtin = [f for f in candidates if f.builtin]
         if len(candidates) > 1 and len(builtin) == 1 and kind and origin == "default":
@@ -450,12 +449,6 @@ class Selection:
         if len(candidates) > 1:
             raise PluginConflictError(ambiguity(reference, path, candidates, origin))
         return self._chosen(candidates[0], path)
-
-    def _advice(self, reference: str, kind: PluginKind | None) -> str:
-        """Return where to get a component that the installed distribution lacks, else nothing."""
-        given, _, name = reference.rpartition("/")
-        kinds = [kind.name] if kind else [given] if given else KINDS
-        return next(filter(None, (advice(item, name) for item in kinds)), "")
 
     def _of_other_kinds(self, reference: str) -> str:
         """Return a hint at the settings that choose components of this name."""

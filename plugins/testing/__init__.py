@@ -10,9 +10,6 @@ PYTEST_DONT_REWRITE: no `assert` of this module has to be explained by pytest.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.host.registry.discovery import advise
-from hardpoint.plugins import HardpointError
-
 from .pytest_hooks import (
     pytest_report_header,
     pytest_runtest_setup,
@@ -183,11 +180,5 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     # Imported on first use, because the scripted model needs neither pytest nor hypothesis.
     if name in _LAZY:
-        try:
-            module = importlib.import_module(f"{__name__}.{_LAZY[name]}")
-        except ModuleNotFoundError as cause:
-            if cause.name is not None and cause.name.startswith(__name__):
-                raise HardpointError(advise(f"{__name__}.{name}")) from cause
-            raise
-        return getattr(module, name)
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -89,7 +89,7 @@ from hardpoint.plugins.step_part.components import ComponentFactory
 from hardpoint.plugins.text.arguments import ComponentWithArguments
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 
-from .scripted import scripted_engine, tokenizer_choice, write_scripted_model
+from .scripted import scripted_engine, write_scripted_model
 
 _ABORT_STEP = 9
 
@@ -491,7 +491,7 @@ def _logprobs(processed: torch.Tensor, tokens: Sequence[int]) -> list[float]:
 
 
 def _plugins(policy: str) -> PluginSet:
-    tree = {"scheduler": {"use": "default", "policy": policy}, **tokenizer_choice()}
+    tree = {"scheduler": {"use": "default", "policy": policy}}
     return _resolved(msgspec.json.encode(tree))
 
 

@@ -20,7 +20,6 @@ import torch
 from hardpoint import typed
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.host.registry.discovery import is_left_out
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionStep,
@@ -30,7 +29,6 @@ from hardpoint.plugins import (
     Model,
     ModelContext,
 )
-from hardpoint.plugins.config_tables import TokenizerConfig
 from hardpoint.toolkit.layers import over_engines
 
 from .scripted_tokenizer import ByteTokens
@@ -295,9 +293,6 @@ def write_scripted_model(
 def scripted_config(folder: Path, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the configuration that loads a folder of `write_scripted_model`.
 
-    Where the default tokenizer is not installed, which hardpoint-core lacks, it names the scripted
-    one.
-
     Args:
         folder: the checkpoint.
         extra: further configuration, which overrides it table by table.
@@ -311,7 +306,6 @@ def scripted_config(folder: Path, extra: Mapping[str, Any] | None = None) -> dic
             "enable": [{"use": "hardpoint.testing:ScriptedModel", "name": "ScriptedForCausalLM"}]
         },
     }
-    config |= tokenizer_choice()
     for key, value in (extra or {}).items():
         if key == "plugins":
             value = {**value, "enable": config["plugins"]["enable"] + value.get("enable", [])}
@@ -320,14 +314,6 @@ def scripted_config(folder: Path, extra: Mapping[str, Any] | None = None) -> dic
             value = {**current, **value}
         config[key] = value
     return config
-
-
-@functools.cache
-def tokenizer_choice() -> dict[str, Any]:
-    """Return the configuration of the tokenizer: nothing, where the default one is there."""
-    if not is_left_out("tokenizers", TokenizerConfig().use):
-        return {}
-    return {"tokenizer": {"use": "hardpoint.testing.scripted_tokenizer:ScriptedTokenizer"}}
 
 
 def scripted_engine(

@@ -23,12 +23,6 @@ def main() -> int:
         signal.signal(signal.SIGINT, end)
     try:
         from .cli import main as run  # noqa: PLC0415
-    except ModuleNotFoundError as cause:
-        if cause.name != "hardpoint.cli":
-            raise
-        from hardpoint.host.registry.discovery import advise  # noqa: PLC0415
-
-        raise SystemExit(f"hardpoint: error: {advise('command line')}") from None
     except KeyboardInterrupt:
         return _INTERRUPTED
     finally:

@@ -83,11 +83,8 @@ class ProgressDisplay:
         if not _draws_bars(stream):
             self._lines = _Lines(stream)
             return
-        try:
-            from .progress_bars import ProgressBars  # noqa: PLC0415 - rich, for terminals alone
-        except ModuleNotFoundError:  # hardpoint-core comes without them
-            self._lines = _Lines(stream)
-            return
+        from .progress_bars import ProgressBars  # noqa: PLC0415 - rich, for terminals alone
+
         self._bars = ProgressBars(stream)
 
     def __enter__(self) -> ProgressDisplay:

@@ -47,8 +47,8 @@ from hardpoint.plugins import (
     LogitsRequest,
     SamplingParams,
 )
-from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.testing import load_ops
+from hardpoint.typed import prepared_type
 
 SIZES = ((32, 49_152), (256, 49_152), (32, 128_256), (256, 128_256))
 CPU = torch.device("cpu")

@@ -48,8 +48,7 @@ from hardpoint.plugins.component.base import Progress, no_progress
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.typed import join_path
-from hardpoint.typed.read_only import read_only
+from hardpoint.typed import join_path, read_only
 
 from .kv_cache import CacheSize
 

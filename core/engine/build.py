@@ -55,7 +55,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.plugins.step_part import EngineHalfContext
-from hardpoint.typed.read_only import read_only
+from hardpoint.typed import read_only
 
 from .cache_changes import CacheChangeLog
 from .core import EngineCore

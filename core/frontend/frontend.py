@@ -27,7 +27,7 @@ from hardpoint.plugins import (
     RequestOutput,
 )
 from hardpoint.plugins.requests.stats import Health, PluginReport, StepFault
-from hardpoint.typed.read_only import read_only
+from hardpoint.typed import read_only
 
 from .deadlines import Deadlines
 from .engine_parts import EngineParts

@@ -29,7 +29,7 @@ from hardpoint.plugins import (
     StatSinkContext,
 )
 from hardpoint.plugins.requests.stats import FinishedRequest, RequestMetrics, StepFault
-from hardpoint.typed.read_only import read_only
+from hardpoint.typed import read_only
 
 _log = logging.getLogger("hardpoint")
 

@@ -22,7 +22,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.kv_cache import BlockIds
 from hardpoint.plugins.requests.plan import CachedRequests, SampledTokens
-from hardpoint.typed.read_only import ReadOnlyDict
+from hardpoint.typed import ReadOnlyDict
 
 from .spans import Spans
 from .step_input import IntArray, PackedStep, StepInput

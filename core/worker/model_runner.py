@@ -31,7 +31,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep
-from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
+from hardpoint.typed import ReadOnlyDict, ReadOnlyList, read_only
 
 from .input_batch import InputBatch
 from .ranks import Ranks

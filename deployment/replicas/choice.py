@@ -21,7 +21,7 @@ from hardpoint.plugins import (
     LoadBalancer,
 )
 from hardpoint.plugins.requests.stats import StepFault
-from hardpoint.typed.read_only import read_only
+from hardpoint.typed import read_only
 
 from .replica import Replica
 

@@ -8,7 +8,7 @@ from hardpoint.host.boundary.activity import PluginCalls
 from hardpoint.host.boundary.faults import Fanout, FaultReporter
 from hardpoint.plugins import KVEventBatch, KVEventPublisher
 from hardpoint.plugins.kv_cache import KVEvent
-from hardpoint.typed.read_only import read_only
+from hardpoint.typed import read_only
 
 
 class KVEventFanout:

@@ -38,8 +38,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.manifest import PluginEntry
-from hardpoint.plugins.text.arguments import prepared_type
-from hardpoint.typed.read_only import ReadOnlyList, read_only
+from hardpoint.typed import ReadOnlyList, prepared_type, read_only
 
 from .change import LiveChange, PreparedChange
 from .settings import is_same

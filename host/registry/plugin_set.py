@@ -26,7 +26,8 @@ from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.sampling.logits import LogitsPlugin
-from hardpoint.plugins.text.arguments import ComponentWithArguments, prepared_type
+from hardpoint.plugins.text.arguments import ComponentWithArguments
+from hardpoint.typed import prepared_type
 
 from .adapt import configured, load_component
 from .adapters.contract_1 import warn_of_earlier

@@ -17,7 +17,8 @@ from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.plugins.sampling.sampler import Sampler
 from hardpoint.plugins.scheduling.policy import SchedulingPolicy
 from hardpoint.plugins.step_part import StepPart
-from hardpoint.plugins.text.arguments import ComponentWithArguments, prepared_type
+from hardpoint.plugins.text.arguments import ComponentWithArguments
+from hardpoint.typed import prepared_type
 
 from .blame import faults_as, text_of
 

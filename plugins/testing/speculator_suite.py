@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import DraftRequest, SamplingParams, Speculator, SpeculatorContext
 from hardpoint.plugins.component import Component
-from hardpoint.typed.read_only import ReadOnlyList
+from hardpoint.typed import ReadOnlyList
 
 from .component_suite import GeneralComponentSuite
 from .pace import PYTHON, cpu_cost

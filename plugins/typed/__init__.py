@@ -18,6 +18,7 @@ from .convert import (
     json_schema,
     parse_value,
     plain_data,
+    prepared_type,
     reason_of,
     schema_components,
     shown,
@@ -28,11 +29,14 @@ from .convert import (
 from .describing import FieldDoc
 from .first_use import prepared
 from .plain_values import stable_bytes
+from .read_only_values import ReadOnlyDict, ReadOnlyList, read_only
 
 __all__ = [
     "Arguments",
     "FieldDoc",
     "Options",
+    "ReadOnlyDict",
+    "ReadOnlyList",
     "State",
     "Strict",
     "attribute_docs",
@@ -45,6 +49,8 @@ __all__ = [
     "parse_value",
     "plain_data",
     "prepared",
+    "prepared_type",
+    "read_only",
     "reason_of",
     "schema_components",
     "shown",

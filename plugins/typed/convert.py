@@ -80,6 +80,12 @@ class Arguments(Strict):
     """Base of a component's per-request arguments: `SamplingParams(plugin_args={name: ...})`."""
 
 
+def prepared_type(cls: Any) -> type[Arguments]:
+    """Return the type of what the `prepare` of a component's class returns."""
+    declared: type[Arguments] = getattr(cls, "Prepared", cls.Arguments)
+    return declared
+
+
 class State(Strict):
     """Base of a logits processor's state that depends on logits, see `LogitsPlugin.observe`."""
 

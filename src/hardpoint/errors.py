@@ -55,6 +55,7 @@ __all__ = [
     "RequestError",
     "reason_of",
     "shown",
+    "size_text",
 ]
 
 

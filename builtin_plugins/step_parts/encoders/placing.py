@@ -11,11 +11,9 @@ import numpy as np
 
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import FrontendHalf
-from hardpoint.plugins.config.engine import ImagesConfig
 from hardpoint.plugins.requests import MediaFormat, MultiModalFeature
-from hardpoint.plugins.requests.media import ProcessedImage
 from hardpoint.plugins.step_part import GivenPrompt, PromptReader
-from hardpoint.toolkit.images import ImageReader
+from hardpoint.toolkit.images import ImageReader, ImagesConfig, ProcessedImage
 from hardpoint.typed import copied, is_list
 
 _FIELD = "multi_modal_data"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hardpoint.plugins import EngineCoreRequest, SchedulerOutput
-from hardpoint.plugins.kv_cache.block_hash import sharing_key
+from hardpoint.plugins.kv_cache import sharing_key
 from hardpoint.toolkit.half_floats import float32_of
 
 UInts = np.ndarray[Any, np.dtype[np.uint64]]

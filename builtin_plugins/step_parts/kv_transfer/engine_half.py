@@ -23,11 +23,9 @@ from hardpoint.plugins import (
     SchedulerOutput,
     SchedulerStats,
 )
-from hardpoint.plugins.config_tables import KVConnectorConfig
 from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.plugins.step_part import ComponentCalls, EngineHalfContext
-from hardpoint.typed import prepared
-from hardpoint.typed.read_only import read_only
+from hardpoint.typed import prepared, read_only
 
 from .messages import StepData, TransferReport
 from .transfers import EndedLoad, PendingLoads, Saves
@@ -85,7 +83,7 @@ class TransferPlanner(EngineHalf):
         self._part = part
         self._connector = connector
         self._half = half
-        self._config: KVConnectorConfig = connector.context.config
+        self._config = connector.context.config
         self._block_size = context.block_size
         self._world_size = context.world_size
         self._clock = clock = context.clock

@@ -85,7 +85,7 @@ class KVTransfer(StepPart):
         """Return the half that moves blocks; None without a connector."""
         if self.moves_blocks is None:
             return None
-        return TransferWorker(self.context.config.kv_connector, context)
+        return TransferWorker(self.context.config, context)
 
 
 class _WithoutConnector(EngineHalf):

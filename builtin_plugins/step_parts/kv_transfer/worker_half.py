@@ -37,7 +37,7 @@ from .messages import StepData, TransferReport
 if TYPE_CHECKING:
     import torch
 
-    from hardpoint.plugins.config_tables import KVConnectorConfig
+    from hardpoint.plugins import EngineConfig
     from hardpoint.plugins.model import Attend
 
 _log = logging.getLogger("hardpoint")
@@ -52,14 +52,14 @@ class TransferWorker(WorkerHalf):
     A half that cannot end its loads, or take the KV cache, is closed and not called again.
     """
 
-    def __init__(self, config: KVConnectorConfig, context: WorkerHalfContext) -> None:
+    def __init__(self, config: EngineConfig, context: WorkerHalfContext) -> None:
         """Store what builds the connector, once there is a KV cache.
 
         Args:
             config: configuration of the connector.
             context: context of the step part.
         """
-        self._config, self._context = config, context
+        self._config, self._context = config.kv_connector, context
         self._components = context.components
         (self.name,) = self._components.enabled("kv_connectors")
         self._calls = self._components.calls("kv_connectors", self.name)

@@ -20,9 +20,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.step_part import ComponentCalls
-from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
-from hardpoint.typed.read_only import ReadOnlyList
+from hardpoint.typed import ReadOnlyList, prepared_type
 
 from .folder import DenseLayer, ModelPooling
 from .messages import PooledPrompt, PoolingReport

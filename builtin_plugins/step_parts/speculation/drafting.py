@@ -23,10 +23,9 @@ from hardpoint.plugins import (
     WorkerHalf,
 )
 from hardpoint.plugins.exponential_race import mixed_seed
-from hardpoint.plugins.kv_cache.block_hash import sharing_key
-from hardpoint.plugins.text.arguments import prepared_type
+from hardpoint.plugins.kv_cache import sharing_key
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
-from hardpoint.typed.read_only import ReadOnlyList, read_only
+from hardpoint.typed import ReadOnlyList, prepared_type, read_only
 
 from .messages import DraftData, DraftReport
 from .requests import KIND

@@ -14,6 +14,7 @@ import numpy as np
 
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError
 from hardpoint.plugins import (
+    EngineConfig,
     EngineCoreRequest,
     EngineHalf,
     GrammarBackend,
@@ -27,7 +28,6 @@ from hardpoint.plugins import (
     WaitingFor,
     WaitReason,
 )
-from hardpoint.plugins.config_tables import GrammarConfig
 from hardpoint.plugins.grammars import GrammarState, Vocabulary
 from hardpoint.plugins.step_part import (
     ComponentFactory,
@@ -54,7 +54,7 @@ class StructuredOutput(StepPart):
 
     def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf:
         """Return the half that checks requests, and validates answers that nothing constrained."""
-        return StructuredRequests(context, self.context.config.grammar)
+        return StructuredRequests(context, self.context.config)
 
     def engine_half(self, context: EngineHalfContext) -> EngineHalf:
         """Return the half that compiles and masks; without a vocabulary, one that refuses."""
@@ -62,7 +62,7 @@ class StructuredOutput(StepPart):
             return _WithoutVocabulary()
         return GrammarManager(
             context.components,
-            self.context.config.grammar,
+            self.context.config,
             context.vocabulary,
             context.vocab_size,
             describe_fault=context.describe_fault,
@@ -95,7 +95,7 @@ class GrammarManager(EngineHalf):
     def __init__(
         self,
         components: ComponentFactory,
-        config: GrammarConfig,
+        config: EngineConfig,
         vocabulary: Vocabulary,
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
@@ -117,17 +117,17 @@ class GrammarManager(EngineHalf):
         Raises:
             PluginError: the backend cannot be created.
         """
-        self._components, self._config = components, config
+        self._components, self._config = components, config.grammar
         self._vocabulary, self._vocab_size = vocabulary, vocab_size
         self._describe_fault, self._scheduler = describe_fault, scheduler
         self._backends: dict[str, GrammarBackend] = {}
         self._creating = threading.Lock()
-        self._compilations = Compilations(config.compile_seconds, clock)
+        self._compilations = Compilations(self._config.compile_seconds, clock)
         self._compiled: OrderedDict[str, GrammarState] = OrderedDict()  # newest use last
         self._pending: dict[str, tuple[Request, str]] = {}  # with the key of the grammar
         self._answers: dict[str, ConstrainedAnswer] = {}
         self._faults: dict[str, RequestFault] = {}
-        self._backend(config.use)
+        self._backend(self._config.use)
 
     def uses(self, request: EngineCoreRequest) -> bool:
         """Return whether a grammar constrains a request."""

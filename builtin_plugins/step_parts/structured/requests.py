@@ -9,12 +9,12 @@ import msgspec
 
 from hardpoint.errors import PluginFaultError, RequestError
 from hardpoint.plugins import (
+    EngineConfig,
     EngineCoreRequest,
     FrontendHalf,
     GrammarBackend,
     ReasoningMarkers,
 )
-from hardpoint.plugins.config_tables import GrammarConfig
 from hardpoint.plugins.step_part import FrontendHalfContext, ToolCalls
 
 from .call_grammar import constrain_calls
@@ -28,19 +28,19 @@ class StructuredRequests(FrontendHalf):
     The answer of a lenient request, of which the grammar enforces a part, is validated in the end.
     """
 
-    def __init__(self, context: FrontendHalfContext, config: GrammarConfig) -> None:
+    def __init__(self, context: FrontendHalfContext, config: EngineConfig) -> None:
         """Ask for the vocabulary, which the engine gets then, if there is a backend.
 
         Raises:
             PluginNotFoundError: the backend that the configuration names is not enabled.
         """
-        self._components, self._config = context.components, config
+        self._components, self._config = context.components, config.grammar
         self._why_no_grammars: str | None = None
         if not context.components.enabled("grammars"):
-            hint = context.components.hint("grammars", config.use)
+            hint = context.components.hint("grammars", self._config.use)
             self._why_no_grammars = f"no grammar backend is enabled{hint}"
             return
-        context.components.source("grammars", config.use)
+        context.components.source("grammars", self._config.use)
         try:
             context.vocabulary()
         except NotImplementedError as cause:
@@ -126,7 +126,7 @@ class StructuredRequests(FrontendHalf):
         structured = request.params.structured
         assert structured is not None, "asked for a request without a grammar"
         own = structured.backend or self._config.use
-        for name in dict.fromkeys((own, GrammarConfig().use)):
+        for name in dict.fromkeys((own, EngineConfig().grammar.use)):
             if self._components.find("grammars", name) is None:
                 continue
             try:

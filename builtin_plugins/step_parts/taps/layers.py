@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -20,14 +20,13 @@ from hardpoint.plugins import (
     TapSite,
     WorkerHalf,
 )
-from hardpoint.plugins.model.forward import Branch
 from hardpoint.plugins.step_part import ComponentCalls
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
 
 from .messages import TapReport, TapValues
 from .requests import KIND, Tap, Taps
 
-_PLACES: dict[Branch, tuple[str, ...]] = {
+_PLACES: dict[Literal["attention", "mlp"], tuple[str, ...]] = {
     "attention": ("attention_output",),
     "mlp": ("mlp_output", "layer_output"),
 }
@@ -135,7 +134,7 @@ class TapsInLayers(WorkerHalf):
     def added(
         self,
         layer: int,
-        branch: Branch,
+        branch: Literal["attention", "mlp"],
         residual: torch.Tensor,
         delta: torch.Tensor,
         rows: StepRows,

@@ -19,7 +19,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.model import ModelConfig
 from hardpoint.plugins.step_part import ComponentFactory
-from hardpoint.plugins.text.arguments import prepared_type
+from hardpoint.typed import prepared_type
 
 KIND = "activation_taps"
 

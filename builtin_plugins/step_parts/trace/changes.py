@@ -9,10 +9,9 @@ from typing import Any, get_args
 import numpy as np
 
 from hardpoint.plugins import LogitsRequest
-from hardpoint.plugins.exponential_race import mixed_seed
-from hardpoint.plugins.model.exponential_race import advantages
-from hardpoint.plugins.sampling.phases import LogitsStage
-from hardpoint.toolkit.trace.records import (
+from hardpoint.plugins.exponential_race import advantages, mixed_seed
+from hardpoint.plugins.sampling import LogitsStage
+from hardpoint.toolkit.trace import (
     Candidate,
     Change,
     PhaseName,

@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from hardpoint.plugins import LogitsRequest, Sampler, SchedulerOutput, WorkerHalf
-from hardpoint.plugins.sampling.phases import MODEL, LogitsStage
-from hardpoint.toolkit.trace.records import Draw
+from hardpoint.plugins.sampling import LogitsStage
+from hardpoint.toolkit.trace import Draw
 
 from .changes import Stages, token_trace
 from .messages import Asked, Report, SampledPosition
@@ -75,7 +75,7 @@ class LogitsReader(WorkerHalf):
         for request, row in zip(requests, logits.cpu().numpy(), strict=True):
             position = len(request.output_token_ids)
             known = self._rows.setdefault(request.request_id, {})
-            if stage is not MODEL:
+            if stage != LogitsStage(None, None):  # the model's own logits
                 if (kept := known.get(position)) is not None:
                     kept.stages.append((stage, row))
             elif (kept := known.get(position)) is not None:  # once more, after a fault

@@ -18,7 +18,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.requests import RequestStatus
 from hardpoint.plugins.scheduling import WaitReason
-from hardpoint.toolkit.trace.records import StepTrace, TraceRecord
+from hardpoint.toolkit.trace import StepTrace, TraceRecord
 
 from .messages import Asked, Report
 

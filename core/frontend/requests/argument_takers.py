@@ -20,7 +20,8 @@ from hardpoint.plugins import RequestError, SamplingParams
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.sampling.logits import LogitsPlugin
-from hardpoint.plugins.text.arguments import ComponentWithArguments, prepared_type
+from hardpoint.plugins.text.arguments import ComponentWithArguments
+from hardpoint.typed import prepared_type
 
 DEFAULTS = SamplingParams()
 LOGITS = "logits_processors"

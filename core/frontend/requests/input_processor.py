@@ -29,8 +29,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import Retention
 from hardpoint.plugins.step_part.part import GivenPrompt
-from hardpoint.typed import copied
-from hardpoint.typed.read_only import read_only
+from hardpoint.typed import copied, read_only
 
 from .plugin_arguments import CallRules, PluginArguments
 from .prompts import OUTPUTS, Params, Prompt, checked_ids, read_prompt

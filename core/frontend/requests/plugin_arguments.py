@@ -25,7 +25,7 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.step_part.part import ToolCalls
-from hardpoint.typed.read_only import ReadOnlyList, read_only
+from hardpoint.typed import ReadOnlyList, read_only
 
 from .argument_takers import DEFAULTS, LOGITS, ArgumentTaker, Given, processor_taker, takers_of
 from .request_parsers import RequestParsers

@@ -11,8 +11,7 @@ import msgspec
 
 from hardpoint.plugins import Executor, LogitsRequest
 from hardpoint.plugins.sampling.logits import LogitsPlugin
-from hardpoint.typed import prepared
-from hardpoint.typed.read_only import ReadOnlyList
+from hardpoint.typed import ReadOnlyList, prepared
 
 NUM_VERSIONS = Executor.MAX_CONCURRENT_BATCHES + 1
 """States kept per request. Results may come as many steps late as a pipeline has batches, and the

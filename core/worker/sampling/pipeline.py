@@ -17,7 +17,7 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.sampling.logits import FollowsBatch
 from hardpoint.plugins.sampling.phases import MASK, MODEL
-from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList
+from hardpoint.typed import ReadOnlyDict, ReadOnlyList
 
 from .grammar_mask import GrammarMask
 from .observed_states import ObservedStates

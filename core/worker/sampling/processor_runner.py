@@ -35,7 +35,7 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.sampling.logits import FollowsBatch, LogitsPlugin
 from hardpoint.plugins.sampling.phases import LogitsStage
-from hardpoint.typed.read_only import ReadOnlyDict
+from hardpoint.typed import ReadOnlyDict
 
 from .device_state import DeviceState
 from .edits import CompiledEdits, compile_edits

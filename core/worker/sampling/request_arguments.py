@@ -9,8 +9,7 @@ from hardpoint.host.registry.blame import describe, raise_unless_fault
 from hardpoint.host.registry.kinds import KINDS
 from hardpoint.host.registry.request_arguments import argument_key
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestFault, Sampler
-from hardpoint.plugins.text.arguments import prepared_type
-from hardpoint.typed.read_only import ReadOnlyDict
+from hardpoint.typed import ReadOnlyDict, prepared_type
 
 from .pipeline import LogitsPipeline
 

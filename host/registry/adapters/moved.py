@@ -105,7 +105,7 @@ MOVED = {
     "phases": (f"{_CONTRACT}.sampling.phases",),
     "plan": (f"{_CONTRACT}.requests.plan",),
     "pooler": (f"{_CONTRACT}.sampling.pooler",),
-    "read_only": ("hardpoint.typed.read_only",),
+    "read_only": ("hardpoint.typed",),
     "reasoning": (f"{_CONTRACT}.requests.markers", _EARLIER),
     "request": (f"{_CONTRACT}.requests.request",),
     "resumed": (f"{_CONTRACT}.requests.resumed",),

@@ -5,6 +5,7 @@ from hardpoint.plugins.requests.plan import BlockIds
 from .block_hash import (
     BlockIdentity,
     block_key,
+    sharing_key,
 )
 from .connector import (
     FinishedTransfers,
@@ -75,4 +76,5 @@ __all__ = [
     "PublisherContext",
     "RetainedBlocks",
     "block_key",
+    "sharing_key",
 ]

@@ -12,6 +12,7 @@ from .cuts import (
     needed_part,
 )
 from .exponential_race import (
+    advantages,
     mixed_seed,
     token_noise,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "TensorSpec",
     "WeightFormat",
     "WeightLoader",
+    "advantages",
     "join",
     "mixed_seed",
     "needed_part",

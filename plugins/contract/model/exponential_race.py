@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["mixed_seed", "token_noise"]
+__all__ = ["advantages", "mixed_seed", "token_noise"]
 
 # Multipliers of splitmix64 (Steele, Lea, Flood, OOPSLA 2014) and of lowbias32 (Wellons, "hash
 # prospector"), as the signed numbers that torch's integers hold.

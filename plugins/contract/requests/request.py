@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Generic
 
 from hardpoint.plugins.component.type_variables import ArgumentsT_co
-from hardpoint.typed.read_only import ReadOnlyList
+from hardpoint.typed import ReadOnlyList
 
 from .params import EngineCoreRequest, SamplingParams
 from .stats import EngineCoreEvent

@@ -16,6 +16,7 @@ from .logits import (
     Reads,
     SparseLogitsProcessor,
 )
+from .phases import LogitsStage
 from .pooler import (
     Pooler,
     PoolerContext,
@@ -48,6 +49,7 @@ __all__ = [
     "LogitsPlugin",
     "LogitsProcessor",
     "LogitsRequest",
+    "LogitsStage",
     "Move",
     "Moved",
     "Pooler",

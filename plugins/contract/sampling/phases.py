@@ -7,6 +7,8 @@ from enum import IntEnum
 
 from hardpoint.plugins.component.base import Source
 
+__all__ = ["LogitsStage"]
+
 
 class Phase(IntEnum):
     """When a processor runs; phases run in this order."""

@@ -49,7 +49,6 @@ from .hooks import (
 from .journals import (
     JournalReport,
     JournalUse,
-    OpenJournal,
 )
 from .settings import (
     LiveSettings,
@@ -91,7 +90,6 @@ __all__ = [
     "Middleware",
     "ModelReport",
     "OpenConversation",
-    "OpenJournal",
     "PluginCatalog",
     "PromptTrace",
     "ResponseStore",

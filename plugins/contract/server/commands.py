@@ -15,7 +15,7 @@ from hardpoint.plugins.requests.outputs import PoolingRequestOutput, RequestOutp
 from hardpoint.plugins.requests.params import PoolingParams, Prompt, SamplingParams
 from hardpoint.typed.describing import FieldDoc
 
-from .journals import OpenJournal
+from .journals import JournalUse
 
 if TYPE_CHECKING:
     from .generator import AsyncGenerator
@@ -455,7 +455,7 @@ class CommandContext:
     serve_on_ray: ServeOnRay = _ABSENT["serve_on_ray"]
     simulate: Simulate = _ABSENT["simulate"]
     calibrate: Calibrate = _ABSENT["calibrate"]
-    open_journal: OpenJournal = _ABSENT["open_journal"]
+    open_journal: Callable[[str, bool], JournalUse] = _ABSENT["open_journal"]
     measure_server: Measure = _ABSENT["measure_server"]
     sweep: Measure = _ABSENT["sweep"]
     measure_startup: Measure = _ABSENT["measure_startup"]

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from .extension import ServerExtension
     from .generator import ServerContext
 
-__all__ = ["HookSpecs"]
-
 _hookspec = pluggy.HookspecMarker(hookimpl.project_name)
 
 ENGINE_HOOKS = ("step_planned",)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
-__all__ = ["JournalReport", "JournalUse", "OpenJournal"]
+__all__ = ["JournalReport", "JournalUse"]
 
 
 class JournalReport(Protocol):
@@ -39,9 +39,3 @@ class JournalUse(Protocol):
 
     def export(self, form: str) -> Iterator[str]:
         """Yield the lines of a trace, "redacted" or "mooncake"."""
-
-
-OpenJournal = Callable[[str, bool], JournalUse]
-"""Opens a journal by its path; the second argument is whether to use a damaged one, or another
-engine's, as far as that goes.
-"""

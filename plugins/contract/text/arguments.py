@@ -81,12 +81,6 @@ class ComponentWithArguments(Component):
         return arguments
 
 
-def prepared_type(cls: type[ComponentWithArguments]) -> type[typed.Arguments]:
-    """Return the type of what the `prepare` of a class returns."""
-    declared: type[typed.Arguments] = getattr(cls, "Prepared", cls.Arguments)
-    return declared
-
-
 def argument_column(arguments: Sequence[Any], name: str, device: torch.device) -> torch.Tensor:
     """Return one argument of every row as [rows, 1] on a device.
 

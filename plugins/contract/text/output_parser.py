@@ -20,8 +20,9 @@ from hardpoint.plugins.component.behaviour import (
 )
 from hardpoint.plugins.requests.markers import ReasoningMarkers
 from hardpoint.plugins.requests.structured import Format, StructuralTag
+from hardpoint.typed import prepared_type
 
-from .arguments import ComponentWithArguments, prepared_type
+from .arguments import ComponentWithArguments
 from .tokenizer import Tokenizer
 
 __all__ = [

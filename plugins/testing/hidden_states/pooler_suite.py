@@ -18,7 +18,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.suite import NOTHING_DRAWN, Rule, short_repr
 from hardpoint.testing.timing.timed_suite import TimedSuite
-from hardpoint.typed.read_only import ReadOnlyList
+from hardpoint.typed import ReadOnlyList
 
 SHAPE = Rule(
     "shape: start() gives a PromptPooler, and finish() a vector, or several with `per_token`",

@@ -24,9 +24,9 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.sampling.logits import LogitsPlugin
-from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.testing.engine_access import ProcessorPipeline, logits_ops
 from hardpoint.testing.suite import Violation, short_repr
+from hardpoint.typed import prepared_type
 
 MAX_ROWS = 8
 """Maximum number of rows in a test batch."""

@@ -23,7 +23,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.testing.component_suite import GeneralComponentSuite
 from hardpoint.testing.suite import Rule, checks, short_repr
-from hardpoint.typed.read_only import read_only
+from hardpoint.typed import read_only
 
 from .calls import (
     CLOSE,

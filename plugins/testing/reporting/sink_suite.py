@@ -34,7 +34,7 @@ from hardpoint.testing.declared import declared_result
 from hardpoint.testing.scripted import ScriptedClock
 from hardpoint.testing.suite import Rule, checks
 from hardpoint.testing.threads import in_thread
-from hardpoint.typed.read_only import read_only
+from hardpoint.typed import read_only
 
 from .calls import (
     CLOSE,

@@ -34,7 +34,7 @@ from hardpoint.testing.suite import (
     short_repr,
 )
 from hardpoint.testing.threads import in_thread, until
-from hardpoint.typed.read_only import read_only
+from hardpoint.typed import read_only
 
 from .extension_checks import EXTENSIONS, check_extensions
 

@@ -36,7 +36,6 @@ from hardpoint.plugins.output_parser import (
     ToolCallEnd,
 )
 from hardpoint.plugins.structured import Format, TagFormat, TokenFormat, walk_formats
-from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.plugins.text.output_parser import join_events
 from hardpoint.testing.component_suite import GeneralComponentSuite, LiveComponentSuite
 from hardpoint.testing.engine_access import load_tokenizer
@@ -45,6 +44,7 @@ from hardpoint.testing.pace import PYTHON, cpu_seconds, slowdown
 from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 from hardpoint.testing.snapshots import without_growth
 from hardpoint.testing.suite import Violation, checks, short_repr
+from hardpoint.typed import prepared_type
 
 from . import output_parser_rules as rules
 

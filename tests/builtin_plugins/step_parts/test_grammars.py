@@ -18,6 +18,7 @@ from hardpoint.builtin_plugins.step_parts.structured.answers import ConstrainedA
 from hardpoint.builtin_plugins.step_parts.structured.grammars import GrammarManager
 from hardpoint.host.boundary.parts.components import describe_fault
 from hardpoint.plugins import (
+    EngineConfig,
     EngineCoreRequest,
     GrammarBackend,
     ModelRunnerOutput,
@@ -516,7 +517,8 @@ def clock():
 @pytest.fixture
 def manager(clock):
     Backend.compiled, Backend.may = [], threading.Event()
-    config = GrammarConfig(use="backend", cache_size=2, compile_seconds=5.0)
+    grammar = GrammarConfig(use="backend", cache_size=2, compile_seconds=5.0)
+    config = EngineConfig(grammar=grammar)
     vocabulary = Vocabulary((b"a",))
     yield manager_of(Components(), config, vocabulary, clock)
     Backend.may.set()
@@ -680,7 +682,7 @@ class TestAVocabularyThatLacksBytes:
 
     @pytest.fixture
     def manager(self):
-        it = manager_of(OnlyLLGuidance(), GrammarConfig(), self.VOCABULARY)
+        it = manager_of(OnlyLLGuidance(), EngineConfig(), self.VOCABULARY)
         yield it
         it.close()
 

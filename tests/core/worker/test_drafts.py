@@ -48,9 +48,9 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.structured import StructuredOutputs
-from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.testing import history_hash, load_ops
 from hardpoint.toolkit.bitmasks import allow_tokens
+from hardpoint.typed import prepared_type
 
 CPU = torch.device("cpu")
 VOCAB = 24

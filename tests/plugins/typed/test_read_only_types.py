@@ -11,7 +11,7 @@ import pytest
 from hardpoint.host.live.policy import RequestView
 from hardpoint.plugins import EngineCoreRequest, Request, SamplingParams
 from hardpoint.plugins.requests.stats import IterationStats, PrefixCacheStats, SchedulerStats
-from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
+from hardpoint.typed import ReadOnlyDict, ReadOnlyList, read_only
 
 LIST, DICT = ReadOnlyList([3, 1, 2]), ReadOnlyDict(a=1, b=2)
 

@@ -20,8 +20,8 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.sampling.logits import LogitsPlugin
-from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.testing import load_ops
+from hardpoint.typed import prepared_type
 
 _versions = itertools.count(1)
 

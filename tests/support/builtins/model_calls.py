@@ -44,8 +44,8 @@ from hardpoint.builtin_plugins.parsers.xml_calls import (
     Step3,
 )
 from hardpoint.plugins import OutputParserContext
-from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.testing.scripted_tokenizer import ByteTokenizer
+from hardpoint.typed import prepared_type
 
 STEP = (
     *("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>", "<｜tool_sep｜>"),

@@ -17,7 +17,6 @@ from hardpoint import typed
 from hardpoint.errors import PluginContractError
 from hardpoint.plugins import Reads
 from hardpoint.plugins.sampling.logits import LogitsPlugin
-from hardpoint.plugins.text.arguments import prepared_type
 from hardpoint.testing.engine_access import check_plugin_class
 from hardpoint.testing.logits.batch import BatchFixture, make_logits
 from hardpoint.testing.logits.histories import HistoryStep, SimulatedBatch
@@ -26,6 +25,7 @@ from hardpoint.testing.logits.subject import MAX_ROWS, RequestCase, Subject
 from hardpoint.testing.pace import TENSORS, cost_of, own_seconds
 from hardpoint.testing.snapshots import count_elements
 from hardpoint.testing.suite import Violation, short_repr
+from hardpoint.typed import prepared_type
 
 
 def check_contract(subject: Subject) -> None:

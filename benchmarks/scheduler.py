@@ -53,7 +53,7 @@ from scheduling_vllm import Vllm, VllmCache
 
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.host.boundary.faults import StepFaults
-from hardpoint.host.live.policy import PolicySlot
+from hardpoint.host.boundary.policy import PolicySlot
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import (
     CachedPrefix,

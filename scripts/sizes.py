@@ -92,6 +92,7 @@ def measured(exceptions: dict[str, str]) -> Iterator[Row]:
     core = sum(lines(path) for path in sources("core"))
     # Those of step parts bind features to the step, which guards no kind.
     guards = sum(lines(path) for path in sources("host/boundary") if path.parent.name != "parts")
+    guards += sum(lines(path) for path in sources("host/live"))
     names = {folder: public_names(folder) for folder in ("plugins/contract", "plugins/toolkit")}
     yield Row(
         "core-levels", "import levels in core, by folder", "7", len(chain), [" > ".join(chain)]
@@ -107,7 +108,7 @@ def measured(exceptions: dict[str, str]) -> Iterator[Row]:
     yield Row(
         "contract-names", "public names of the contract", "250", len(names["plugins/contract"])
     )
-    yield Row("guard-lines", "lines of guards, in host/boundary/ without parts/", "3600", guards)
+    yield Row("guard-lines", "lines of guards and of changes while they run", "5500", guards)
     yield Row("gate-minutes", "minutes of the last whole run of the tests", "12", minutes())
 
 

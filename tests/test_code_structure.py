@@ -157,8 +157,8 @@ def test_a_class_name_that_occurs_twice_is_found(first, second, matches):
 def repeated_classes(trees: Mapping[str, ast.Module]) -> list[str]:
     """Return the names that several classes have, with the files of these.
 
-    A private name may occur once in each top-level folder. Definitions of one name in one scope,
-    such as the branches of an `if`, are the same class.
+    A private name may occur once in each folder of the package. Definitions of one name in one
+    scope, such as the branches of an `if`, are the same class.
 
     Args:
         trees: syntax tree by path, from the root of the repository on.
@@ -166,9 +166,15 @@ def repeated_classes(trees: Mapping[str, ast.Module]) -> list[str]:
     scopes = {(path, *scope) for path, module in trees.items() for scope in class_scopes(module)}
     places: dict[tuple[str, str], list[str]] = {}
     for path, *_, name in sorted(scopes):
-        folder = path.partition("/")[0] if name.startswith("_") else ""
+        folder = package_folder(path) if name.startswith("_") else ""
         places.setdefault((folder, name), []).append(path)
     return [f"{name}: {', '.join(paths)}" for (_, name), paths in places.items() if paths[1:]]
+
+
+def package_folder(path: str) -> str:
+    """Return the folder of a file of which the package has a link, such as `plugins/toolkit`."""
+    first, second, *_ = (*path.split("/"), "")
+    return first if first in ("core", "builtin_plugins", "kernels", "src") else f"{first}/{second}"
 
 
 def class_scopes(node: ast.AST, outer: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

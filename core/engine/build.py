@@ -26,12 +26,12 @@ from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginContractError, PluginFaultError, shown
 from hardpoint.host.boundary.activity import Activity
 from hardpoint.host.boundary.errors import close_all
-from hardpoint.host.boundary.event_fanout import KVEventFanout
 from hardpoint.host.boundary.faults import CALL_LOST, StepFaults, create_all
+from hardpoint.host.boundary.kv_cache import KVEventFanout
 from hardpoint.host.boundary.parts.components import Components, GatesAsGrammars, describe_fault
 from hardpoint.host.boundary.parts.engine_halves import EngineHalves
 from hardpoint.host.boundary.parts.opening import open_parts
-from hardpoint.host.live.policy import PolicySlot
+from hardpoint.host.boundary.policy import PolicySlot
 from hardpoint.host.registry.blame import close_if_failed
 from hardpoint.host.registry.hooks import HookSet
 from hardpoint.host.registry.plugin_set import PluginSet

@@ -13,11 +13,12 @@ import msgspec
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.errors import PluginFaultError
 from hardpoint.host.boundary.activity import Activity
-from hardpoint.host.boundary.event_fanout import KVEventFanout
 from hardpoint.host.boundary.faults import StepFaults
 from hardpoint.host.boundary.guard import checked
+from hardpoint.host.boundary.kv_cache import KVEventFanout
 from hardpoint.host.boundary.parts.engine_halves import EngineHalves
 from hardpoint.host.boundary.parts.states import States, states_of, states_of_parts
+from hardpoint.host.boundary.policy import PolicySlot
 from hardpoint.host.boundary.step_check import (
     ResultCheck,
     StepSettings,
@@ -25,7 +26,6 @@ from hardpoint.host.boundary.step_check import (
     plan_defect,
     result_of,
 )
-from hardpoint.host.live.policy import PolicySlot
 from hardpoint.host.registry.blame import is_fault, raise_unless_fault
 from hardpoint.plugins import (
     EngineConfig,

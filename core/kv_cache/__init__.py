@@ -1,6 +1,6 @@
 """The paged KV cache: block pool, block tables of requests, prefix cache and its sizing."""
 
-from hardpoint.host.boundary.eviction import Eviction
+from hardpoint.host.boundary.kv_cache import Eviction
 
 from .block_hashes import BlockHashes
 from .block_metadata import BlockMetadata

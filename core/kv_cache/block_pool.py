@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-from hardpoint.host.boundary.eviction import Eviction
+from hardpoint.host.boundary.kv_cache import Eviction
 from hardpoint.plugins import Request
 from hardpoint.plugins.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
-from hardpoint.host.boundary.eviction import Eviction
+from hardpoint.host.boundary.kv_cache import Eviction
 from hardpoint.plugins import EngineCoreRequest, Request, RequestStatus
 from hardpoint.plugins.kv_cache import BlockIds, CachedPrefix, KVCacheGroup, KVEvent
 from hardpoint.plugins.kv_cache.manager import BlockNeeds

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hardpoint.core.engine.core import EngineCore
+from hardpoint.host.registry.discovery import is_third_party
 from hardpoint.host.registry.kinds import KINDS, Process
-from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 
 from .export import export
 from .forcing import ForcedRun
@@ -91,8 +92,8 @@ def mismatches(header: JournalHeader, outside: PlayedOutside) -> Iterator[str]:
             yield f"{name}: {recorded!r}, here {here!r}"
     if header.model != outside.model:
         yield f"the model's files have the fingerprint {header.model}, here {outside.model}"
-    recorded_plugins = {entry.key: entry for entry in _computing(header.manifest.tree())}
-    own = {entry.key: entry for entry in _computing(outside.spec.plugins.manifest.tree())}
+    recorded_plugins = _computing(header.manifest)
+    own = _computing(outside.spec.plugins.manifest)
     for key in recorded_plugins.keys() | own.keys():
         first, second = recorded_plugins.get(key), own.get(key)
         kind, name, _ = key
@@ -103,13 +104,19 @@ def mismatches(header: JournalHeader, outside: PlayedOutside) -> Iterator[str]:
             yield f"plugin {name!r} ({kind}): {shown[0]}, here {shown[1]}"
 
 
-def _computing(entries: Iterator[PluginEntry]) -> Iterator[PluginEntry]:
-    """Yield the plugins that tokens may depend on: not those of the frontend, nor publishers."""
-    for entry in entries:
+def _computing(manifest: Manifest) -> dict[tuple[str, str, str], PluginEntry]:
+    """Return the plugins that tokens may depend on: not those of the frontend, nor publishers.
+
+    Keys are kind, name and, of a third party's, the value: modules of built-ins may move.
+    """
+    found = {}
+    for entry in manifest.tree():
         kind = KINDS.get(entry.kind)  # None: a kind of another Hardpoint
         frontend = kind is not None and kind.processes == (Process.FRONTEND,)
         if not frontend and entry.kind not in ("kv_event_publishers", "hooks"):
-            yield entry
+            value = entry.value if is_third_party(entry) else ""
+            found[entry.kind, entry.name, value] = entry
+    return found
 
 
 class JournalFile:

@@ -11,7 +11,6 @@ from hardpoint.host.boundary.faults import StepFaults
 from hardpoint.host.boundary.guard import guard
 from hardpoint.host.boundary.parts.states import States, states_of
 from hardpoint.host.live.change import LiveChange, PreparedChange, Switch
-from hardpoint.host.live.settings import is_same
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import (
     BalancerContext,
@@ -69,7 +68,7 @@ class EngineChoice:
         """
         del change
         earlier, before = self.plugins, self._balancer
-        if is_same(plugins.one(_KIND), earlier.one(_KIND)):
+        if plugins.one(_KIND).is_same(earlier.one(_KIND)):
             return None
         built, after = self._build(plugins)
         if built.uses_cached_prefixes and not self.uses_cached_prefixes:

@@ -15,7 +15,7 @@ from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.host.boundary.errors import close_all, rejection_output
 from hardpoint.host.boundary.faults import StepFaults
-from hardpoint.host.live.policy import PolicySlot
+from hardpoint.host.boundary.policy import PolicySlot
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import (
     ConfigError,

@@ -12,6 +12,7 @@ import msgspec
 from hardpoint.errors import ConfigError, HardpointError
 from hardpoint.host.boundary.errors import error_of
 from hardpoint.host.boundary.parts.engine_halves import EngineHalves
+from hardpoint.host.boundary.policy import PolicySlot
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import Executor, Request, RequestError, Scheduler
 from hardpoint.plugins.component.manifest import Manifest
@@ -19,8 +20,7 @@ from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 
 from .change import Action, Changes, LiveChange, PreparedChange, Switch
 from .parts import PartChanges
-from .policy import PolicyChanges, PolicySlot
-from .settings import is_same
+from .policy import PolicyChanges
 
 LIMITS = ("long_prefill_token_threshold", "max_waiting", "max_waiting_tokens")
 """Settings of the scheduler that change while it runs."""
@@ -146,7 +146,7 @@ def _ending(live: Sequence[Request], before: Manifest, after: Manifest) -> set[s
     gone = {
         entry.name
         for entry in before.entries
-        if entry.kind == _PROCESSORS and not any(is_same(entry, one) for one in after.entries)
+        if entry.kind == _PROCESSORS and not any(entry.is_same(one) for one in after.entries)
     }
     return {
         one.request_id

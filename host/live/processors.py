@@ -11,7 +11,6 @@ from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.sampling.logits import LogitsPlugin
 
 from .change import LiveChange, PreparedChange, Switch
-from .settings import is_same
 
 KIND = "logits_processors"
 
@@ -118,8 +117,8 @@ def kept_names(before: Sequence[PluginEntry], after: Sequence[PluginEntry]) -> s
 
     Where the order of any two changes, all are built again: each runs in one place of a step.
     """
-    both = [one for one in before if any(is_same(one, other) for other in after)]
-    order = [one.name for one in after if any(is_same(one, other) for other in both)]
+    both = [one for one in before if any(one.is_same(other) for other in after)]
+    order = [one.name for one in after if any(one.is_same(other) for other in both)]
     return set(order) if order == [one.name for one in both] else set()
 
 

@@ -420,7 +420,7 @@ def _resolved(before: Settings, config: EngineConfig, sources: ConfigSources) ->
     sets = ((old, was), (fresh, now))
     changed: set[str] = set()
     for key in sorted(was.keys() | now.keys()):
-        if not is_same(was.get(key), now.get(key)):
+        if not _are_same(was.get(key), now.get(key)):
             kind, name = key
             if (why := KINDS[kind].restart) is not None:
                 raise ConfigError(
@@ -443,13 +443,5 @@ def can_change(plugins: PluginSet, entry: PluginEntry) -> bool:
     return KINDS[entry.kind].can_change(plugins.loaded(entry))
 
 
-def is_same(first: PluginEntry | None, second: PluginEntry | None) -> bool:
-    """Return whether two entries are of the same component, with the same options."""
-    if first is None or second is None:
-        return False
-    return _identity(first) == _identity(second)
-
-
-def _identity(entry: PluginEntry) -> tuple[Any, ...]:
-    wraps = {use: _identity(wrapped) for use, wrapped in entry.wraps.items()}
-    return entry.key, entry.distribution, entry.version, entry.options, entry.stays, wraps
+def _are_same(first: PluginEntry | None, second: PluginEntry | None) -> bool:
+    return first is not None and first.is_same(second)

@@ -10,7 +10,6 @@ from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import StatSink, StatSinkContext
 
 from .change import LiveChange, PreparedChange, Switch
-from .settings import is_same
 
 KIND = "stat_sinks"
 
@@ -46,9 +45,9 @@ class SinkChanges:
         earlier, before = self._plugins, self._sinks.components
         old = list(zip(earlier.entries(KIND), before, strict=True))
         kept = {
-            entry.name: next(sink for one, sink in old if is_same(one, entry))
+            entry.name: next(sink for one, sink in old if one.is_same(entry))
             for entry in plugins.entries(KIND)
-            if any(is_same(one, entry) for one, _ in old)
+            if any(one.is_same(entry) for one, _ in old)
         }
         new = functools.reduce(lambda rest, name: rest.without(KIND, name), kept, plugins)
         created = create_all(new, KIND, self._faults, StatSinkContext, **self._context)

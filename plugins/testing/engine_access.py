@@ -39,7 +39,7 @@ from hardpoint.host.boundary.guard import guard as guard
 from hardpoint.host.boundary.parts.components import Components
 from hardpoint.host.boundary.parts.components import call_declared as call_declared
 from hardpoint.host.boundary.parts.components import describe_fault as describe_fault
-from hardpoint.host.live.policy import PolicyArguments
+from hardpoint.host.boundary.policy import PolicyArguments
 from hardpoint.host.registry.adapt import load_component
 from hardpoint.host.registry.catalog import Catalog
 from hardpoint.host.registry.configuration import default_config_type

@@ -7,7 +7,6 @@ import contextlib
 from hardpoint import typed
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.host.boundary.text_guards import open_parser
-from hardpoint.host.live.settings import is_same
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.host.registry.request_arguments import prepares
 from hardpoint.plugins import (
@@ -47,8 +46,8 @@ class RequestParsers:
             ConfigError: it has not.
         """
         for kind, parser in self._shared.by_kind.items():
-            entries = (one.find(kind, parser.name) for one in (self._plugins, plugins))
-            if not is_same(*entries):
+            entry = self._plugins.find(kind, parser.name)
+            if entry is None or not entry.is_same(plugins.find(kind, parser.name)):
                 raise ConfigError(
                     f"{kind}/{parser.name}: the configuration chooses this parser for all "
                     f"requests, so it cannot be changed while the engine runs; restart it"

@@ -140,7 +140,7 @@ MOVED_NAMES = {
     "component": {"is_replayable": _REPLAYABLE},
     "scheduling": dict.fromkeys(_PLANS_AND_STATS, f"{_CONTRACT}.requests"),
     "grammars": {"allow_tokens": "hardpoint.toolkit.bitmasks"},
-    "request": {"RequestView": "hardpoint.host.live.policy"},
+    "request": {"RequestView": "hardpoint.host.boundary.policy"},
     "structured": {"check_schema": "hardpoint.typed.schema_check"},
     "server": {
         **dict.fromkeys(("ServerConfig", "ServerLimits"), _SERVER),

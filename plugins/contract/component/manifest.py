@@ -50,6 +50,14 @@ class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):
         for wrapped in self.wraps.values():
             yield from wrapped.tree()
 
+    def is_same(self, other: PluginEntry | None) -> bool:
+        """Return whether another entry is of the same component, with the same options."""
+        return other is not None and self._identity() == other._identity()
+
+    def _identity(self) -> tuple[Any, ...]:
+        wraps = {use: entry._identity() for use, entry in self.wraps.items()}
+        return self.key, self.distribution, self.version, self.options, self.stays, wraps
+
     @property
     def source(self) -> Source:
         """Its identity, for messages."""

@@ -11,7 +11,7 @@ from support.searching import examples
 
 from hardpoint.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from hardpoint.errors import PluginFaultError
-from hardpoint.host.boundary.eviction import Eviction
+from hardpoint.host.boundary.kv_cache import Eviction
 from hardpoint.plugins import EvictionContext, EvictionPolicy
 from hardpoint.testing.scheduling.fakes.blocks import FakeBlocks
 

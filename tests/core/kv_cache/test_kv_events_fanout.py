@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from hardpoint.errors import PluginFaultError
-from hardpoint.host.boundary.event_fanout import KVEventFanout
 from hardpoint.host.boundary.faults import StepFaults
+from hardpoint.host.boundary.kv_cache import KVEventFanout
 from hardpoint.plugins import (
     AllBlocksCleared,
     BlockRemoved,

@@ -28,8 +28,8 @@ from hardpoint.host.boundary import activity
 from hardpoint.host.boundary import guard as guard_module
 from hardpoint.host.boundary.faults import Fanout, StepFaults
 from hardpoint.host.boundary.guard import boundary_of, checked, guard
+from hardpoint.host.boundary.policy import guarded_policy
 from hardpoint.host.boundary.text_guards import guarded_parser, guarded_tokenizer
-from hardpoint.host.live.policy import guarded_policy
 from hardpoint.host.registry.kinds import KINDS
 from hardpoint.plugins import (
     AdapterResolver,

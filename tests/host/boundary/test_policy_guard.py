@@ -16,7 +16,7 @@ from support.searching import examples
 from hardpoint.builtin_plugins.policies import Fair, FirstComeFirstServed, Priority
 from hardpoint.errors import PluginFaultError
 from hardpoint.host.boundary.faults import StepFaults
-from hardpoint.host.live.policy import guarded_policy
+from hardpoint.host.boundary.policy import guarded_policy
 from hardpoint.plugins import PolicyContext, SchedulingPolicy
 from hardpoint.plugins.component import Source
 

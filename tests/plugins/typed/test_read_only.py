@@ -10,7 +10,7 @@ from support.plugins.policies import LOAD
 from support.plugins.writing import POLICY_WRITES, PROCESSOR_WRITES, WritingPolicy
 
 from hardpoint import RequestError, SamplingParams
-from hardpoint.host.live.policy import guarded_policy
+from hardpoint.host.boundary.policy import guarded_policy
 from hardpoint.plugins import EngineCoreRequest, PolicyContext, Request
 from hardpoint.plugins.server.hooks import hookimpl
 from hardpoint.testing import scripted_engine

@@ -8,7 +8,7 @@ import pickle
 import msgspec
 import pytest
 
-from hardpoint.host.live.policy import RequestView
+from hardpoint.host.boundary.policy import RequestView
 from hardpoint.plugins import EngineCoreRequest, Request, SamplingParams
 from hardpoint.plugins.requests.stats import IterationStats, PrefixCacheStats, SchedulerStats
 from hardpoint.typed import ReadOnlyDict, ReadOnlyList, read_only

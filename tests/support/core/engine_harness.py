@@ -18,8 +18,8 @@ from hardpoint.core.engine.weight_updates import WeightUpdates
 from hardpoint.core.engine_process.loop import EngineLoop, LoopOptions, LoopQueues, Prepared
 from hardpoint.core.engine_process.sender import ClientSendQueues
 from hardpoint.core.kv_cache import BlockManager
-from hardpoint.host.boundary.event_fanout import KVEventFanout
 from hardpoint.host.boundary.faults import StepFaults
+from hardpoint.host.boundary.kv_cache import KVEventFanout
 from hardpoint.host.boundary.parts.bound_half import BoundPart
 from hardpoint.host.boundary.parts.engine_halves import EngineHalves
 from hardpoint.plugins import (

@@ -27,7 +27,7 @@ _TAIL = 500
 def check_kernels(recorder: Recorder, device: Device, sizes: Sizes) -> None:
     """Run the tests of each file of kernels, and the conformance suites, each file a check."""
     files = sorted((ROOT / "tests" / "kernels").glob("test_triton_*.py"))
-    suites = ROOT / "tests" / "testing" / "test_worker_conform.py"
+    suites = ROOT / "tests" / "plugins" / "testing" / "test_worker_conform.py"
     tests = {f"twins: {file.name}": [str(file)] for file in files}
     tests["conformance suites"] = [f"{suites}::{name}" for name in _SUITES]
     if not sizes.all_tests:

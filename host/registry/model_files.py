@@ -45,7 +45,7 @@ ALIASES = {
     ),
     "scripted": Alias(
         "hardpoint",
-        "plugins/testing/scripted_model",
+        "testing/scripted_model",
         config={
             "dtype": "float32",
             "device": "cpu",

@@ -268,6 +268,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         measure_server=functools.partial(_measure, "measure_server"),
         sweep=functools.partial(_measure, "sweep"),
         measure_startup=functools.partial(_measure, "measure_startup"),
+        resolve_plugins=resolve_plugins,
     )
 
 

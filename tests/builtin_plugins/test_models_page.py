@@ -46,7 +46,7 @@ def test_every_architecture_is_compared_with_transformers_as_on_the_page():
 
 def test_every_model_for_vectors_is_compared_as_on_the_page():
     for name, file in VECTOR_ROWS:
-        source = (ROOT / "tests" / "features" / "pooling" / file).read_text()
+        source = (ROOT / "tests/builtin_plugins/step_parts/pooling" / file).read_text()
         family = name.removesuffix("Model").removesuffix("ForSequenceClassification")
         if file in ("test_encoders.py", "test_classifiers.py"):
             assert "FAMILIES)" in source or "for family in FAMILIES" in source

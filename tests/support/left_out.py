@@ -7,7 +7,7 @@ component, format, place or order, or they take seconds of processes for one lin
 from __future__ import annotations
 
 LEFT_OUT = (
-    # tests/testing: components whose code is like that of another one.
+    # tests/plugins/testing: components whose code is like that of another one.
     "tests/plugins/testing/test_worker_conform.py::TestDeepseekV2::test_[dpqtw]*",
     "tests/plugins/testing/test_worker_conform.py::TestQwen2Moe::test_[dpqtw]*",
     "tests/plugins/testing/test_worker_conform.py::TestQwen35::test_[dpqtw]*",
@@ -17,9 +17,9 @@ LEFT_OUT = (
     "tests/plugins/testing/test_worker_conform.py::TestTriton*::test_[!cg]*",
     "tests/plugins/testing/test_worker_conform.py::TestTritonAttention::test_cache",
     "tests/plugins/testing/test_worker_conform.py::Test[DG]*::test_c[ou]*s*",
-    "tests/testing/test_output_parsers_*.py::Test[!HMP]*::test_cuts",
-    "tests/testing/test_output_parsers_*.py::Test[!HMP]*::test_independent",
-    "tests/testing/test_output_parsers_*.py::Test*::test_memory",
+    "tests/plugins/testing/test_output_parsers_*.py::Test[!HMP]*::test_cuts",
+    "tests/plugins/testing/test_output_parsers_*.py::Test[!HMP]*::test_independent",
+    "tests/plugins/testing/test_output_parsers_*.py::Test*::test_memory",
     "tests/plugins/testing/test_output_parsers_conform.py::TestSpecialThinkTags::test_[!cs]*",
     "tests/plugins/testing/test_output_parsers_conform.py::Test*AtTheBeginning::test_[!cs]*",
     "tests/plugins/testing/test_output_parsers_conform.py::TestKimiK2With*::test_[!cs]*",
@@ -55,7 +55,7 @@ LEFT_OUT = (
     "tests/plugins/testing/test_balancers_conform.py::Test[!RT]*::test_index",
     "tests/plugins/testing/test_scheduling_conform.py::TestShortestFirst::test_[!cpk]*",
     "tests/plugins/testing/test_communicators_conform.py::TestTorchCommunicator::test_sums",
-    # tests/testing: the kit itself.
+    # tests/plugins/testing: the kit itself.
     "tests/plugins/testing/test_plugin_check.py::test_exit_in_a_check",
     "tests/plugins/testing/test_plugin_check.py::test_another_contract",
     "tests/plugins/testing/test_kit_serve.py::*",
@@ -135,7 +135,7 @@ LEFT_OUT = (
     "tests/core/worker/test_states_in_engine.py::test_tokens_are_*[[]hybrid-[!p]*",
     "tests/core/worker/test_observe.py::test_in_a_process_of_its_own",
     "tests/core/kv_cache/test_blocks_of_states.py::test_random_calls[[]*[1-9]]",
-    # tests/features
+    # tests/builtin_plugins/step_parts
     "tests/builtin_plugins/step_parts/recording/test_decode_graphs.py::test_recorded_steps_*[[][mws]*",
     "tests/builtin_plugins/step_parts/recording/test_decode_graphs.py::TestWhen::test_one_line_*[[][ant]*",
     "tests/builtin_plugins/step_parts/recording/test_decode_graphs.py::TestWhen::test_sizes_*[[]sizes[12356]]",

@@ -26,7 +26,7 @@ ALWAYS_RUN = ("README.md", "docs/first-plugin.md")
 
 _NIGHTLY = (
     # What a suite finds out about memory is shown by components that are broken.
-    "tests/testing/test_*_conform.py::*::test_memory",
+    "tests/plugins/testing/test_*_conform.py::*::test_memory",
     "tests/builtin_plugins/test_draft_model.py::TestDraftModel::test_memory",
     "tests/plugins/testing/test_scheduling_conform.py::TestDefaultSchedulerWithOtherOptions::*",
     # Triton's interpreter takes seconds for what a GPU does in no time.
@@ -222,7 +222,7 @@ _NIGHTLY = (
     "tests/builtin_plugins/step_parts/adapters/test_oracle.py::test_logprobs_*[[]*-one_layer]",
     "tests/kernels/test_logits_kernels.py::test_a*[[]avx2[]-]*",
     "tests/kernels/test_logits_kernels.py::test_a*[[]avx512[]-]*",
-    # tests/testing: what samples of the kit show, and components that are like others.
+    # tests/plugins/testing: what samples of the kit show, and components that are like others.
     "tests/plugins/testing/test_scripted_parts.py::*::test_memory",
     "tests/plugins/testing/test_scripted_parts.py::test_batched_equals_alone[[][bcnr]*]",
     "tests/plugins/testing/test_text_conform.py::Test[GS]*::test_threads",
@@ -240,9 +240,9 @@ _TIMING: tuple[str, ...] = (
     "tests/builtin_plugins/test_multiproc_suite.py::*::test_timeout",
     # features, kernels, toolkit, typed, plugins, benchmarks
     "tests/builtin_plugins/step_parts/speculation/test_hidden_states.py::TestHead::test_speed",
-    # tests/testing: costs of components, and leases and time-outs of what is correct.
-    "tests/testing/test_*.py::Test*::test_speed",
-    "tests/testing/test_output_parsers_*.py::Test*::test_linear",
+    # tests/plugins/testing: costs of components, and leases and time-outs of what is correct.
+    "tests/plugins/testing/test_*.py::Test*::test_speed",
+    "tests/plugins/testing/test_output_parsers_*.py::Test*::test_linear",
     "tests/plugins/testing/test_kv_connectors_conform.py::TestStoresInTime::*",
     "tests/plugins/testing/*::Test*Peer*::test_leases",
     "tests/plugins/testing/*::Test*Peer*::test_offers",

@@ -143,7 +143,7 @@ def test_processes_spawned_from_the_child_do_not_run_the_program_again(child, tm
 
 
 def test_program_describes_its_purpose():
-    program = ROOT / "system" / "process" / "__main__.py"
+    program = ROOT / "host" / "system" / "process" / "__main__.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "This program is started by Hardpoint itself.\n"

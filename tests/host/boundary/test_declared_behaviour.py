@@ -524,7 +524,7 @@ def test_one_of_several_that_fails_keeps_nobody_from_being_called():
 def test_where_it_matters_whose_a_plugin_is():
     """Each module here is named in the docstring of `is_third_party`."""
     root = Path(hardpoint.__file__).parent
-    folders = ("boundary", "core", "builtin_plugins", "registry")
+    folders = ("host", "core", "builtin_plugins")
     asking = {
         f"{folder}/{path.relative_to(root / folder)}"
         for folder in folders

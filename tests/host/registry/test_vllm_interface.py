@@ -22,7 +22,7 @@ from hardpoint.plugins import EngineConfig
 from hardpoint.testing import scripted_engine
 from hardpoint.typed import convert
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is not None, reason="vLLM is installed"

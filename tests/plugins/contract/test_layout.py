@@ -13,7 +13,7 @@ from support.processes import ROOT
 
 LONGEST = 6
 """Modules on the longest import chain of the contract, `hardpoint.plugins` included."""
-FOLDER = ROOT / "plugins"
+FOLDER = ROOT / "plugins" / "contract"
 GROUPS = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
 NOT_EXPORTED = {
     "server": {"HookSpecs"},  # the engine's; it imports the whole contract

@@ -118,6 +118,30 @@ def test_a_difference_names_step_request_and_both(tmp_path, scripted):
     assert f"request {name!r}: tokens" in str(report.difference)
 
 
+@pytest.mark.parametrize(("distribution", "number"), [("hardpoint", 0), ("acme", 2)])
+def test_a_built_in_may_have_moved_to_another_module(tmp_path, scripted, distribution, number):
+    path = tmp_path / "journal"
+    with LLM(config=scripted_config(scripted, {"engine": {"journal": str(path)}})) as llm:
+        llm.generate([[7] * 20], GREEDY)
+
+    def of_earlier_modules(header):
+        entries = [
+            msgspec.structs.replace(
+                entry, value="hardpoint.earlier:Name", distribution=distribution
+            )
+            if (entry.kind, entry.name) == ("samplers", "default")
+            else entry
+            for entry in header.manifest.entries
+        ]
+        manifest = msgspec.structs.replace(header.manifest, entries=tuple(entries))
+        return msgspec.structs.replace(header, manifest=manifest)
+
+    with_header(path, of_earlier_modules)
+    report = replay(path, anyway=True)
+    assert report.difference is None
+    assert sum("plugin 'default' (samplers)" in note for note in report.notes) == number
+
+
 def test_planned_again_with_its_own_policy_nothing_differs(tmp_path, scripted):
     config = scripted_config(scripted, {"engine": {"journal": str(tmp_path / "journal")}})
     with LLM(config=config) as llm:

@@ -202,6 +202,8 @@ def gallery_page() -> str:
                 cost = measured["microseconds"].get(f"{kind}/{name}", {})
                 costs = (cost.get("row", "-"), cost.get("step", "-"))
                 module, _, cls = target.partition(":")
+                if cls and file.parent == ROOT:  # an entry point may have another name of a class
+                    cls = getattr(importlib.import_module(module), cls).__name__
                 proof = proofs.get((KINDS[kind].suite, cls or module.rpartition(".")[2]))
                 shown = _link_of_test(proof or _test_of(module, file.parent))
                 row = (f"`{name}`", text, where, lines_of_code, *costs, shown)

@@ -37,6 +37,12 @@ SMALL = 100
 """Lines below which a module that only one other imports belongs into that one."""
 
 SMALL_MODULES = {
+    "hardpoint.builtin_plugins.batch_routes.answer_files": "files of answers, beside a batch's run",
+    "hardpoint.host.live.policy": "the live changes of one kind, as its siblings",
+    "hardpoint.testing.general.inputs": "a comparison of values, beside the rules that use it",
+    "hardpoint.testing.model.checkpoints.config_fields": "one of three groups of rules",
+    "hardpoint.testing.model.checkpoints.content_hash": "one of three groups of rules",
+    "hardpoint.testing.running.step_parts.draft_rows": "one rule of a suite, as its siblings",
     "hardpoint.builtin_plugins.commands.records.served_trace": "HTTP; the command opens an engine",
     "hardpoint.replicas.waves.coordinator": "an algorithm with tests of its own",
     "hardpoint.builtin_plugins.executors.ray_worker": "what Ray sends to its nodes",

@@ -54,7 +54,7 @@ class RepeatedSteps(WorkerHalf):
 
     def _clear(self) -> None:
         self._seen: Counter[int] = Counter()  # steps by number of tokens
-        self._recorded: dict[int, _Replay] = {}
+        self._recorded: dict[int, _RecordedReplay] = {}
         self._num_bytes = 0
 
     def around_model(self, forward: Forward) -> Forward:
@@ -111,11 +111,11 @@ class RepeatedSteps(WorkerHalf):
                 oldest = next(iter(self._recorded))
                 self._num_bytes -= self._recorded.pop(oldest).num_bytes
                 self._seen[oldest] = 0
-            self._recorded[count] = _Replay(recorded, inputs)
+            self._recorded[count] = _RecordedReplay(recorded, inputs)
         return hidden[0].clone()
 
 
-class _Replay:
+class _RecordedReplay:
     """A step that was recorded.
 
     Attributes:

@@ -64,7 +64,7 @@ class AcceptanceRate:
         return (self.accepted + _PRIOR * common) / (self.tried + _PRIOR)
 
 
-class _Figures(msgspec.Struct):
+class _DraftFigures(msgspec.Struct):
     """Counts of a request, with the names of `SchedulerStats`; what another engine has sent."""
 
     num_drafts: int = 0
@@ -114,7 +114,7 @@ class _SpeculatingRequest:
 
     def add_figures(self, figures: Mapping[str, Any]) -> None:
         """Add what another engine has counted of the request."""
-        counted = msgspec.convert(figures, _Figures)
+        counted = msgspec.convert(figures, _DraftFigures)
         self.num_tokens, self.num_verified = counted.num_drafts, counted.num_verified_drafts
         self.by_position = counted.num_accepted_by_position
 

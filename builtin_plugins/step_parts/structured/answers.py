@@ -13,7 +13,7 @@ from hardpoint.plugins.requests import SchedulerOutput
 from hardpoint.toolkit.bitmasks import allow_tokens
 
 
-class _Text:
+class _AnswerText:
     """A grammar's state, and how many tokens have advanced it."""
 
     def __init__(self, compiled: GrammarState) -> None:
@@ -46,7 +46,7 @@ class _At(NamedTuple):
     position: ReasoningPosition
     starts: tuple[tuple[int, ...], ...]
     prefix: tuple[int, ...] | None
-    text: _Text
+    text: _AnswerText
     num_advanced: int
 
 
@@ -94,7 +94,7 @@ class ConstrainedAnswer:
         if not position.inside:
             starts = tuple(filter(None, markers.start))
             prefix = self._prefix[_overlap(prompt, self._prefix) :]
-        self._at = _At(position, starts, prefix, _Text(compiled), 0)
+        self._at = _At(position, starts, prefix, _AnswerText(compiled), 0)
         self.num_followed = 0
 
     @property
@@ -191,7 +191,7 @@ class ConstrainedAnswer:
             position = self._tracker.advance(position, token)
             if position.inside:
                 # The answer begins again after the reasoning.
-                self._at = _At(position, (), None, _Text(self._compiled), 0)
+                self._at = _At(position, (), None, _AnswerText(self._compiled), 0)
                 return True
             starts = tuple(rest for marker in starts if marker[0] == token and (rest := marker[1:]))
         if prefix:

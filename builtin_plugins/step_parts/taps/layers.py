@@ -48,7 +48,7 @@ class _Request:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _TapCall:
     """The requests of a step for which a tap is called at a site.
 
     Attributes:
@@ -92,7 +92,7 @@ class TapsInLayers(WorkerHalf):
         self._first: dict[str, int] = {}
         self._last_form: dict[str, tuple[torch.dtype, list[int]]] = {}
         self._rows: StepRows | None = None
-        self._calls: dict[tuple[str, TapSite], _Call] = {}
+        self._calls: dict[tuple[str, TapSite], _TapCall] = {}
         self._missing: set[tuple[str, TapSite]] = set()
         self._read: list[tuple[str, str, torch.Tensor]] = []
         self._report = TapReport()
@@ -151,7 +151,7 @@ class TapsInLayers(WorkerHalf):
         is_changed = residual is not before or delta is not added
         return (residual, delta) if is_changed else None
 
-    def _calls_of(self, rows: StepRows) -> Iterator[tuple[tuple[str, TapSite], _Call]]:
+    def _calls_of(self, rows: StepRows) -> Iterator[tuple[tuple[str, TapSite], _TapCall]]:
         """Yield the calls of a step, those of a tap after those of the taps before it."""
         places = {name: index for index, name in enumerate(rows.request_ids)}
         users: dict[tuple[str, TapSite], list[tuple[str, Any]]] = {}
@@ -168,7 +168,7 @@ class TapsInLayers(WorkerHalf):
             own = [index for span in spans for index in span]
             yield (
                 key,
-                _Call(
+                _TapCall(
                     names,
                     None if is_all else torch.tensor(own, device=self._context.device),
                     TapRows(
@@ -185,7 +185,7 @@ class TapsInLayers(WorkerHalf):
         self,
         name: str,
         site: TapSite,
-        call: _Call,
+        call: _TapCall,
         residual: torch.Tensor,
         delta: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,7 +209,7 @@ class TapsInLayers(WorkerHalf):
         return residual, delta
 
     def _called(
-        self, tap: ActivationTap, method: str, site: TapSite, values: torch.Tensor, call: _Call
+        self, tap: ActivationTap, method: str, site: TapSite, values: torch.Tensor, call: _TapCall
     ) -> list[tuple[range, torch.Tensor]]:
         """Return the results of a method, and the places of the requests that each is of.
 
@@ -241,7 +241,7 @@ class TapsInLayers(WorkerHalf):
         method: str,
         site: TapSite,
         values: torch.Tensor,
-        call: _Call,
+        call: _TapCall,
         places: range,
     ) -> list[tuple[range, torch.Tensor]]:
         """Return the result of a method for all requests or one of them; none if it gives None.
@@ -321,7 +321,7 @@ class TapsInLayers(WorkerHalf):
         source = self._taps.components.source(KIND, tap.name)
         self._report.failed.setdefault(request_id, (f"{source}: its {defect}", tap.name))
 
-    def _keep(self, key: str, found: torch.Tensor, places: range, call: _Call) -> None:
+    def _keep(self, key: str, found: torch.Tensor, places: range, call: _TapCall) -> None:
         if found.dtype is torch.bfloat16:  # which numpy does not have
             found = found.float()
         found = found.detach().clone()  # of memory that the step goes on with
@@ -365,11 +365,11 @@ class TapsInLayers(WorkerHalf):
             self._taps.components.close(tap)
 
 
-def _of(values: torch.Tensor, call: _Call) -> torch.Tensor:
+def _of(values: torch.Tensor, call: _TapCall) -> torch.Tensor:
     return values if call.indices is None else values[call.indices]
 
 
-def _with(values: torch.Tensor, changed: torch.Tensor | None, call: _Call) -> torch.Tensor:
+def _with(values: torch.Tensor, changed: torch.Tensor | None, call: _TapCall) -> torch.Tensor:
     """Return values with those of a call replaced, by zeros if there are none."""
     if call.indices is None:
         return torch.zeros_like(values) if changed is None else changed
@@ -384,7 +384,7 @@ def _key(tap: ActivationTap, site: TapSite) -> str:
 
 
 def _replaced(
-    values: torch.Tensor, changed: Sequence[tuple[range, torch.Tensor]], call: _Call
+    values: torch.Tensor, changed: Sequence[tuple[range, torch.Tensor]], call: _TapCall
 ) -> torch.Tensor:
     """Return the values of a call's requests, with those that were changed."""
     if len(changed[0][0]) == len(call.request_ids):

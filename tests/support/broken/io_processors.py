@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from hardpoint import SamplingParams
 from hardpoint.plugins import Annotated, IOProcessor, Meta, RequestError
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.typed import Strict, convert
-from support.samples import Sample, leave_file, leave_thread
+from support.samples import Sample, leave_file, leave_thread, spend
 
 SAMPLES = ({"rows": [[1.0, 2.0], [3.0]]}, {"rows": [[0.5] * 9], "name": "half"})
 REFUSED = ({"rows": []}, {"rows": [[]]}, {"rows": [[1.0]], "nmae": "x"})
@@ -199,15 +197,14 @@ class Sleeps(Rows):
     """Waits for something."""
 
     def pre_process(self, request):
-        time.sleep(0.3)
+        spend(0.3)
         return super().pre_process(request)
 
 
 class Slow(Rows):
     def post_process(self, request, outputs):
-        for _ in range(100):
-            found = super().post_process(request, outputs)
-        return found
+        spend(0.001)
+        return super().post_process(request, outputs)
 
 
 class KeepsRequests(Rows):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 
 import torch
 
@@ -19,7 +18,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.model.loader import WeightFormat
 from hardpoint.plugins.parallel import Cut, needed_part
 from hardpoint.plugins.quantization import AffineCodes, QuantizedWeight
-from support.samples import Sample, leave_file, leave_thread
+from support.samples import Sample, leave_file, leave_thread, spend
 
 TENSORS = {
     "embed.weight": torch.arange(12.0).view(6, 2),
@@ -471,12 +470,11 @@ class LeavesThread(Json):
 
 class Sleeps(Json):
     def config(self):
-        time.sleep(0.3)
+        spend(0.3)
         return super().config()
 
 
 class Slow(Json):
     def config(self):
-        for _ in range(100):
-            found = super().config()
-        return found
+        spend(0.001)
+        return super().config()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from hardpoint.plugins import Pooler, PromptPooler
-from support.samples import Sample, leave_thread
+from support.samples import Sample, leave_thread, spend
 
 
 class State(PromptPooler):
@@ -159,13 +157,12 @@ class InPlace(State):
 @with_state
 class Slow(State):
     def finish(self):
-        for _ in range(100):
-            found = super().finish()
-        return found
+        spend(0.001)
+        return super().finish()
 
 
 @with_state
 class Sleeps(State):
     def update(self, hidden):
-        time.sleep(0.3)
+        spend(0.3)
         super().update(hidden)

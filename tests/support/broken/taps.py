@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import torch
 
 from hardpoint import plugins
 from hardpoint.plugins import ActivationTap, TapSite
-from support.samples import Sample, leave_file, leave_path, leave_process, leave_thread
+from support.samples import Sample, leave_file, leave_path, leave_process, leave_thread, spend
 
 
 class Norms(Sample, ActivationTap, contract=1):
@@ -318,12 +317,11 @@ class Seeds(Norms):
 
 class Sleeps(Norms):
     def read(self, site, values, rows):
-        time.sleep(0.3)
+        spend(0.3)
         return super().read(site, values, rows)
 
 
 class Slow(Norms):
     def read(self, site, values, rows):
-        for _ in range(100):
-            found = super().read(site, values, rows)
-        return found
+        spend(0.001)
+        return super().read(site, values, rows)

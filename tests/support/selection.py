@@ -27,6 +27,12 @@ ALWAYS_RUN = ("README.md", "docs/first-plugin.md")
 _NIGHTLY = (
     # What a suite finds out about memory is shown by components that are broken.
     "tests/plugins/testing/test_*_conform.py::*::test_memory",
+    "tests/plugins/testing/test_*_conform.py::*::test_resources",
+    "tests/plugins/testing/test_output_parsers_of_families.py::*::test_resources",
+    "tests/plugins/testing/test_adapter_resolvers_kit.py::TestFolder::test_resources",
+    "tests/plugins/testing/test_text_kit_catches.py::test_correct_components_pass[[]S*",
+    "tests/plugins/testing/test_io_processor_kit_catches.py::*[[]KeepsRequests-*",
+    "tests/plugins/testing/test_worker_kit_catches.py::test_correct_*[[]WeightLoaderSuite-[1-9]]",
     "tests/builtin_plugins/test_draft_model.py::TestDraftModel::test_memory",
     "tests/plugins/testing/test_scheduling_conform.py::TestDefaultSchedulerWithOtherOptions::*",
     # Triton's interpreter takes seconds for what a GPU does in no time.

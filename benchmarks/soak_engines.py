@@ -46,7 +46,7 @@ import msgspec
 import psutil
 from soak_parts.ends import Counts, print_run
 
-from hardpoint.bench.answers import Document, Timeline
+from hardpoint.bench.answers import Document, RequestTimeline
 from hardpoint.bench.client import send
 from hardpoint.bench.connection import Pool
 from hardpoint.bench.processes import run_on_uvloop
@@ -143,7 +143,7 @@ class Disturbed:
             if key == "quiet" or timeline.error:
                 await asyncio.sleep(rng.uniform(0.5, 1.5) * pause)
 
-    async def _ask(self, key: str, number: int, timeout: float | None) -> Timeline:
+    async def _ask(self, key: str, number: int, timeout: float | None) -> RequestTimeline:
         body = {**self._questions[number]} | ({"timeout": timeout} if timeout else {})
         request = self._pools[key].request("POST", "/v1/completions", msgspec.json.encode(body))
         return await send(self._pools[key], request, _REQUEST_S, keep_text=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from hardpoint.bench.answers import Timeline
+from hardpoint.bench.answers import RequestTimeline
 
 _LATE_S = 1.0
 _REFUSED = ("429 ", "503 overloaded", "stream: overloaded")
@@ -32,7 +32,7 @@ class Counts:
     events: Counter[str] = field(default_factory=Counter)
 
     def record(
-        self, key: str, number: int, right: str, timeout: float | None, timeline: Timeline
+        self, key: str, number: int, right: str, timeout: float | None, timeline: RequestTimeline
     ) -> None:
         """Count a request that has ended."""
         seconds, error = timeline.ended - timeline.sent, timeline.error

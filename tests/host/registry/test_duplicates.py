@@ -6,7 +6,7 @@ import pytest
 from support.plugins.fake import component, on
 
 from hardpoint.errors import PluginConflictError, RequestError
-from hardpoint.host.registry.kinds import KINDS, Kind, Number, value_at
+from hardpoint.host.registry.kinds import KINDS, Number, PluginKind, value_at
 from hardpoint.plugins import LogitsProcessor, OutputParser, SchedulingPolicy, hookimpl
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 
@@ -20,7 +20,7 @@ class FromFile(ConfigSources):
         return "file hardpoint.toml" if path else "default"
 
 
-def offered(installed, kind: Kind, name: str, distribution: str) -> str:
+def offered(installed, kind: PluginKind, name: str, distribution: str) -> str:
     """Add an entry point of a kind; return its value."""
     version = "0.1.0" if distribution == "hardpoint" else "2.0"
     if kind.interface is None:
@@ -51,7 +51,7 @@ def setting(path: str, value: object) -> dict:
     return config
 
 
-def names_both(message: str, kind: Kind, name: str) -> bool:
+def names_both(message: str, kind: PluginKind, name: str) -> bool:
     return all(f"{kind.name}/{name} ({one}" in message for one in ("hardpoint 0.1.0", "acme 2.0"))
 
 

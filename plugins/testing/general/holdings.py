@@ -89,9 +89,10 @@ def more_than(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, 
 def traced() -> Iterator[None]:
     """Trace allocations in the body, so that `memory` has a value.
 
-    Objects from before are left out of garbage collections, which take long with them.
+    Objects from before are left out of garbage collections, which take long with them. They stay
+    so if the program has frozen objects itself: `gc.unfreeze` would thaw those, too.
     """
-    was_tracing = tracemalloc.is_tracing()
+    was_tracing, has_frozen = tracemalloc.is_tracing(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     if not was_tracing:
@@ -99,7 +100,8 @@ def traced() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not has_frozen:
+            gc.unfreeze()
         if not was_tracing:
             tracemalloc.stop()
 

@@ -92,6 +92,8 @@ def print_summary(
     slowest, seconds = folders.most_common(1)[0]
     minutes = (options.checks + record["wall"]) / 60
     print(f"tests run: {outcomes['passed'] + outcomes['failed']}, failed: {outcomes['failed']}")
+    if count := outcomes["not collected"]:
+        print(f"test files that cannot be collected: {count}")
     print(f"tests skipped: {outcomes['skipped']}")
     print(f"checks: {options.checks:.0f} s")
     print(f"tests: {record['wall']:.0f} s, {folders.total():.0f} s in both processes")

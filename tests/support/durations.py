@@ -26,6 +26,11 @@ class Durations:
         if report.when == "call" or report.skipped or report.failed:
             self._outcomes[report.outcome] += 1
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Count a file that cannot be collected."""
+        if report.failed:
+            self._outcomes["not collected"] += 1
+
     def pytest_sessionfinish(self) -> None:
         """Write the seconds of the tests, and those of the session."""
         tests = {name: round(seconds, 3) for name, seconds in self._seconds.most_common()}

@@ -112,6 +112,12 @@ def test_every_public_name_is_there():
         _ = hardpoint.nothing
 
 
+def test_packages_are_attributes_without_an_import():
+    code = "import hardpoint as h; print(h.host.__name__, h.typed.__name__, hasattr(h, 'registry'))"
+    done = run(PACKAGE.parent, "-c", code, cwd=ROOT)
+    assert done.stdout.split() == ["hardpoint.host", "hardpoint.typed", "False"], done.stderr
+
+
 def test_every_entry_point_loads():
     import importlib_metadata
 

@@ -101,7 +101,7 @@ class _ContractFinder:
 
 sys.meta_path.insert(0, _ContractFinder())
 
-_PACKAGES = ("errors", "plugins", "registry", "typed")
+_PACKAGES = ("errors", "host", "plugins", "typed")
 """Packages that are attributes of this one without an import."""
 
 

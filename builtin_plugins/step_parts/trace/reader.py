@@ -75,7 +75,7 @@ class LogitsReader(WorkerHalf):
         for request, row in zip(requests, logits.cpu().numpy(), strict=True):
             position = len(request.output_token_ids)
             known = self._rows.setdefault(request.request_id, {})
-            if stage != LogitsStage(None, None):  # the model's own logits
+            if stage.phase is not None:  # not the model's own logits
                 if (kept := known.get(position)) is not None:
                     kept.stages.append((stage, row))
             elif (kept := known.get(position)) is not None:  # once more, after a fault

@@ -85,7 +85,7 @@ BROKEN = [
     (broken.Noisy, ANY, {
         "deterministic": "two new instances gave different logits",
         "history": None, "swaps": None, "advance": None, "fork": None, "drafts": None,
-        "pure": None,
+        "pure": None, "resources": None,
     }),
     (broken.Divides, ANY, {"valid_logits": "it made a row with NaN", "masks_stay": None}),
     (broken.DropsAll, ANY, {"valid_logits": "it made a row with no token that can be chosen"}),

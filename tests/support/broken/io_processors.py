@@ -10,7 +10,7 @@ from hardpoint.plugins.params import PoolingParams
 from hardpoint.typed import Strict, convert
 from support.samples import Sample, leave_file, leave_thread, spend
 
-SAMPLES = ({"rows": [[1.0, 2.0], [3.0]]}, {"rows": [[0.5] * 9], "name": "half"})
+SAMPLES = ({"rows": [[1.0, 0.5], [3.0]]}, {"rows": [[0.5] * 9], "name": "half"})
 REFUSED = ({"rows": []}, {"rows": [[]]}, {"rows": [[1.0]], "nmae": "x"})
 
 Row = Annotated[list[Annotated[float, Meta(ge=0, le=100)]], Meta(min_length=1, max_length=99)]

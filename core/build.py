@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hardpoint.core.client.base import EngineCoreClient, InprocClient, RemoteClient
-from hardpoint.core.client.event_loop import EventLoopBridge
-from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.engine.utility_calls import EngineUtilities
-from hardpoint.core.engine_process.process import EngineProcess
-from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.engine_parts import Companion, EngineParts, Opening
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
@@ -48,6 +44,10 @@ from hardpoint.plugins.component.base import Progress, no_progress
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.process.async_engine import AsyncEngine
+from hardpoint.process.client.event_loop import EventLoopBridge
+from hardpoint.process.client.process_client import EngineStart, ProcessClient, Sink
+from hardpoint.process.engine_process import EngineProcess
 from hardpoint.typed import join_path, read_only
 
 from .kv_cache import CacheSize

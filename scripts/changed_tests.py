@@ -60,7 +60,7 @@ ASSEMBLIES = (
     "hardpoint.core.build",
     "hardpoint.core.engine.build",
     "hardpoint.core.engine.worker_launch",
-    "hardpoint.core.engine_process.run",
+    "hardpoint.process.engine.run",
     "hardpoint.builtin_plugins.server.assembly",
     "hardpoint.testing.engine_access",
     "hardpoint.testing.scripted",

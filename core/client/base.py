@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import NO_TIMEOUT, failure_of, run_utility
-from hardpoint.core.protocol import EngineCoreReadyResponse
 from hardpoint.errors import EngineDeadError, EngineTimeoutError
 from hardpoint.host.boundary.activity import Activity, PluginCall
 from hardpoint.host.boundary.errors import engine_dead
@@ -25,6 +24,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.server.engine_set import EngineSet
+from hardpoint.process.handshake import EngineCoreReadyResponse
 
 Attempt = Callable[[], bool]
 """Tries to send one message without waiting; returns whether it was sent. It may be called again

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from hardpoint.core.build import OpenClient
 from hardpoint.core.client.base import RemoteClient
-from hardpoint.core.client.process_client import EngineStart, Sink
-from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.process.client.process_client import EngineStart, Sink
+from hardpoint.process.engine_process import EngineProcess
 
 if TYPE_CHECKING:
     from hardpoint.core.engine.outside import OpenOutside

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 
 from hardpoint.core.engine.utility_calls import AsyncControlCalls, SyncControlCalls
-from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
@@ -31,6 +30,7 @@ from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import RequestOptions
 from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.plugins.server.settings import LiveSettings
+from hardpoint.process.async_engine import AsyncEngine
 from hardpoint.typed import copied, is_list
 
 from .calls.adapter_resolvers import AdapterResolvers

@@ -21,9 +21,9 @@ from hardpoint import (
     __version__,
 )
 from hardpoint.core import build
-from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.host.registry import model_files
+from hardpoint.process.client.process_client import ProcessClient
 from hardpoint.testing import scripted_config, write_scripted_model
 
 APART = {"engine": {"in_process": False}}

@@ -11,7 +11,6 @@ import msgspec
 from hardpoint.core.build import OpenClient, open_process_client
 from hardpoint.core.client.base import EngineCoreClient
 from hardpoint.core.engine.utility_calls import AsyncControlCalls, SyncControlCalls
-from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.journal import with_journal
 from hardpoint.plugins import ConfigError, EngineConfig
@@ -19,6 +18,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.requests.stats import SchedulerStats
 from hardpoint.plugins.scheduling.step_record import LiveRequest
 from hardpoint.plugins.server.engine_set import EngineSet, EngineStatus, LoadReport
+from hardpoint.process.async_engine import AsyncEngine
 
 __all__ = [
     "AsyncEngineCalls",

@@ -8,9 +8,9 @@ import functools
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from hardpoint.core.frontend.async_engine import AsyncEngine, Opened
 from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS
 from hardpoint.plugins import EngineCoreRequest, RequestError, RequestOutput
+from hardpoint.process.async_engine import AsyncEngine, Opened
 from hardpoint.requests import OpenCalls
 
 from .streams import OutputStream, RequestForks, open_stream

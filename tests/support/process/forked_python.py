@@ -35,7 +35,7 @@ from support.process.fork_server import (
 
 _IMPORTED = (
     "hardpoint.core.build",
-    "hardpoint.core.engine_process.run",
+    "hardpoint.process.engine.run",
     "hardpoint.llm",
     "hypothesis",
     "pytest",

@@ -1,0 +1,122 @@
+"""The messages between processes other than requests and their outputs.
+
+Structs travel as arrays, so the order of their fields is part of the protocol: change one, and
+raise PROTOCOL_VERSION in handshake.py.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+from typing import Any
+
+import msgspec
+
+from hardpoint.host.system.encoding.errors import WireError
+from hardpoint.host.system.encoding.tensors import Buffer
+
+ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
+"""The last message of an engine that failed, raw, on every output socket."""
+
+
+class RequestType(bytes, Enum):
+    """The first frame of a message to an engine; may be sent as it is."""
+
+    ADD = b"\x00"
+    """One request."""
+    ABORT = b"\x01"
+    UTILITY = b"\x03"
+    EXECUTOR_FAILED = b"\x04"
+    """Inside the engine process only."""
+    WAKEUP = b"\x05"
+    """Inside the engine process only."""
+    ADD_ALL = b"\x06"
+    """The requests of one call, a list: all are added, or none."""
+
+    @classmethod
+    def from_wire(cls, frame: Buffer) -> RequestType:
+        """Return the type that a frame encodes.
+
+        Raises:
+            WireError: it is unknown, or internal to the engine process.
+        """
+        found = _FROM_WIRE.get(bytes(frame[:2]))
+        if found is None:
+            known = ", ".join(f"{kind.hex()} ({kind.name})" for kind in _FROM_WIRE.values())
+            raise WireError(f"request type: expected one of {known}, got {_hex(frame)}")
+        return found
+
+
+_FROM_WIRE = {
+    bytes(kind): kind
+    for kind in RequestType
+    if kind not in (RequestType.EXECUTOR_FAILED, RequestType.WAKEUP)
+}
+
+
+class ShutdownState(IntEnum):
+    """The states of an engine's shutdown."""
+
+    RUNNING = 0
+    REQUESTED = 1
+    SHUTTING_DOWN = 2
+
+
+class UtilityCall(msgspec.Struct, array_like=True, frozen=True):
+    """A call of one of the engine's methods.
+
+    Attributes:
+        client_index: where the answer goes; the engine sets it to the client of the connection.
+        call_id: chosen by the client; the answer repeats it.
+        args: positional, as plain data; the engine converts them to what the method declares.
+    """
+
+    client_index: int
+    call_id: int
+    method: str
+    args: list[Any] = []
+
+
+class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
+    """The return value of a call; may be None.
+
+    Attributes:
+        value: plain data; the client converts it to what the method declares.
+    """
+
+    value: Any
+
+
+class UtilityOutput(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a call: either an error message, or a result.
+
+    Attributes:
+        kind: with a failure, the name of the error's class in Hardpoint's tree.
+
+    Raises:
+        WireError: on construction, with both or neither.
+    """
+
+    call_id: int
+    failure: str | None = None
+    result: UtilityResult | None = None
+    kind: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.failure is None) == (self.result is None):
+            count = "neither" if self.failure is None else "both"
+            raise WireError(f"a utility output has either a failure or a result, got {count}")
+
+    @classmethod
+    def succeeded(cls, call_id: int, value: Any) -> UtilityOutput:
+        """Return the answer to a call that returned."""
+        return cls(call_id, result=UtilityResult(value))
+
+    @classmethod
+    def failed(cls, call_id: int, message: str, kind: str | None = None) -> UtilityOutput:
+        """Return the answer to a call that failed."""
+        return cls(call_id, failure=message, kind=kind)
+
+
+def _hex(frame: Buffer) -> str:
+    data = bytes(frame[:8])
+    return (data.hex() or "nothing") + ("..." if len(frame) > len(data) else "")

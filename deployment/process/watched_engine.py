@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from typing import cast
 
-from hardpoint.core.client.base import RemoteClient
 from hardpoint.core.frontend.engine_owner import EngineOwner
 from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.requests.input_processor import AsyncTokenizer
@@ -24,6 +23,7 @@ from hardpoint.plugins import (
     HardpointError,
 )
 
+from .client.base import RemoteClient
 from .client.event_loop import EventLoopBridge, Item
 
 _POLL_INTERVAL_S = 0.01

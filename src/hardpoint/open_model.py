@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
 
 import msgspec
 import numpy as np
@@ -30,7 +30,6 @@ from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import RequestOptions
 from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.plugins.server.settings import LiveSettings
-from hardpoint.process.async_engine import AsyncEngine
 from hardpoint.typed import copied, is_list
 
 from .calls.adapter_resolvers import AdapterResolvers
@@ -49,15 +48,12 @@ from .requests import (
     with_place,
 )
 
-__all__ = [
-    "COMPANIONS",
-    "AsyncProcessorCalls",
-    "OpenModel",
-    "PoolingCalls",
-    "ProcessorCalls",
-]
+if TYPE_CHECKING:
+    from hardpoint.process.async_engine import AsyncEngine
 
-Engine = TypeVar("Engine", LLMEngine, AsyncEngine)
+__all__ = ["COMPANIONS", "AsyncProcessorCalls", "OpenModel", "PoolingCalls", "ProcessorCalls"]
+
+Engine = TypeVar("Engine", LLMEngine, "AsyncEngine")
 
 COMPANIONS = (AdapterResolvers, open_io_processors)
 """Open the plugins of calls, with an engine."""
@@ -366,7 +362,7 @@ class ProcessorCalls(PoolingCalls):
         return [found[request_id] for request_id in ids]
 
 
-class AsyncProcessorCalls(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapterCalls):
+class AsyncProcessorCalls(OpenModel["AsyncEngine"], AsyncControlCalls, AsyncAdapterCalls):
     """The calls of a program that runs an event loop that pool, and those of IO processors."""
 
     @takes_options

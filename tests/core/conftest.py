@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from support.engines import build_engine
 
 from hardpoint import typed
-from hardpoint.core.build import build_engine
 from hardpoint.plugins import EngineConfig
 from hardpoint.testing import scripted_config, scripted_engine
 

@@ -20,9 +20,9 @@ from hardpoint import (
     SamplingParams,
     __version__,
 )
-from hardpoint.core import build
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.host.registry import model_files
+from hardpoint.process import build
 from hardpoint.process.client.process_client import ProcessClient
 from hardpoint.testing import scripted_config, write_scripted_model
 

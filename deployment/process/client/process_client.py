@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hardpoint.core.client.base import Attempt, OneEngine, UtilityCalls
+from hardpoint.core.client.base import OneEngine
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.host.boundary.activity import Activity
 from hardpoint.host.boundary.errors import engine_dead
@@ -37,6 +37,7 @@ from hardpoint.process.handshake import EngineCoreReadyResponse
 from hardpoint.process.launch import Launch
 from hardpoint.process.messages import RequestType
 
+from .base import Attempt, UtilityCalls
 from .output_queue import OutputQueue
 from .sockets import READER_THREAD, EngineSockets
 

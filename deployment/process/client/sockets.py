@@ -17,7 +17,6 @@ from typing import Any
 import zmq
 
 from hardpoint import typed
-from hardpoint.core.client.base import Attempt
 from hardpoint.core.engine.utility_calls import result_type
 from hardpoint.errors import EngineDeadError, EngineTimeoutError, PluginLoadError
 from hardpoint.host.boundary.errors import engine_dead, error_of
@@ -35,6 +34,8 @@ from hardpoint.host.system.resources import CUT_S, SOCKET_NAMES, end_context, ma
 from hardpoint.plugins import EngineCoreOutputs, RequestError
 from hardpoint.process.handshake import EngineAddresses, EngineCoreReadyResponse, decode_handshake
 from hardpoint.process.messages import ENGINE_CORE_DEAD, RequestType, UtilityCall, UtilityOutput
+
+from .base import Attempt
 
 SEND_TIMEOUT_S = 10.0
 """How long an engine may accept no message before a sender gets an error."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.core.client.base import DeathWatcher, UtilityCalls
+from hardpoint.core.client.base import DeathWatcher
 from hardpoint.core.engine.utility_calls import EngineUtilities, result_type
 from hardpoint.core.frontend.statistics import Statistics
 from hardpoint.errors import EngineDeadError
@@ -27,6 +27,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.server.engine_set import EngineSet
+from hardpoint.process.client.base import UtilityCalls
 from hardpoint.process.client.output_queue import OutputQueue
 from hardpoint.process.client.process_client import EngineStart, RequestSockets, Sink
 from hardpoint.process.client.sockets import EngineSockets
@@ -162,7 +163,7 @@ class RelayedClient(RequestSockets, UtilityCalls):
 
 
 class OpenRelayed:
-    """Opens the client of a frontend whose engines another process owns; an `OpenClient`.
+    """Opens the client of a frontend whose engines another process owns; an `OpenRemoteClient`.
 
     Attributes:
         client: the client, once it is open.

@@ -25,7 +25,9 @@ from hardpoint.core.weights.updated_weights import tensor_files, write_tensors
 from hardpoint.errors import shown, size_text
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.config_tables import LoadConfig, absolute_path
-from hardpoint.process.async_engine import AsyncEngine
+
+if TYPE_CHECKING:
+    from hardpoint.process.async_engine import AsyncEngine
 
 if TYPE_CHECKING:
     import torch

@@ -350,9 +350,6 @@ class AsyncControlCalls(ControlCalls, AsyncCaller):
 UTILITIES = utilities_of(EngineUtilities)
 """All control calls by name; nothing else can be called."""
 
-NO_TIMEOUT = frozenset(name for name, entry in UTILITIES.items() if not entry.has_timeout)
-"""Calls that `engine.call_timeout_seconds` does not limit."""
-
 
 def run_utility(core: EngineUtilities, method: str, arguments: Sequence[Any]) -> Any:
     """Run a utility by name; return its result, which may be a future.
@@ -377,11 +374,6 @@ def failure_of(method: str, error: BaseException) -> HardpointError:
     wrapped = kind(f"Call to {method} method failed: {describe(error)}")
     wrapped.__cause__ = error
     return wrapped
-
-
-def result_type(method: str) -> Any:
-    """Return the declared result type of a utility; of a future, the type of its result."""
-    return UTILITIES[method].result_type if method in UTILITIES else Any
 
 
 def _merged(of_workers: Sequence[Mapping[str, T]]) -> dict[str, T]:

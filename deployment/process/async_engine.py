@@ -12,7 +12,6 @@ from typing import Any
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.frontend import METRICS_TIMEOUT_S
-from hardpoint.core.frontend.outputs.output_collector import CallCollector, RequestOutputCollector
 from hardpoint.core.frontend.outputs.request_state import rejection
 from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, RequestExtras
 from hardpoint.core.frontend.requests.prompts import Params, Prompt
@@ -37,6 +36,7 @@ from hardpoint.plugins.step_part.part import GivenPrompt
 from hardpoint.typed import convert
 
 from .client.event_loop import EventLoopBridge, SendQueue
+from .output_collector import CallCollector, RequestOutputCollector
 from .watched_engine import WatchedEngine
 
 Opened = contextlib.AbstractContextManager[None]

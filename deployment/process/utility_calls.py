@@ -1,4 +1,4 @@
-"""Utility calls as messages: how an engine process runs and answers them."""
+"""Utility calls as messages: how an engine process runs them, and how a client waits for them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from hardpoint.core.engine.utility_calls import EngineUtilities, failure_of, run_utility
+from hardpoint.core.engine.utility_calls import UTILITIES, EngineUtilities, failure_of, run_utility
 from hardpoint.host.boundary.errors import kind_of
 from hardpoint.host.registry.blame import raise_unless_fault
 
-from .messages import UtilityCall, UtilityOutput
+from .protocol import UtilityCall, UtilityOutput
+
+NO_TIMEOUT = frozenset(name for name, entry in UTILITIES.items() if not entry.has_timeout)
+"""Calls that `engine.call_timeout_seconds` does not limit."""
 
 Answer = Callable[[UtilityOutput], None]
 """Takes the answer to a call, in any thread."""
+
+
+def result_type(method: str) -> Any:
+    """Return the declared result type of a utility; of a future, the type of its result."""
+    return UTILITIES[method].result_type if method in UTILITIES else Any
 
 
 def call_utility(core: EngineUtilities, call: UtilityCall, answer: Answer) -> None:

@@ -12,7 +12,6 @@ from typing import cast
 
 from hardpoint.core.frontend.engine_owner import EngineOwner
 from hardpoint.core.frontend.engine_parts import EngineParts
-from hardpoint.core.frontend.requests.input_processor import AsyncTokenizer
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.host.boundary.errors import attribute_error, death_of, engine_dead
 from hardpoint.host.registry.blame import raise_unless_fault
@@ -23,6 +22,7 @@ from hardpoint.plugins import (
     HardpointError,
 )
 
+from .async_tokenizer import AsyncTokenizer
 from .client.base import RemoteClient
 from .client.event_loop import EventLoopBridge, Item
 

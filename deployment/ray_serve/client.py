@@ -15,7 +15,6 @@ from ray.exceptions import RayError
 
 from hardpoint import typed
 from hardpoint.core.client.base import OneEngine
-from hardpoint.core.engine.utility_calls import result_type
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.host.boundary.activity import Activity, PluginCall, Snapshot
 from hardpoint.host.boundary.errors import engine_dead, error_of
@@ -24,7 +23,8 @@ from hardpoint.host.system.encoding import WireError
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, RequestError
 from hardpoint.process.client.base import Attempt, UtilityCalls
 from hardpoint.process.client.process_client import EngineStart, Sink
-from hardpoint.process.messages import UtilityCall, UtilityOutput
+from hardpoint.process.protocol import UtilityCall, UtilityOutput
+from hardpoint.process.utility_calls import result_type
 
 from .fleet import ReplicaFleet
 from .messages import EngineDeath, EngineLaunch, EngineOpened, Failed, Frames, decoded, encoded

@@ -20,8 +20,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.process.client.process_client import EngineStart, ProcessClient
-from hardpoint.process.messages import UtilityCall, UtilityOutput, UtilityResult
 from hardpoint.process.output_coalescer import OutputCoalescer
+from hardpoint.process.protocol import UtilityCall, UtilityOutput, UtilityResult
 from hardpoint.process.utility_calls import failed_call
 
 from .messages import (

@@ -15,7 +15,7 @@ from hardpoint.host.system.encoding import Decoder, Encoder
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.process.handshake import EngineCoreReadyResponse
+from hardpoint.process.protocol import EngineCoreReadyResponse
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from support.waiting import HeldSteps
 
 from hardpoint.host.system.encoding import Encoder
 from hardpoint.plugins import FinishReason, SamplingParams
-from hardpoint.process.messages import RequestType, UtilityCall
+from hardpoint.process.protocol import RequestType, UtilityCall
 
 GREEDY_200 = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY

@@ -27,7 +27,7 @@ from support.waiting import HeldSteps
 
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import SamplingParams
-from hardpoint.process.messages import ENGINE_CORE_DEAD
+from hardpoint.process.protocol import ENGINE_CORE_DEAD
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 

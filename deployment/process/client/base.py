@@ -7,11 +7,11 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from hardpoint.core.client.base import EngineCoreClient
-from hardpoint.core.engine.utility_calls import NO_TIMEOUT
 from hardpoint.errors import EngineTimeoutError
 from hardpoint.host.live.change import Slot
 from hardpoint.plugins import EngineCoreRequest
-from hardpoint.process.handshake import EngineCoreReadyResponse
+from hardpoint.process.protocol import EngineCoreReadyResponse
+from hardpoint.process.utility_calls import NO_TIMEOUT
 
 Attempt = Callable[[], bool]
 """Tries to send one message without waiting; returns whether it was sent. It may be called again

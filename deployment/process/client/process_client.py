@@ -33,9 +33,8 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.parallel import Placement
 from hardpoint.process.engine_process import EngineHost, EngineProcess
-from hardpoint.process.handshake import EngineCoreReadyResponse
 from hardpoint.process.launch import Launch
-from hardpoint.process.messages import RequestType
+from hardpoint.process.protocol import EngineCoreReadyResponse, RequestType
 
 from .base import Attempt, UtilityCalls
 from .output_queue import OutputQueue

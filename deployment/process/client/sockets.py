@@ -17,7 +17,6 @@ from typing import Any
 import zmq
 
 from hardpoint import typed
-from hardpoint.core.engine.utility_calls import result_type
 from hardpoint.errors import EngineDeadError, EngineTimeoutError, PluginLoadError
 from hardpoint.host.boundary.errors import engine_dead, error_of
 from hardpoint.host.system.encoding import (
@@ -32,8 +31,16 @@ from hardpoint.host.system.encoding import (
 from hardpoint.host.system.encoding.output_check import OutputCheck
 from hardpoint.host.system.resources import CUT_S, SOCKET_NAMES, end_context, make_socket_folder
 from hardpoint.plugins import EngineCoreOutputs, RequestError
-from hardpoint.process.handshake import EngineAddresses, EngineCoreReadyResponse, decode_handshake
-from hardpoint.process.messages import ENGINE_CORE_DEAD, RequestType, UtilityCall, UtilityOutput
+from hardpoint.process.protocol import (
+    ENGINE_CORE_DEAD,
+    EngineAddresses,
+    EngineCoreReadyResponse,
+    RequestType,
+    UtilityCall,
+    UtilityOutput,
+    decode_handshake,
+)
+from hardpoint.process.utility_calls import result_type
 
 from .base import Attempt
 

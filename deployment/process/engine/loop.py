@@ -15,7 +15,7 @@ from hardpoint.host.boundary.errors import RefusedInCallError, rejection_output
 from hardpoint.host.system.forks import FORKS, end_copy
 from hardpoint.host.system.process.watchdog import Watchdog
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
-from hardpoint.process.messages import ShutdownState, UtilityCall
+from hardpoint.process.protocol import ShutdownState, UtilityCall
 from hardpoint.process.utility_calls import call_utility, failed_call
 
 from .reports import ClientReports

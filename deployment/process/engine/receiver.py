@@ -14,7 +14,7 @@ from hardpoint.host.boundary.errors import RefusedInCallError, rejection_output
 from hardpoint.host.registry.blame import describe
 from hardpoint.host.system.encoding import Decoder, TensorProvider, WireError
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
-from hardpoint.process.messages import RequestType, UtilityCall
+from hardpoint.process.protocol import RequestType, UtilityCall
 from hardpoint.process.utility_calls import failed_call
 
 from .loop import LoopQueues, Prepared, PreparedCall, Rejection

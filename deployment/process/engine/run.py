@@ -37,8 +37,8 @@ from hardpoint.host.system.threads import use_own_cores
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.process.handshake import EngineAddresses, EngineCoreReadyResponse
 from hardpoint.process.launch import Launch
+from hardpoint.process.protocol import EngineAddresses, EngineCoreReadyResponse
 
 from .loop import EngineLoop, LoopOptions, LoopQueues
 from .sender import ClientSendQueues

@@ -13,8 +13,8 @@ import msgspec
 from hardpoint.host.boundary.errors import rejection_output
 from hardpoint.host.system.encoding import Buffer, Encoder, TensorConsumer
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, HardpointError
-from hardpoint.process.messages import UtilityOutput
 from hardpoint.process.output_coalescer import OutputCoalescer
+from hardpoint.process.protocol import UtilityOutput
 
 _log = logging.getLogger("hardpoint")
 

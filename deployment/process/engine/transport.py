@@ -19,8 +19,7 @@ from hardpoint.host.system.encoding import (
 )
 from hardpoint.host.system.resources import end_context
 from hardpoint.plugins import EngineCoreOutputs
-from hardpoint.process.handshake import EngineAddresses, EngineCoreReadyResponse
-from hardpoint.process.messages import ENGINE_CORE_DEAD
+from hardpoint.process.protocol import ENGINE_CORE_DEAD, EngineAddresses, EngineCoreReadyResponse
 
 from .loop import LoopFailure, LoopQueues
 from .receiver import Check, HashPrompt, MessageReader

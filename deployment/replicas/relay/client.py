@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.core.client.base import DeathWatcher
-from hardpoint.core.engine.utility_calls import EngineUtilities, result_type
+from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.frontend.statistics import Statistics
 from hardpoint.errors import EngineDeadError
 from hardpoint.host.boundary.activity import Activity
@@ -32,7 +32,8 @@ from hardpoint.process.client.output_queue import OutputQueue
 from hardpoint.process.client.process_client import EngineStart, RequestSockets, Sink
 from hardpoint.process.client.sockets import EngineSockets
 from hardpoint.process.engine_process import EngineProcess
-from hardpoint.process.handshake import EngineCoreReadyResponse
+from hardpoint.process.protocol import EngineCoreReadyResponse
+from hardpoint.process.utility_calls import result_type
 from hardpoint.typed import convert
 
 from .messages import CALL, NOTICES, OWNER, EnginesSummary, Notice

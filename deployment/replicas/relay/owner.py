@@ -33,8 +33,12 @@ from hardpoint.process.engine.loop import (
 )
 from hardpoint.process.engine.transport import EngineIO
 from hardpoint.process.engine_process import EngineProcess
-from hardpoint.process.handshake import EngineAddresses, EngineCoreReadyResponse
-from hardpoint.process.messages import UtilityCall, UtilityOutput
+from hardpoint.process.protocol import (
+    EngineAddresses,
+    EngineCoreReadyResponse,
+    UtilityCall,
+    UtilityOutput,
+)
 from hardpoint.process.utility_calls import failed_call
 from hardpoint.replicas.group import EngineGroup
 from hardpoint.replicas.opening import open_engines

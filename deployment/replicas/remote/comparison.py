@@ -19,7 +19,7 @@ from hardpoint.host.registry.kinds import KINDS, Process
 from hardpoint.host.registry.model_files import find_files
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.component.manifest import Manifest, PluginEntry
-from hardpoint.process.handshake import PROTOCOL_VERSION
+from hardpoint.process.protocol import PROTOCOL_VERSION
 
 from .messages import Hello
 

@@ -22,9 +22,8 @@ from hardpoint.host.system.resources import SOCKET_NAMES, make_socket_folder
 from hardpoint.plugins import EngineConfig, HardpointError
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.process.engine_process import EngineProcess
-from hardpoint.process.handshake import EngineAddresses
 from hardpoint.process.launch import Launch
-from hardpoint.process.messages import RequestType, UtilityCall, UtilityOutput
+from hardpoint.process.protocol import EngineAddresses, RequestType, UtilityCall, UtilityOutput
 
 from .comparison import check_manifest
 from .connection import HeadConnection

@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from hardpoint.host.system.encoding import MOST_BYTES, WireError
-from hardpoint.process.handshake import EngineAddresses, decode_handshake
+from hardpoint.process.protocol import EngineAddresses, decode_handshake
 
 from .joined_host import JoinedHost
 from .messages import Hello, ProcessEnd, Window

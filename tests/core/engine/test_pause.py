@@ -9,7 +9,7 @@ from support.core.engine_harness import LoopRig, Rig, ScriptedExecutor, expected
 
 from hardpoint.core.engine.pause import PauseMode
 from hardpoint.plugins import HardpointError, RequestError
-from hardpoint.process.messages import UtilityCall
+from hardpoint.process.protocol import UtilityCall
 
 ABORT, WAIT, KEEP = PauseMode.ABORT, PauseMode.WAIT, PauseMode.KEEP
 LONG = 60

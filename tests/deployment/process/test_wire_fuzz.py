@@ -25,8 +25,13 @@ from hardpoint.plugins import (
     SamplingParams,
 )
 from hardpoint.plugins.requests import LoRARequest, TokenLogprobs
-from hardpoint.process.handshake import EngineCoreReadyResponse, decode_handshake
-from hardpoint.process.messages import RequestType, UtilityCall, UtilityOutput
+from hardpoint.process.protocol import (
+    EngineCoreReadyResponse,
+    RequestType,
+    UtilityCall,
+    UtilityOutput,
+    decode_handshake,
+)
 
 MUTATED = 100_000
 FEW = examples(200)

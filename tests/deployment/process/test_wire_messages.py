@@ -33,20 +33,18 @@ from hardpoint.plugins.requests import (
     TokenLogprobs,
 )
 from hardpoint.plugins.requests.stats import PrefixCacheStats
-from hardpoint.process import handshake, messages
-from hardpoint.process.handshake import (
+from hardpoint.process import protocol
+from hardpoint.process.protocol import (
+    ENGINE_CORE_DEAD,
     PROTOCOL_VERSION,
     EngineAddresses,
     EngineCoreReadyResponse,
-    decode_handshake,
-)
-from hardpoint.process.messages import (
-    ENGINE_CORE_DEAD,
     RequestType,
     ShutdownState,
     UtilityCall,
     UtilityOutput,
     UtilityResult,
+    decode_handshake,
 )
 
 TEXT = st.text(max_size=9)
@@ -264,8 +262,7 @@ def test_types_without_containers_of_anything_are_not_tracked():
     """gc=False is right only where no reference cycle can be made."""
     structs = [
         value
-        for module in (handshake, messages)
-        for value in vars(module).values()
+        for value in vars(protocol).values()
         if isinstance(value, type) and issubclass(value, msgspec.Struct)
     ]
     untracked = {cls.__name__ for cls in structs if not cls.__struct_config__.gc}

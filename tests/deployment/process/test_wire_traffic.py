@@ -17,7 +17,7 @@ from hardpoint.host.system.encoding import Decoder
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
 from hardpoint.process.client import sockets as engine_sockets
 from hardpoint.process.client.sockets import EngineSockets
-from hardpoint.process.messages import RequestType
+from hardpoint.process.protocol import RequestType
 
 ADD, ABORT = RequestType.ADD, RequestType.ABORT
 

@@ -20,8 +20,7 @@ from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config.engine import ParallelConfig, RayConfig
 from hardpoint.plugins.config_tables import ExecutorConfig
-from hardpoint.process.handshake import EngineCoreReadyResponse
-from hardpoint.process.messages import RequestType
+from hardpoint.process.protocol import EngineCoreReadyResponse, RequestType
 from hardpoint.replicas.remote import admission, listener
 from hardpoint.replicas.remote.address import check_address, check_joining
 from hardpoint.replicas.remote.comparison import check_manifest, hello_of, processor

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from hardpoint.host.system.encoding import Encoder
 from hardpoint.process.client.sockets import EngineSockets
-from hardpoint.process.handshake import EngineCoreReadyResponse
+from hardpoint.process.protocol import EngineCoreReadyResponse
 from support.waiting import PATIENCE_S
 
 READY = EngineCoreReadyResponse(manifest_hash="", max_model_len=64, num_gpu_blocks=8)

@@ -10,8 +10,12 @@ from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.host.system.encoding import Decoder, Encoder
 from hardpoint.plugins import EngineCoreOutputs
 from hardpoint.process.engine.transport import EngineIO
-from hardpoint.process.handshake import EngineAddresses, EngineCoreReadyResponse
-from hardpoint.process.messages import ENGINE_CORE_DEAD, UtilityOutput
+from hardpoint.process.protocol import (
+    ENGINE_CORE_DEAD,
+    EngineAddresses,
+    EngineCoreReadyResponse,
+    UtilityOutput,
+)
 from support.core.engine_harness import PATIENCE_S, LoopRig
 
 READY = EngineCoreReadyResponse(manifest_hash="", max_model_len=200, num_gpu_blocks=64)

@@ -19,9 +19,14 @@ from hardpoint.host.system.encoding import Decoder, Encoder
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest, SamplingParams
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.process.engine_process import EngineProcess
-from hardpoint.process.handshake import EngineAddresses
 from hardpoint.process.launch import Launch
-from hardpoint.process.messages import ENGINE_CORE_DEAD, RequestType, UtilityCall, UtilityOutput
+from hardpoint.process.protocol import (
+    ENGINE_CORE_DEAD,
+    EngineAddresses,
+    RequestType,
+    UtilityCall,
+    UtilityOutput,
+)
 
 IDENTITY = b"\x00\x00"
 _LIMIT_MS = 60_000

@@ -9,7 +9,7 @@ import pytest
 
 from hardpoint import LLM, AsyncLLM, OverloadedError, PoolingParams, RequestError, SamplingParams
 from hardpoint.process.client.sockets import EngineSockets
-from hardpoint.process.messages import RequestType
+from hardpoint.process.protocol import RequestType
 from hardpoint.testing import scripted_config
 
 TEXTS = [f"text {number % 7}" for number in range(40)]

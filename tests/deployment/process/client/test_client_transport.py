@@ -35,7 +35,7 @@ from hardpoint.host.system.encoding import Encoder
 from hardpoint.plugins import EngineCoreOutputs
 from hardpoint.process.client import sockets as engine_sockets
 from hardpoint.process.client.sockets import EngineSockets
-from hardpoint.process.messages import RequestType
+from hardpoint.process.protocol import RequestType
 from hardpoint.testing import scripted_config, write_scripted_model
 
 LIMIT_S = 4 * PATIENCE_S

@@ -12,8 +12,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.process.client.process_client import EngineStart, ProcessClient
 from hardpoint.process.client.sockets import EngineSockets
 from hardpoint.process.engine.transport import EngineIO
-from hardpoint.process.handshake import EngineCoreReadyResponse
-from hardpoint.process.messages import RequestType
+from hardpoint.process.protocol import EngineCoreReadyResponse, RequestType
 
 INDEX, ADDRESS = 258, b"\x02\x01"  # least significant byte first
 

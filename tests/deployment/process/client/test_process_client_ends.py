@@ -20,7 +20,7 @@ from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.process.client import process_client
 from hardpoint.process.client.process_client import EngineStart, ProcessClient
-from hardpoint.process.messages import ENGINE_CORE_DEAD
+from hardpoint.process.protocol import ENGINE_CORE_DEAD
 
 
 class Sink:

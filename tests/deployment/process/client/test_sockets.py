@@ -27,7 +27,7 @@ from hardpoint.host.system.encoding import Decoder, Encoder
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
 from hardpoint.process.client import sockets as engine_sockets
 from hardpoint.process.client.sockets import EngineSockets
-from hardpoint.process.messages import ENGINE_CORE_DEAD, RequestType, UtilityCall, UtilityOutput
+from hardpoint.process.protocol import ENGINE_CORE_DEAD, RequestType, UtilityCall, UtilityOutput
 
 READY_MS = int(PATIENCE_S * 1000)
 

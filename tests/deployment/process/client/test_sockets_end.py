@@ -20,7 +20,7 @@ from hardpoint import EngineDeadError
 from hardpoint.host.system.resources import CUT_S, end_context
 from hardpoint.process.client import sockets as engine_sockets
 from hardpoint.process.client.sockets import READER_THREAD, EngineSockets
-from hardpoint.process.messages import RequestType
+from hardpoint.process.protocol import RequestType
 
 
 def connected() -> tuple[EngineSockets, Engine]:

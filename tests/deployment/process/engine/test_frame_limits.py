@@ -15,7 +15,7 @@ from hardpoint.host.system.encoding import MOST_BYTES, Encoder, WireError
 from hardpoint.process.client import sockets as engine_sockets
 from hardpoint.process.client.sockets import EngineSockets
 from hardpoint.process.engine import transport
-from hardpoint.process.messages import RequestType
+from hardpoint.process.protocol import RequestType
 
 MIB = 1 << 20
 

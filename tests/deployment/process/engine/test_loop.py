@@ -24,7 +24,7 @@ from support.processes import ROOT
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import RequestError
 from hardpoint.process.engine.loop import Abort, LoopFailure, LoopOptions, Rejection
-from hardpoint.process.messages import UtilityCall
+from hardpoint.process.protocol import UtilityCall
 
 LONG = 150
 ENDLESS = 3900  # tokens: more than a minute, where each step takes 0.02 s

@@ -12,7 +12,7 @@ from hardpoint.core.kv_cache import BlockManager
 from hardpoint.core.kv_cache.block_hashes import BlockHashes
 from hardpoint.plugins import Request
 from hardpoint.plugins.requests import LoRARequest
-from hardpoint.process.messages import RequestType
+from hardpoint.process.protocol import RequestType
 
 PROMPT = list(range(1, 18))  # four blocks of four, and one token
 

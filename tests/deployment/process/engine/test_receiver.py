@@ -22,7 +22,7 @@ from hardpoint.plugins.requests import LoRARequest, ResumedOutputs
 from hardpoint.process.engine.loop import Abort, LoopQueues, Prepared, Rejection
 from hardpoint.process.engine.receiver import MessageReader
 from hardpoint.process.engine.sender import ClientSendQueues
-from hardpoint.process.messages import RequestType, UtilityCall
+from hardpoint.process.protocol import RequestType, UtilityCall
 
 ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY
 ADD_ALL = RequestType.ADD_ALL

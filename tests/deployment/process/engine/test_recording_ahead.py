@@ -14,7 +14,7 @@ from support.waiting import wait_until
 
 from hardpoint import LLM, ModelError, SamplingParams
 from hardpoint.errors import PluginFaultError
-from hardpoint.process.messages import UtilityCall
+from hardpoint.process.protocol import UtilityCall
 from hardpoint.testing import scripted_config
 
 RECORD = ("idle",)

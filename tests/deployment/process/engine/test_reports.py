@@ -19,7 +19,7 @@ from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
 from hardpoint.process import output_coalescer
 from hardpoint.process.engine.loop import LoopOptions
 from hardpoint.process.engine.reports import ClientReports
-from hardpoint.process.messages import UtilityCall
+from hardpoint.process.protocol import UtilityCall
 from hardpoint.replicas.prefix_index import PrefixIndex
 
 PROMPT = list(range(41))

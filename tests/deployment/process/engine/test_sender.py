@@ -20,8 +20,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.requests import PartArray, TokenLogprobs
 from hardpoint.process.engine.sender import ClientSendQueues
-from hardpoint.process.messages import UtilityOutput
 from hardpoint.process.output_coalescer import _SET_ONCE, merge_into
+from hardpoint.process.protocol import UtilityOutput
 
 
 def batch(*outputs, **fields):

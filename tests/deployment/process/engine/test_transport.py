@@ -15,8 +15,7 @@ from support.waiting import PATIENCE_S, wait_until
 from hardpoint.host.system.encoding import Encoder
 from hardpoint.process.engine import transport as engine_io
 from hardpoint.process.engine.transport import EngineIO
-from hardpoint.process.handshake import EngineAddresses
-from hardpoint.process.messages import RequestType, UtilityCall, UtilityOutput
+from hardpoint.process.protocol import EngineAddresses, RequestType, UtilityCall, UtilityOutput
 
 LONG = 190
 

@@ -17,7 +17,7 @@ from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from hardpoint.process.client.sockets import EngineSockets
 from hardpoint.process.engine.sender import OutputEncoder
 from hardpoint.process.engine.transport import EngineIO
-from hardpoint.process.messages import RequestType
+from hardpoint.process.protocol import RequestType
 
 ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY
 OUTSIDE = [100_000]  # of the vocabulary

@@ -12,9 +12,9 @@ from support.searching import examples
 from support.waiting import PATIENCE_S
 
 from hardpoint import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
-from hardpoint.core.frontend.outputs.output_collector import RequestOutputCollector
 from hardpoint.plugins.requests import ToolCall, WeightRun
 from hardpoint.plugins.requests.stats import RequestMetrics
+from hardpoint.process.output_collector import RequestOutputCollector
 
 DELTA, CUMULATIVE, FINAL_ONLY = (
     RequestOutputKind.DELTA,

@@ -6,11 +6,10 @@ import asyncio
 import functools
 from collections.abc import Callable
 
+from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
 from hardpoint.host.boundary.errors import RefusedInCallError
 from hardpoint.plugins import CompletionOutput, RequestOutput, RequestOutputKind
 from hardpoint.plugins.requests import ToolCall
-
-from .request_state import AnyOutput, rejection
 
 
 class RequestOutputCollector:

@@ -8,8 +8,8 @@ import threading
 import pytest
 from support.waiting import PATIENCE_S
 
-from hardpoint.core.frontend.requests.input_processor import AsyncTokenizer
 from hardpoint.errors import EngineClosedError
+from hardpoint.process.async_tokenizer import AsyncTokenizer
 
 LONG = "x" * 3000
 

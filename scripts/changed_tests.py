@@ -60,6 +60,7 @@ ASSEMBLIES = (
     "hardpoint.core.build",
     "hardpoint.core.engine.build",
     "hardpoint.core.engine.worker_launch",
+    "hardpoint.process.build",
     "hardpoint.process.engine.run",
     "hardpoint.builtin_plugins.server.assembly",
     "hardpoint.testing.engine_access",

@@ -90,10 +90,6 @@ class RequestType(bytes, Enum):
     """One request."""
     ABORT = b"\x01"
     UTILITY = b"\x03"
-    EXECUTOR_FAILED = b"\x04"
-    """Inside the engine process only."""
-    WAKEUP = b"\x05"
-    """Inside the engine process only."""
     ADD_ALL = b"\x06"
     """The requests of one call, a list: all are added, or none."""
 
@@ -102,7 +98,7 @@ class RequestType(bytes, Enum):
         """Return the type that a frame encodes.
 
         Raises:
-            WireError: it is unknown, or internal to the engine process.
+            WireError: it is unknown.
         """
         found = _FROM_WIRE.get(bytes(frame[:2]))
         if found is None:
@@ -111,11 +107,7 @@ class RequestType(bytes, Enum):
         return found
 
 
-_FROM_WIRE = {
-    bytes(kind): kind
-    for kind in RequestType
-    if kind not in (RequestType.EXECUTOR_FAILED, RequestType.WAKEUP)
-}
+_FROM_WIRE = {bytes(kind): kind for kind in RequestType}
 
 
 class ShutdownState(IntEnum):

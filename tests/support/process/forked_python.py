@@ -34,7 +34,7 @@ from support.process.fork_server import (
 )
 
 _IMPORTED = (
-    "hardpoint.core.build",
+    "hardpoint.process.build",
     "hardpoint.process.engine.run",
     "hardpoint.llm",
     "hypothesis",

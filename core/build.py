@@ -9,16 +9,13 @@ import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from hardpoint.core.client.base import EngineCoreClient, InprocClient, RemoteClient
-from hardpoint.core.client.event_loop import EventLoopBridge
-from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
+from hardpoint.core.client.base import EngineCoreClient, InprocClient
 from hardpoint.core.engine.utility_calls import EngineUtilities
-from hardpoint.core.engine_process.process import EngineProcess
-from hardpoint.core.frontend.async_engine import AsyncEngine
+from hardpoint.core.frontend.engine_owner import EngineOwner
 from hardpoint.core.frontend.engine_parts import Companion, EngineParts, Opening
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
@@ -32,7 +29,6 @@ from hardpoint.host.registry.discovery import InstalledPlugin, installed_version
 from hardpoint.host.registry.hooks import HookSet
 from hardpoint.host.registry.model_files import find_files
 from hardpoint.host.registry.plugin_set import PluginSet, resolve_plugins
-from hardpoint.host.system.process.launch import Interpreter
 from hardpoint.host.system.resources import check_descriptors
 from hardpoint.host.system.threads import short_spin
 from hardpoint.plugins import (
@@ -57,6 +53,8 @@ if TYPE_CHECKING:
     from .weights.worker_spec import WorkerSpec
 
 _log = logging.getLogger("hardpoint")
+
+Engine = TypeVar("Engine", bound=EngineOwner)
 
 OpenCompanion = Callable[[Opening], Companion]
 OpenStatistics = Callable[[EngineConfig, PluginSet, Callable[[], float]], Statistics | None]
@@ -93,113 +91,15 @@ def _changed(
             yield where, msgspec.to_builtins(mine)
 
 
-OpenClient = Callable[[EngineStart, Sink | None, EngineProcess | None, PluginSet], RemoteClient]
-"""Opens a client with what its engine is started with, what gets its outputs, its process, which
-waits for the launch (None if it has none yet), and the plugins.
-"""
-
-
-def open_process_client(
-    start: EngineStart, sink: Sink | None, process: EngineProcess | None, plugins: PluginSet
-) -> RemoteClient:
-    """Return the client of one engine, which is not restarted."""
-    del plugins
-    return ProcessClient(start, sink, process)
-
-
-def build_engine(
-    config: EngineConfig,
-    config_sources: ConfigSources | None = None,
-    *,
-    progress: Progress = no_progress,
-    clock: Callable[[], float] = time.monotonic,
-    handed: Sequence[InstalledPlugin] = (),
-    open_client: OpenClient = open_process_client,
-    companions: Sequence[OpenCompanion] = (),
-    open_outside: OpenOutside | None = None,
-) -> LLMEngine:
-    """Resolve the plugins, find the model, do all cheap checks, then load.
-
-    Args:
-        config: the configuration.
-        config_sources: sources of its values.
-        progress: receives the progress of long work.
-        clock: clock of the engine and the frontend, in seconds.
-        handed: the plugins that the program hands over, see `handed_over`.
-        open_client: opens the client of an engine in a process of its own, or of several.
-        companions: open what the program has next to the engine.
-        open_outside: as of `build_core`, for an engine in this process; None is its default.
-
-    Raises:
-        ConfigError, PluginError: before any weight is read.
-        ModelError: the model is missing, damaged or unsupported.
-        EngineDeadError: the engine's process ended or was not ready in time.
-    """
-    began = time.perf_counter()
-    sources = config_sources or ConfigSources()
-    prepare = functools.partial(_prepare, config, sources, progress, clock, handed, companions)
-    if config.engine.in_process:
-        if config.kv_events.publishers:  # which open sockets
-            check_descriptors()
-        prepared = prepare()
-        with prepared.closed_on_error(), naming_plugin(prepared.spec.plugins):
-            from hardpoint.core.engine.build import build_core  # noqa: PLC0415 - needs torch
-            from hardpoint.core.engine.outside import Outside  # noqa: PLC0415 - as above
-
-            built = build_core(
-                prepared.spec,
-                prepared.hooks,
-                prepared.config_sources,
-                clock,
-                vocabulary=prepared.vocabulary,
-                open_outside=open_outside or Outside,
-            )
-            parts = prepared.parts(InprocClient(built.core, built.info.process_id), built.size)
-    else:
-        with _spawned() if config.parallel.num_local else contextlib.nullcontext() as spawned:
-            prepared = prepare()
-            parts = _in_own_process(prepared, spawned, None, open_client)
-    engine = LLMEngine(parts)
-    _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
-    return engine
-
-
-def build_async_engine(
-    config: EngineConfig,
-    config_sources: ConfigSources | None = None,
-    *,
-    progress: Progress = no_progress,
-    handed: Sequence[InstalledPlugin] = (),
-    open_client: OpenClient = open_process_client,
-    companions: Sequence[OpenCompanion] = (),
-    starts_engine: bool = True,
-    open_statistics: OpenStatistics = open_statistics,
-) -> AsyncEngine:
-    """Build an engine for an event loop; it always has a process of its own.
-
-    Args:
-        config, config_sources, progress, handed, open_client, companions: as for `build_engine`.
-        starts_engine: whether a process is started; the client of another one has its own.
-        open_statistics: opens what gathers figures of requests.
-
-    Raises:
-        ConfigError, PluginError, ModelError, EngineDeadError: as `build_engine`.
-    """
-    began = time.perf_counter()
-    bridge = EventLoopBridge()
-    with _spawned() if starts_engine else contextlib.nullcontext() as spawned:
-        sources = config_sources or ConfigSources()
-        given = handed, companions, open_statistics
-        prepared = _prepare(config, sources, progress, time.monotonic, *given)
-        parts = _in_own_process(prepared, spawned, bridge, open_client)
-    engine = AsyncEngine(parts, bridge)
-    _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
-    return engine
-
-
 @dataclass(frozen=True)
-class _Prepared:
-    """The parts of an engine that do not depend on its process."""
+class PreparedEngine:
+    """The parts of an engine that do not depend on where its core runs.
+
+    Attributes:
+        spec: the plugins, and the model as workers load it.
+        vocabulary: vocabulary of the tokenizer, for grammars; None if no step part uses it.
+        began: when preparing began, in seconds of `time.perf_counter`.
+    """
 
     config: EngineConfig
     config_sources: ConfigSources
@@ -212,9 +112,27 @@ class _Prepared:
     step_parts: FrontendParts
     companions: Sequence[Companion]
     vocabulary: Vocabulary | None
+    began: float
+
+    def open(self, open_client: OpenClient, new_engine: Callable[[EngineParts], Engine]) -> Engine:
+        """Open the engine core, join it with its frontend, and call the hooks of a ready engine.
+
+        Args:
+            open_client: opens the core.
+            new_engine: joins the core's client and the frontend.
+
+        Raises:
+            ModelError: the model cannot be loaded.
+            EngineDeadError: the engine's process ended or was not ready in time.
+        """
+        with self._closed_on_error():
+            parts = self._parts(*open_client(self))
+        engine = new_engine(parts)
+        _start_hooks(parts, self, engine.close)
+        return engine
 
     @contextlib.contextmanager
-    def closed_on_error(self) -> Iterator[None]:
+    def _closed_on_error(self) -> Iterator[None]:
         """Close the plugins of the frontend if the body fails."""
         with contextlib.ExitStack() as undo:
             for companion in self.companions:
@@ -225,7 +143,7 @@ class _Prepared:
             yield
             undo.pop_all()
 
-    def parts(self, client: EngineCoreClient, size: CacheSize) -> EngineParts:
+    def _parts(self, client: EngineCoreClient, size: CacheSize) -> EngineParts:
         """Return the parts of an engine of that size; its client is closed if calling it fails.
 
         Raises:
@@ -259,41 +177,98 @@ class _Prepared:
         )
 
 
-def _prepare(
+OpenClient = Callable[[PreparedEngine], tuple[EngineCoreClient, CacheSize]]
+"""Opens an engine core; returns its client and the size of its KV cache."""
+
+
+def build_engine(
+    config: EngineConfig,
+    config_sources: ConfigSources | None = None,
+    *,
+    progress: Progress = no_progress,
+    clock: Callable[[], float] = time.monotonic,
+    handed: Sequence[InstalledPlugin] = (),
+    companions: Sequence[OpenCompanion] = (),
+    open_outside: OpenOutside | None = None,
+) -> LLMEngine:
+    """Build an engine in this process.
+
+    Args:
+        config, config_sources, progress, clock, handed, companions: as of `prepare_engine`.
+        open_outside: as of `build_core`; None is its default.
+
+    Raises:
+        ConfigError, PluginError, ModelError: as `prepare_engine`.
+    """
+    sources = config_sources or ConfigSources()
+    if not config.engine.in_process:
+        raise ConfigError(
+            sources.locate(
+                "engine.in_process: expected true, got false; hardpoint.process builds engines in "
+                "processes of their own"
+            )
+        )
+    if config.kv_events.publishers:  # which open sockets
+        check_descriptors()
+    prepared = prepare_engine(
+        config, sources, progress=progress, clock=clock, handed=handed, companions=companions
+    )
+    return prepared.open(functools.partial(_open_in_process, open_outside), LLMEngine)
+
+
+def _open_in_process(
+    open_outside: OpenOutside | None, prepared: PreparedEngine
+) -> tuple[EngineCoreClient, CacheSize]:
+    with naming_plugin(prepared.spec.plugins):
+        from hardpoint.core.engine.build import build_core  # noqa: PLC0415 - needs torch
+        from hardpoint.core.engine.outside import Outside  # noqa: PLC0415 - as above
+
+        built = build_core(
+            prepared.spec,
+            prepared.hooks,
+            prepared.config_sources,
+            prepared.clock,
+            vocabulary=prepared.vocabulary,
+            open_outside=open_outside or Outside,
+        )
+        return InprocClient(built.core, built.info.process_id), built.size
+
+
+def prepare_engine(
     config: EngineConfig,
     config_sources: ConfigSources,
-    progress: Progress,
-    clock: Callable[[], float],
-    handed: Sequence[InstalledPlugin],
-    companions: Sequence[OpenCompanion],
+    *,
+    progress: Progress = no_progress,
+    clock: Callable[[], float] = time.monotonic,
+    handed: Sequence[InstalledPlugin] = (),
+    companions: Sequence[OpenCompanion] = (),
     open_statistics: OpenStatistics = open_statistics,
-) -> _Prepared:
-    log_opening(config, config_sources)
-    # Imported here, so that an engine process is started before torch takes its second, and before
-    # plugins import torch.
-    with short_spin():
-        from hardpoint.core.engine.prepare import prepare_worker  # noqa: PLC0415
-    plugins = resolve_plugins(config, config_sources, handed=handed)
-    _announce(plugins)
-    hooks = plugins.hooks()
-    with naming_plugin(plugins):
-        spec = prepare_worker(config.without_tables(), plugins, config_sources, progress)
+) -> PreparedEngine:
+    """Resolve the plugins, find the model and do all cheap checks, before weights are read.
 
-    def new_tokenizer() -> Tokenizer:
-        files, vocab_size = spec.loader.context.files, spec.model_config.vocab_size
-        return _tokenizer(config, plugins, files, vocab_size)
+    Args:
+        config, config_sources: the configuration, and the sources of its values.
+        progress: receives the progress of long work.
+        clock: clock of the engine and the frontend, in seconds.
+        handed: the plugins that the program hands over, see `handed_over`.
+        companions: open what the program has next to the engine.
+        open_statistics: opens what gathers figures of requests.
 
+    Raises:
+        ConfigError, PluginError, ModelError: a setting, a plugin or the model cannot be used.
+    """
+    began = time.perf_counter()
+    hooks, spec = _resolve(config, config_sources, progress, handed)
+    plugins, vocab_size = spec.plugins, spec.model_config.vocab_size
+    files = spec.loader.context.files
+    new_tokenizer = functools.partial(_tokenizer, config, plugins, files, vocab_size)
     tokenizer = new_tokenizer()
-    parsers = _output_parsers(config, plugins, tokenizer, spec.model_config.vocab_size)
+    parsers = _output_parsers(config, plugins, tokenizer, vocab_size)
     vocabulary = _AskedVocabulary(tokenizer)
+    fields = spec.for_parts | {"config": config}
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     with naming_plugin(plugins):
-        step_parts = frontend_parts(
-            plugins,
-            spec.for_parts | {"config": config},
-            vocabulary,
-            spec.model_config.vocab_size,
-            functools.partial(tokenizer.encode, add_special_tokens=False),
-        )
+        step_parts = frontend_parts(plugins, fields, vocabulary, vocab_size, encode)
     with contextlib.ExitStack() as undo:
         undo.callback(step_parts.close)
         opening = Opening(config, plugins, spec.model_config, spec.max_model_len, new_tokenizer)
@@ -303,7 +278,7 @@ def _prepare(
             undo.callback(opened[-1].close)
         statistics = open_statistics(config, plugins, clock)
         undo.pop_all()
-    return _Prepared(
+    return PreparedEngine(
         config,
         config_sources,
         hooks,
@@ -315,53 +290,38 @@ def _prepare(
         step_parts,
         opened,
         vocabulary.found,
+        began,
     )
 
 
-@contextlib.contextmanager
-def _spawned() -> Iterator[tuple[EngineProcess, Interpreter]]:
-    check_descriptors()
-    interpreter = Interpreter.current()
-    process = EngineProcess.spawn(interpreter)
-    try:
-        yield process, interpreter
-    except BaseException:
-        process.close(grace_s=0)
-        raise
+def _resolve(
+    config: EngineConfig,
+    config_sources: ConfigSources,
+    progress: Progress,
+    handed: Sequence[InstalledPlugin],
+) -> tuple[HookSet, WorkerSpec]:
+    """Resolve the plugins and read the model's configuration."""
+    log_opening(config, config_sources)
+    # Imported here, so that an engine process is started before torch takes its second, and before
+    # plugins import torch.
+    with short_spin():
+        from hardpoint.core.engine.prepare import prepare_worker  # noqa: PLC0415
+    plugins = resolve_plugins(config, config_sources, handed=handed)
+    _announce(plugins)
+    hooks = plugins.hooks()
+    with naming_plugin(plugins):
+        spec = prepare_worker(config.without_tables(), plugins, config_sources, progress)
+    return hooks, spec
 
 
-def _in_own_process(
-    prepared: _Prepared,
-    spawned: tuple[EngineProcess, Interpreter] | None,
-    sink: Sink | None,
-    open_client: OpenClient,
-) -> EngineParts:
-    spec, (process, interpreter) = prepared.spec, spawned or (None, Interpreter.current())
-    start = EngineStart(
-        config=spec.config,
-        config_sources=prepared.config_sources,
-        manifest=spec.plugins.manifest,
-        log_level=logging.getLevelName(_log.getEffectiveLevel()),
-        interpreter=interpreter,
-        vocab_size=spec.model_config.vocab_size,
-        vocabulary=prepared.vocabulary,
-    )
-    with prepared.closed_on_error():
-        client = open_client(start, sink, process, spec.plugins)
-        size = CacheSize(client.ready.num_gpu_blocks, client.ready.max_model_len)
-        return prepared.parts(client, size)
-
-
-def _start_hooks(
-    parts: EngineParts, prepared: _Prepared, close: Callable[[], None], seconds: float
-) -> None:
+def _start_hooks(parts: EngineParts, prepared: PreparedEngine, close: Callable[[], None]) -> None:
     """Call the hooks for a ready engine; close it if one of them fails."""
     info = {
         "model": parts.config.model,
         "dtype": str(prepared.spec.dtype).removeprefix("torch."),
         "max_model_len": parts.config.max_model_len,
         "num_blocks": parts.config.kv_cache.num_blocks,
-        "load_seconds": seconds,
+        "load_seconds": time.perf_counter() - prepared.began,
     }
     with contextlib.ExitStack() as undo:
         close_if_failed(undo, close)

@@ -46,9 +46,9 @@ BOXES = {
     API: Box("hardpoint", "src/hardpoint/", "LLM, AsyncLLM, command line", 1, 0),
     "testing": Box("hardpoint.testing", "plugins/testing/", "conformance kit", 1, 1),
     "deployment": Box(
-        "hardpoint.replicas, .journal, ...",
+        "hardpoint.process, .replicas, ...",
         "deployment/",
-        "replicas, Ray, journals, simulation",
+        "processes, replicas, Ray, journals",
         1,
         2,
     ),
@@ -62,7 +62,7 @@ BOXES = {
     "plugins": Box("hardpoint.plugins", "plugins/contract/", "interfaces of all kinds", 1, 6),
     "typed": Box("hardpoint.typed", "plugins/typed/", "options and arguments", 1, 7),
 }
-DEPLOYMENT = ("bench", "simulation", "ray_serve", "replicas", "journal")
+DEPLOYMENT = ("bench", "simulation", "ray_serve", "replicas", "journal", "process")
 LEFT_OUT = ("errors",)
 """Modules that every package imports."""
 WIDTH, HEIGHT, GAP, MARGIN = 300, 50, 26, 60

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import StrEnum
 
 from hardpoint import typed
-from hardpoint.core.protocol import PauseMode
 from hardpoint.host.registry.blame import raise_unless_fault
 from hardpoint.plugins import Executor, HardpointError, PauseState, RequestError, Scheduler
 
@@ -17,6 +17,17 @@ MEMORY_TAGS = ("weights", "kv_cache")
 SCHEDULING_TAG = "scheduling"
 _RELEASES_MODEL = 2  # level of sleep
 _USER, _UPDATE = "user", "update"  # owners of pauses: `pause` and `sleep`, or `run_paused`
+
+
+class PauseMode(StrEnum):
+    """The treatment of running requests when the engine is paused."""
+
+    ABORT = "abort"
+    """They end."""
+    WAIT = "wait"
+    """They finish first; new ones wait."""
+    KEEP = "keep"
+    """They keep their state, without steps, until the engine is resumed."""
 
 
 @dataclass(frozen=True)

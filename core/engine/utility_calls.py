@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from hardpoint import typed
-from hardpoint.core.protocol import PauseMode, UtilityCall, UtilityOutput
-from hardpoint.host.boundary.errors import kind_of
 from hardpoint.host.boundary.parts.states import joined_states
 from hardpoint.host.live.change import Action, LiveChange
 from hardpoint.host.live.engine import EngineChanges
-from hardpoint.host.registry.blame import describe, raise_unless_fault
+from hardpoint.host.registry.blame import describe
 from hardpoint.host.system.control_calls import (
     AsyncCaller,
     SyncCaller,
@@ -29,7 +27,7 @@ from hardpoint.plugins.requests.engine_state import KVCacheChanges
 from hardpoint.plugins.requests.stats import Health, PluginMeter, PluginReport, StepFault
 from hardpoint.plugins.scheduling.step_record import LiveRequest
 
-from .pause import PauseController
+from .pause import PauseController, PauseMode
 from .step import EngineCoreParts
 from .weight_updates import WeightUpdates
 
@@ -352,20 +350,6 @@ class AsyncControlCalls(ControlCalls, AsyncCaller):
 UTILITIES = utilities_of(EngineUtilities)
 """All control calls by name; nothing else can be called."""
 
-NO_TIMEOUT = frozenset(name for name, entry in UTILITIES.items() if not entry.has_timeout)
-"""Calls that `engine.call_timeout_seconds` does not limit."""
-
-Answer = Callable[[UtilityOutput], None]
-"""Takes the answer to a call, in any thread."""
-
-
-def call_utility(core: EngineUtilities, call: UtilityCall, answer: Answer) -> None:
-    """Make a call; an error fails the call alone.
-
-    A future is answered when it is done, as is one that another future gives as its result.
-    """
-    _answer(call, partial(run_utility, core, call.method, call.args), answer)
-
 
 def run_utility(core: EngineUtilities, method: str, arguments: Sequence[Any]) -> Any:
     """Run a utility by name; return its result, which may be a future.
@@ -379,12 +363,6 @@ def run_utility(core: EngineUtilities, method: str, arguments: Sequence[Any]) ->
     return known[method].run_on(core, arguments)
 
 
-def failed_call(call: UtilityCall, error: BaseException) -> UtilityOutput:
-    """Return the answer to a call that raised."""
-    reported = failure_of(call.method, error)
-    return UtilityOutput.failed(call.call_id, str(reported), kind_of(reported))
-
-
 def failure_of(method: str, error: BaseException) -> HardpointError:
     """Return the error that the caller gets: one of Hardpoint's tree as it is, others wrapped.
 
@@ -396,11 +374,6 @@ def failure_of(method: str, error: BaseException) -> HardpointError:
     wrapped = kind(f"Call to {method} method failed: {describe(error)}")
     wrapped.__cause__ = error
     return wrapped
-
-
-def result_type(method: str) -> Any:
-    """Return the declared result type of a utility; of a future, the type of its result."""
-    return UTILITIES[method].result_type if method in UTILITIES else Any
 
 
 def _merged(of_workers: Sequence[Mapping[str, T]]) -> dict[str, T]:
@@ -447,16 +420,3 @@ def _check_name(method: str, callable_names: Collection[str]) -> None:
             f"method: expected one of {', '.join(known)}, got {method!r}"
             f"{typed.suggest(method, known)}"
         )
-
-
-def _answer(call: UtilityCall, made: Callable[[], Any], answer: Answer) -> None:
-    try:
-        result = made()
-    except BaseException as error:
-        raise_unless_fault(error)
-        answer(failed_call(call, error))
-        return
-    if isinstance(result, Future):
-        result.add_done_callback(lambda future: _answer(call, future.result, answer))
-    else:
-        answer(UtilityOutput.succeeded(call.call_id, result))

@@ -37,6 +37,10 @@ class EngineOwner:
         )
         parts.client.watch_deaths(self._engine_lost)
 
+    def close(self) -> None:
+        """End the engine and close its parts. Closing twice does nothing."""
+        raise NotImplementedError
+
     def states(self) -> States:
         """Return the states of the components of this process, by name."""
         return self._frontend.states()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from hardpoint.core.build import OpenClient
-from hardpoint.core.client.base import RemoteClient
-from hardpoint.core.client.process_client import EngineStart, Sink
-from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.process.build import OpenRemoteClient
+from hardpoint.process.client.base import RemoteClient
+from hardpoint.process.client.process_client import EngineStart, Sink
+from hardpoint.process.engine_process import EngineProcess
 
 if TYPE_CHECKING:
     from hardpoint.core.engine.outside import OpenOutside
@@ -26,8 +26,8 @@ _OUTSIDE = "hardpoint.journal.recording:RecordedOutside"
 
 
 def with_journal(
-    open_client: OpenClient, config: EngineConfig, config_sources: ConfigSources
-) -> OpenClient:
+    open_client: OpenRemoteClient, config: EngineConfig, config_sources: ConfigSources
+) -> OpenRemoteClient:
     """Return the opener of a client whose engines record, if the configuration has a journal.
 
     Raises:

@@ -14,16 +14,17 @@ import msgspec
 from ray.exceptions import RayError
 
 from hardpoint import typed
-from hardpoint.core.client.base import Attempt, OneEngine, UtilityCalls
-from hardpoint.core.client.process_client import EngineStart, Sink
-from hardpoint.core.engine.utility_calls import result_type
-from hardpoint.core.protocol import UtilityCall, UtilityOutput
+from hardpoint.core.client.base import OneEngine
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.host.boundary.activity import Activity, PluginCall, Snapshot
 from hardpoint.host.boundary.errors import engine_dead, error_of
 from hardpoint.host.registry.discovery import installed_version
 from hardpoint.host.system.encoding import WireError
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, RequestError
+from hardpoint.process.client.base import Attempt, UtilityCalls
+from hardpoint.process.client.process_client import EngineStart, Sink
+from hardpoint.process.protocol import UtilityCall, UtilityOutput
+from hardpoint.process.utility_calls import result_type
 
 from .fleet import ReplicaFleet
 from .messages import EngineDeath, EngineLaunch, EngineOpened, Failed, Frames, decoded, encoded

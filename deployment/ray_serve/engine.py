@@ -9,10 +9,6 @@ from collections.abc import AsyncGenerator, Iterable
 
 import msgspec
 
-from hardpoint.core.client.process_client import EngineStart, ProcessClient
-from hardpoint.core.engine.utility_calls import failed_call
-from hardpoint.core.protocol import UtilityCall, UtilityOutput, UtilityResult
-from hardpoint.core.protocol.output_coalescer import OutputCoalescer
 from hardpoint.errors import EngineDeadError
 from hardpoint.host.boundary.errors import kind_of, rejection_output
 from hardpoint.host.registry.discovery import installed_version
@@ -23,6 +19,10 @@ from hardpoint.plugins import (
     HardpointError,
 )
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.process.client.process_client import EngineStart, ProcessClient
+from hardpoint.process.output_coalescer import OutputCoalescer
+from hardpoint.process.protocol import UtilityCall, UtilityOutput, UtilityResult
+from hardpoint.process.utility_calls import failed_call
 
 from .messages import (
     EngineDeath,

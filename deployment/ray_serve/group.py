@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import msgspec
 from ray.serve.handle import DeploymentHandle
 
-from hardpoint.core.build import OpenClient
-from hardpoint.core.client.process_client import EngineStart, Sink
-from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.server.engine_set import EngineSet
+from hardpoint.process.build import OpenRemoteClient
+from hardpoint.process.client.process_client import EngineStart, Sink
+from hardpoint.process.engine_process import EngineProcess
 from hardpoint.replicas.choice import EngineChoice
 from hardpoint.replicas.group import EngineGroup
 from hardpoint.replicas.hosts import EngineHosts, LocalHosts, start_of
@@ -190,7 +190,7 @@ class ServeGroup(EngineGroup):
         )
 
 
-def opener(handle: DeploymentHandle, drain_s: float) -> OpenClient:
+def opener(handle: DeploymentHandle, drain_s: float) -> OpenRemoteClient:
     """Return the function that opens the client of the engines of a deployment.
 
     Args:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hardpoint.core.protocol import EngineCoreReadyResponse
 from hardpoint.host.boundary.activity import PluginCall
 from hardpoint.host.boundary.errors import error_of
 from hardpoint.host.system.encoding import Decoder, Encoder
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.process.protocol import EngineCoreReadyResponse
 
 T = TypeVar("T")
 

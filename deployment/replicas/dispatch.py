@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from hardpoint.core.client.base import Attempt
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import EngineCoreRequest, HardpointError
+from hardpoint.process.client.base import Attempt
 
 from .choice import EngineChoice
 from .ledger import Entry, Ledger

@@ -14,10 +14,7 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.core.client.base import Attempt, Death, DeathWatcher, UtilityCalls
-from hardpoint.core.client.output_queue import OutputQueue
-from hardpoint.core.client.process_client import EngineStart, Sink, close_outside
-from hardpoint.core.client.sockets import SEND_TIMEOUT_S, send_timeout
+from hardpoint.core.client.base import Death, DeathWatcher
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.host.boundary.activity import Activity
 from hardpoint.host.boundary.errors import ended_by, engine_dead, rejection_output
@@ -29,6 +26,10 @@ from hardpoint.plugins import (
     HardpointError,
 )
 from hardpoint.plugins.component.manifest import Manifest
+from hardpoint.process.client.base import Attempt, UtilityCalls
+from hardpoint.process.client.output_queue import OutputQueue
+from hardpoint.process.client.process_client import EngineStart, Sink, close_outside
+from hardpoint.process.client.sockets import SEND_TIMEOUT_S, send_timeout
 
 from .choice import EngineChoice
 from .dispatch import RETRY_S, Dispatch

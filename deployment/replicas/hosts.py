@@ -8,9 +8,9 @@ from typing import Protocol
 
 import msgspec
 
-from hardpoint.core.client.process_client import EngineStart
-from hardpoint.core.engine_process.process import EngineHost, EngineProcess
 from hardpoint.host.system.process.launch import Interpreter
+from hardpoint.process.client.process_client import EngineStart
+from hardpoint.process.engine_process import EngineHost, EngineProcess
 
 
 def start_of(start: EngineStart, rank: int, num_sharing: int = 1) -> EngineStart:

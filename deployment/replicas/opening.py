@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-from hardpoint.core.client.process_client import EngineStart, Sink
-from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.process.client.process_client import EngineStart, Sink
+from hardpoint.process.engine_process import EngineProcess
 
 from .choice import EngineChoice
 from .group import EngineGroup

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from hardpoint.core.client.base import RemoteClient
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from hardpoint.process.client.base import RemoteClient
 
 from .prefix_index import PrefixIndex
 from .sessions import Sessions

@@ -12,14 +12,14 @@ from typing import Protocol
 
 import msgspec
 
-from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
-from hardpoint.core.engine_process.process import EngineHost
 from hardpoint.errors import EngineClosedError
 from hardpoint.plugins import (
     EngineCoreOutputs,
     HardpointError,
     SchedulerStats,
 )
+from hardpoint.process.client.process_client import EngineStart, ProcessClient, Sink
+from hardpoint.process.engine_process import EngineHost
 
 from .hosts import EngineHosts, start_of
 from .prefix_index import PrefixIndex

@@ -10,7 +10,6 @@ from typing import Any
 from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.engine.prepare import limits_of
 from hardpoint.core.engine.step_cost import StepCostFit
-from hardpoint.core.engine_process.reports import ClientReports
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.host.boundary.errors import close_all, rejection_output
@@ -29,6 +28,7 @@ from hardpoint.plugins import (
     StepCost,
 )
 from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
+from hardpoint.process.engine.reports import ClientReports
 
 from .device import SimulatedDevice
 from .step_costs import CostFile
@@ -100,7 +100,7 @@ class SimulatedEngine:
         is_lost: whether it has died; it does nothing any more.
     """
 
-    # The loop is that of core/engine_process/loop.py: read all messages, take a step, send its
+    # The loop is that of deployment/process/engine/loop.py: read all messages, take a step, send
     # outputs with the reports that are due; without work, report once more and wait.
 
     def __init__(

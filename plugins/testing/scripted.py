@@ -324,7 +324,12 @@ def scripted_engine(
 ) -> LLMEngine:
     """Open an engine on a folder of `write_scripted_model`, by default on a ScriptedClock."""
     config = typed.convert(scripted_config(folder, extra), EngineConfig, path="")
-    return build_engine(config, clock=clock or ScriptedClock(tick=1e-6))
+    clock = clock or ScriptedClock(tick=1e-6)
+    if config.engine.in_process:
+        return build_engine(config, clock=clock)
+    from hardpoint.process.build import build_process_engine  # noqa: PLC0415 - few tests have one
+
+    return build_process_engine(config, clock=clock)
 
 
 _CHAT_TEMPLATE = (

@@ -12,7 +12,6 @@ from typing import Any, Unpack
 
 import msgspec
 
-from hardpoint.core.build import OpenClient, build_async_engine
 from hardpoint.core.frontend.frontend import listed_ids
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.prompts import Params, Prompt
@@ -37,6 +36,7 @@ from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, R
 from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.plugins.requests.stats import Health
 from hardpoint.plugins.server import InstalledExtension, ServerContext
+from hardpoint.process.build import OpenRemoteClient, build_async_engine
 
 from .calls.adapter_resolvers import AdapterResolvers
 from .calls.engines import AsyncEngineCalls, Restart, engines_of, with_restart
@@ -125,7 +125,7 @@ class AsyncLLM(
         config_sources: ConfigSources,
         *,
         restart: Restart | None = None,
-        open_client: OpenClient | None = None,
+        open_client: OpenRemoteClient | None = None,
     ) -> AsyncLLM:
         """Open one from a configuration read elsewhere.
 

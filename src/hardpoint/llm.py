@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
-from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.prompts import Prompt
@@ -18,7 +17,6 @@ from hardpoint.host.boundary.parts.states import joined_states
 from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.discovery import InstalledPlugin
 from hardpoint.host.registry.references import handed_over
-from hardpoint.journal import outside_of
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -33,7 +31,7 @@ from hardpoint.plugins.requests.stats import Health
 from hardpoint.typed import copied, is_list
 
 from .calls.adapter_resolvers import SyncResolverCalls
-from .calls.engines import SyncEngineCalls, engines_of
+from .calls.engines import SyncEngineCalls, builder_of
 from .calls.forks import SyncForkCalls
 from .calls.live_changes import SyncLiveChanges
 from .calls.sessions import SyncSessionCalls
@@ -144,16 +142,14 @@ class LLM(
         handed: Sequence[InstalledPlugin] = (),
     ) -> None:
         self._draws_progress = shows_progress(sys.stderr) if progress is None else progress
-        config, open_client = engines_of(config, config_sources)
+        config, build = builder_of(config, config_sources)
         with ProgressDisplay(self._draws_progress) as display:
-            built = build_engine(
+            built = build(
                 config,
                 config_sources,
                 progress=display.report,
                 handed=handed,
-                open_client=open_client,
                 companions=COMPANIONS,
-                open_outside=outside_of(config),
             )
         self._begin(built)
         self._calls = OpenCalls(self._engine)

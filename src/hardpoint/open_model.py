@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
 
 import msgspec
 import numpy as np
 
 from hardpoint.core.engine.utility_calls import AsyncControlCalls, SyncControlCalls
-from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
@@ -49,15 +48,12 @@ from .requests import (
     with_place,
 )
 
-__all__ = [
-    "COMPANIONS",
-    "AsyncProcessorCalls",
-    "OpenModel",
-    "PoolingCalls",
-    "ProcessorCalls",
-]
+if TYPE_CHECKING:
+    from hardpoint.process.async_engine import AsyncEngine
 
-Engine = TypeVar("Engine", LLMEngine, AsyncEngine)
+__all__ = ["COMPANIONS", "AsyncProcessorCalls", "OpenModel", "PoolingCalls", "ProcessorCalls"]
+
+Engine = TypeVar("Engine", LLMEngine, "AsyncEngine")
 
 COMPANIONS = (AdapterResolvers, open_io_processors)
 """Open the plugins of calls, with an engine."""
@@ -366,7 +362,7 @@ class ProcessorCalls(PoolingCalls):
         return [found[request_id] for request_id in ids]
 
 
-class AsyncProcessorCalls(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapterCalls):
+class AsyncProcessorCalls(OpenModel["AsyncEngine"], AsyncControlCalls, AsyncAdapterCalls):
     """The calls of a program that runs an event loop that pool, and those of IO processors."""
 
     @takes_options

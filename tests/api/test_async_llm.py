@@ -22,8 +22,8 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.core.client import event_loop as relay
 from hardpoint.plugins.server import AsyncGenerator
+from hardpoint.process.client import event_loop as relay
 from hardpoint.testing import write_scripted_model
 
 DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE

@@ -14,16 +14,21 @@ from support.internals import engine_of, input_processor_of
 from hardpoint import (
     LLM,
     AsyncLLM,
+    ConfigError,
+    EngineConfig,
     EngineDeadError,
     ModelError,
     RequestError,
     SamplingParams,
     __version__,
+    typed,
 )
-from hardpoint.core import build
-from hardpoint.core.client.process_client import ProcessClient
+from hardpoint.core.build import build_engine
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.host.registry import model_files
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.process import build
+from hardpoint.process.client.process_client import ProcessClient
 from hardpoint.testing import scripted_config, write_scripted_model
 
 APART = {"engine": {"in_process": False}}
@@ -108,6 +113,14 @@ class TestTasks:
         (client,) = clients
         with pytest.raises(ProcessLookupError):  # it was waited for, so nothing is left of it
             os.kill(client.pid, 0)
+
+
+def test_the_core_alone_refuses_an_engine_in_another_process(scripted):
+    config = typed.convert(scripted_config(scripted, APART), EngineConfig, path="")
+    sources = ConfigSources({"engine.in_process": "argument --apart"})
+    words = r"^engine.in_process: expected true, got false; hardpoint.process .*argument --apart"
+    with pytest.raises(ConfigError, match=words):
+        build_engine(config, sources)
 
 
 class TestDefaultParams:

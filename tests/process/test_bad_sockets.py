@@ -14,9 +14,9 @@ from support.process.harness import PATIENCE_S, process_config, wait_until
 from support.process.raw_client import IDENTITY, RawClient, request
 from support.waiting import HeldSteps
 
-from hardpoint.core.protocol import RequestType, UtilityCall
 from hardpoint.host.system.encoding import Encoder
 from hardpoint.plugins import FinishReason, SamplingParams
+from hardpoint.process.protocol import RequestType, UtilityCall
 
 GREEDY_200 = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY

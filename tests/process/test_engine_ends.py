@@ -25,9 +25,9 @@ from support.process.harness import (
 from support.process.raw_client import RawClient
 from support.waiting import HeldSteps
 
-from hardpoint.core.protocol import ENGINE_CORE_DEAD
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import SamplingParams
+from hardpoint.process.protocol import ENGINE_CORE_DEAD
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
@@ -143,8 +143,8 @@ BROKEN_THREADS = """
 from hardpoint.host.system.process.__main__ import main
 
 def run(launch, watch):
-    from hardpoint.core.engine_process import transport
-    from hardpoint.core.engine_process.run import run_engine
+    from hardpoint.process.engine import transport
+    from hardpoint.process.engine.run import run_engine
 
     def start(self, ready):
         raise RuntimeError("can't start new thread")

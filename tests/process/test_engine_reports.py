@@ -9,10 +9,10 @@ from support.process.harness import process_config
 from support.waiting import wait_until
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.core.client.output_queue import OutputQueue
-from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.journal.replay import replay
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
+from hardpoint.process.client.output_queue import OutputQueue
+from hardpoint.process.engine_process import EngineProcess
 from hardpoint.replicas.prefix_index import PrefixIndex
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)

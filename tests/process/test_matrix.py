@@ -25,6 +25,7 @@ import torch
 from allpairspy import AllPairs
 from safetensors.torch import save_file
 from support.driving import FINAL, Job, summary, varied_jobs
+from support.engines import build_engine
 from support.gemma_images import image
 from support.internals import engine_of
 from support.parallel import write_random_model
@@ -35,7 +36,6 @@ from hardpoint.builtin_plugins.step_parts.adapters.identity import content_hash,
 from hardpoint.calls.streams import RequestForks
 from hardpoint.conversations.states import OpenConversations
 from hardpoint.conversations.turns import AsyncConversation
-from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, RequestExtras
 from hardpoint.core.frontend.requests.plugin_arguments import CallRules

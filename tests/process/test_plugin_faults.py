@@ -21,9 +21,9 @@ from hardpoint import (
     SamplingParams,
     plugins,
 )
-from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.errors import EngineDeadError, PluginFaultError, PluginLoadError, PluginNotFoundError
 from hardpoint.plugins import LogitsProcessor, Phase, hookimpl
+from hardpoint.process.engine_process import EngineProcess
 
 HERE = "support.plugins.faulty"
 ALL = [f"{HERE}:{name}" for name in ("Dense", "Sparse", "Whole", "OnDevice")]

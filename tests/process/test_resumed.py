@@ -13,13 +13,13 @@ import msgspec
 import pytest
 from support.adapters import lora, write_adapter, write_model
 from support.driving import FINAL, alone, drafting, summary, varied_jobs
+from support.engines import build_engine
 from support.internals import engine_of
 from support.parallel import write_random_model
 from support.resuming import at_every_output, place_of, run_moving
 from support.waiting import HeldSteps
 
 from hardpoint import LLM, AsyncLLM, RequestOutputKind, SamplingParams, typed
-from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, RequestExtras
 from hardpoint.kernels import cpu
 from hardpoint.plugins import EngineConfig, RepetitionDetection

@@ -7,15 +7,15 @@ from typing import Any
 from unittest import mock
 
 from hardpoint import LLM, AsyncLLM
-from hardpoint.core.client.event_loop import SendQueue
-from hardpoint.core.client.process_client import ProcessClient
-from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine.core import EngineCore
-from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.requests.input_processor import InputProcessor
 from hardpoint.plugins import EngineConfig
+from hardpoint.process.async_engine import AsyncEngine
+from hardpoint.process.client.event_loop import SendQueue
+from hardpoint.process.client.process_client import ProcessClient
+from hardpoint.process.client.sockets import EngineSockets
 from hardpoint.toolkit.limited import LimitedProcess
 
 

@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 import zmq
 
-from hardpoint.core.client.sockets import EngineSockets
-from hardpoint.core.engine_process.launch import Launch
 from hardpoint.host.boundary.activity import Activity
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config.engine import ParallelConfig
+from hardpoint.process.client.sockets import EngineSockets
+from hardpoint.process.launch import Launch
 from hardpoint.replicas.remote import admission
 from hardpoint.replicas.remote.joined_host import JoinedHost
 from hardpoint.replicas.remote.listener import JoinListener

@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 import msgspec
 
+from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
-from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.host.registry.blame import text_of
 from hardpoint.host.registry.hooks import HookSet

@@ -13,11 +13,11 @@ from concurrent.futures import Future
 import msgspec
 import zmq
 
-from hardpoint.core.engine_process.launch import Launch
 from hardpoint.errors import ConfigError, EngineClosedError, EngineDeadError, PluginLoadError
 from hardpoint.host.boundary.errors import error_of
 from hardpoint.host.system.process.launch import ChildLaunch
 from hardpoint.plugins import EngineConfig, HardpointError
+from hardpoint.process.launch import Launch
 from hardpoint.replicas.hosts import EngineHosts
 from hardpoint.replicas.remote.joined_host import JoinedHost
 from hardpoint.replicas.remote.listener import ANY_PORT, JoinedHosts, JoinListener

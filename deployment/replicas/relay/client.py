@@ -12,14 +12,9 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.core.client.base import DeathWatcher, UtilityCalls
-from hardpoint.core.client.output_queue import OutputQueue
-from hardpoint.core.client.process_client import EngineStart, RequestSockets, Sink
-from hardpoint.core.client.sockets import EngineSockets
-from hardpoint.core.engine.utility_calls import EngineUtilities, result_type
-from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.core.client.base import DeathWatcher
+from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.frontend.statistics import Statistics
-from hardpoint.core.protocol import EngineCoreReadyResponse
 from hardpoint.errors import EngineDeadError
 from hardpoint.host.boundary.activity import Activity
 from hardpoint.host.boundary.errors import engine_dead
@@ -32,6 +27,13 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.server.engine_set import EngineSet
+from hardpoint.process.client.base import UtilityCalls
+from hardpoint.process.client.output_queue import OutputQueue
+from hardpoint.process.client.process_client import EngineStart, RequestSockets, Sink
+from hardpoint.process.client.sockets import EngineSockets
+from hardpoint.process.engine_process import EngineProcess
+from hardpoint.process.protocol import EngineCoreReadyResponse
+from hardpoint.process.utility_calls import result_type
 from hardpoint.typed import convert
 
 from .messages import CALL, NOTICES, OWNER, EnginesSummary, Notice
@@ -162,7 +164,7 @@ class RelayedClient(RequestSockets, UtilityCalls):
 
 
 class OpenRelayed:
-    """Opens the client of a frontend whose engines another process owns; an `OpenClient`.
+    """Opens the client of a frontend whose engines another process owns; an `OpenRemoteClient`.
 
     Attributes:
         client: the client, once it is open.

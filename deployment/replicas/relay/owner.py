@@ -16,9 +16,12 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.core.client.process_client import EngineStart, Sink
-from hardpoint.core.engine.utility_calls import failed_call
-from hardpoint.core.engine_process.loop import (
+from hardpoint.host.boundary.errors import kind_of, rejection_output
+from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.host.system.resources import SOCKET_NAMES, make_socket_folder
+from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, HardpointError
+from hardpoint.process.client.process_client import EngineStart, Sink
+from hardpoint.process.engine.loop import (
     Abort,
     LoopFailure,
     LoopQueues,
@@ -28,18 +31,15 @@ from hardpoint.core.engine_process.loop import (
     Rejection,
     Wakeup,
 )
-from hardpoint.core.engine_process.process import EngineProcess
-from hardpoint.core.engine_process.transport import EngineIO
-from hardpoint.core.protocol import (
+from hardpoint.process.engine.transport import EngineIO
+from hardpoint.process.engine_process import EngineProcess
+from hardpoint.process.protocol import (
     EngineAddresses,
     EngineCoreReadyResponse,
     UtilityCall,
     UtilityOutput,
 )
-from hardpoint.host.boundary.errors import kind_of, rejection_output
-from hardpoint.host.registry.plugin_set import PluginSet
-from hardpoint.host.system.resources import SOCKET_NAMES, make_socket_folder
-from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, HardpointError
+from hardpoint.process.utility_calls import failed_call
 from hardpoint.replicas.group import EngineGroup
 from hardpoint.replicas.opening import open_engines
 

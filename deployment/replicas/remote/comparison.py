@@ -13,13 +13,13 @@ from pathlib import Path
 
 import msgspec
 
-from hardpoint.core.protocol.handshake import PROTOCOL_VERSION
 from hardpoint.errors import ConfigError, PluginLoadError
 from hardpoint.host.registry.discovery import discover, installed_version
 from hardpoint.host.registry.kinds import KINDS, Process
 from hardpoint.host.registry.model_files import find_files
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.component.manifest import Manifest, PluginEntry
+from hardpoint.process.protocol import PROTOCOL_VERSION
 
 from .messages import Hello
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from hardpoint.core.engine_process.launch import Launch
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.host.boundary.activity import FILE_NAME, Activity
 from hardpoint.host.boundary.errors import error_of
 from hardpoint.host.system.process.launch import ChildLaunch
 from hardpoint.plugins import HardpointError
+from hardpoint.process.launch import Launch
 
 from .messages import RemoteFailure
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from hardpoint.core.protocol import EngineAddresses, decode_handshake
 from hardpoint.host.system.encoding import MOST_BYTES, WireError
+from hardpoint.process.protocol import EngineAddresses, decode_handshake
 
 from .joined_host import JoinedHost
 from .messages import Hello, ProcessEnd, Window

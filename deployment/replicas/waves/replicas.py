@@ -12,13 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from hardpoint.core.client.process_client import EngineStart
-from hardpoint.core.engine_process.process import EngineHost, EngineProcess
 from hardpoint.errors import CommunicationAbortedError
 from hardpoint.host.system.process.arrivals import Arrivals
 from hardpoint.host.system.process.launch import Interpreter
 from hardpoint.plugins import EngineCoreOutputs, HardpointError
 from hardpoint.plugins.parallel import Placement
+from hardpoint.process.client.process_client import EngineStart
+from hardpoint.process.engine_process import EngineHost, EngineProcess
 from hardpoint.replicas.hosts import LocalHosts
 from hardpoint.replicas.replica import Replica, ReplicaClient
 from hardpoint.replicas.replicas import Replicas

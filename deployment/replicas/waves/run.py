@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hardpoint.core.engine.outside import Outside
 from hardpoint.core.engine.step import EngineCoreParts
-from hardpoint.core.engine_process import run
 from hardpoint.host.system.process.child import ParentWatch
+from hardpoint.process.engine import run
 
 from .core import WaveCore
 

@@ -10,9 +10,9 @@ from functools import partial
 
 import msgspec
 
-from hardpoint.core.client.process_client import EngineStart
 from hardpoint.errors import EngineClosedError, EngineTimeoutError, shown
 from hardpoint.plugins import HardpointError, RequestError
+from hardpoint.process.client.process_client import EngineStart
 from hardpoint.replicas.replica import Replica
 from hardpoint.replicas.scaling import Scaling
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
-from hardpoint.core.build import OpenClient, open_process_client
+from hardpoint.core.build import build_engine
 from hardpoint.core.client.base import EngineCoreClient
 from hardpoint.core.engine.utility_calls import AsyncControlCalls, SyncControlCalls
-from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.journal import with_journal
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.requests.stats import SchedulerStats
 from hardpoint.plugins.scheduling.step_record import LiveRequest
 from hardpoint.plugins.server.engine_set import EngineSet, EngineStatus, LoadReport
+
+if TYPE_CHECKING:
+    from hardpoint.process.async_engine import AsyncEngine
+    from hardpoint.process.build import OpenRemoteClient
 
 __all__ = [
     "AsyncEngineCalls",
@@ -26,6 +29,7 @@ __all__ = [
     "EngineHandle",
     "Restart",
     "SyncEngineCalls",
+    "builder_of",
     "engines_of",
     "with_restart",
 ]
@@ -56,10 +60,33 @@ def with_restart(config: EngineConfig, restart: Restart) -> EngineConfig:
     return msgspec.structs.replace(config, engine=engine)
 
 
+def builder_of(
+    config: EngineConfig, config_sources: ConfigSources
+) -> tuple[EngineConfig, Callable[..., LLMEngine]]:
+    """Return the configuration of an engine, or of several, and the function that builds it.
+
+    An engine in this process needs no module of those that run engines elsewhere.
+
+    Raises:
+        ConfigError: as `engines_of`.
+    """
+    if config.engine.in_process and not _is_several(config):
+        open_outside = None
+        if config.engine.journal is not None:
+            from hardpoint.journal import outside_of  # noqa: PLC0415 - most engines record nothing
+
+            open_outside = outside_of(config)
+        return config, functools.partial(build_engine, open_outside=open_outside)
+    from hardpoint.process.build import build_process_engine  # noqa: PLC0415 - as above
+
+    config, open_client = engines_of(config, config_sources)
+    return config, functools.partial(build_process_engine, open_client=open_client)
+
+
 def engines_of(
     config: EngineConfig, config_sources: ConfigSources
-) -> tuple[EngineConfig, OpenClient]:
-    """Return the configuration of an engine, or of several, and what opens their client.
+) -> tuple[EngineConfig, OpenRemoteClient]:
+    """Return the configuration of engines in processes of their own, and what opens their client.
 
     With a journal, that starts engines which record.
 
@@ -67,22 +94,22 @@ def engines_of(
         ConfigError: the engine is to run in this process, and there are several, or it is to be
             restarted.
     """
-    num_engines = config.parallel.data
-    parallel = config.parallel
-    on_ray = parallel.ray is not None
-    joins = on_ray or parallel.join_address is not None or parallel.local is not None
-    if num_engines == 1 and config.engine.restart == "never" and not joins:
+    from hardpoint.journal import with_journal  # noqa: PLC0415 - most programs have one engine
+    from hardpoint.process.build import open_process_client  # noqa: PLC0415 - as above
+
+    if not _is_several(config):
         return config, with_journal(open_process_client, config, config_sources)
     origin = config_sources.of("engine.in_process")
     if config.engine.in_process and origin != "default":
+        num_engines = config.parallel.data
         why = "engine.restart" if num_engines == 1 else f"parallel.data = {num_engines}"
-        why = "parallel.join_address" if joins else why
-        why = "parallel.ray" if on_ray else why
+        why = "parallel.join_address" if _joins(config) else why
+        why = "parallel.ray" if config.parallel.ray is not None else why
         raise ConfigError(
             f"engine.in_process: expected false, for {why} needs engines in processes of their "
             f"own, got true (from {origin})"
         )
-    from hardpoint.replicas import (  # noqa: PLC0415 - most programs have one engine
+    from hardpoint.replicas import (  # noqa: PLC0415 - as above
         check_joining,
         open_engines,
     )
@@ -92,6 +119,17 @@ def engines_of(
     engine = msgspec.structs.replace(config.engine, in_process=False)
     config = msgspec.structs.replace(config, engine=engine)
     return config, with_journal(open_engines, config, config_sources)
+
+
+def _is_several(config: EngineConfig) -> bool:
+    """Return whether there are several engines, or one that others replace or join."""
+    return config.parallel.data > 1 or config.engine.restart != "never" or _joins(config)
+
+
+def _joins(config: EngineConfig) -> bool:
+    parallel = config.parallel
+    joins = parallel.ray is not None or parallel.join_address is not None
+    return joins or parallel.local is not None
 
 
 class EngineHandle(SyncControlCalls):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.host.live.settings import ChangeRequest, Running
 from hardpoint.plugins import SchedulingPolicy
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config_tables import PluginUse
+
+if TYPE_CHECKING:
+    from hardpoint.process.async_engine import AsyncEngine
 
 Use = str | type | PluginUse | Mapping[str, str]
 """A component: an entry-point name, an FQCN, a class, or a table with `use` and `name`."""

@@ -20,12 +20,14 @@ import msgspec
 
 from hardpoint import typed
 from hardpoint.core.engine.utility_calls import EngineUtilities, PauseModeName
-from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.weights.updated_weights import tensor_files, write_tensors
 from hardpoint.errors import shown, size_text
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.config_tables import LoadConfig, absolute_path
+
+if TYPE_CHECKING:
+    from hardpoint.process.async_engine import AsyncEngine
 
 if TYPE_CHECKING:
     import torch

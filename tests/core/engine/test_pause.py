@@ -7,8 +7,9 @@ import time
 import pytest
 from support.core.engine_harness import LoopRig, Rig, ScriptedExecutor, expected, request
 
-from hardpoint.core.protocol import PauseMode, UtilityCall
+from hardpoint.core.engine.pause import PauseMode
 from hardpoint.plugins import HardpointError, RequestError
+from hardpoint.process.protocol import UtilityCall
 
 ABORT, WAIT, KEEP = PauseMode.ABORT, PauseMode.WAIT, PauseMode.KEEP
 LONG = 60

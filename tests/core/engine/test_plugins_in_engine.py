@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import tokenizers
 from support.driving import run
+from support.engines import build_engine
 
 from hardpoint import (
     ConfigError,
@@ -18,7 +19,6 @@ from hardpoint import (
     plugins,
     typed,
 )
-from hardpoint.core.build import build_engine
 from hardpoint.errors import PluginFaultError, PluginLoadError
 from hardpoint.plugins import EngineConfig, LogitsProcessor, Phase, hookimpl
 from hardpoint.testing import scripted_config, scripted_engine

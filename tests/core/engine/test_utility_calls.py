@@ -12,8 +12,7 @@ from support.core.engine_harness import Rig
 
 from hardpoint import typed
 from hardpoint.core.engine.core import EngineCore
-from hardpoint.core.engine.utility_calls import UTILITIES, call_utility, result_type
-from hardpoint.core.protocol import UtilityCall, UtilityOutput
+from hardpoint.core.engine.utility_calls import UTILITIES
 from hardpoint.host.system.control_calls import (
     AsyncCaller,
     SyncCaller,
@@ -25,6 +24,8 @@ from hardpoint.host.system.encoding import Decoder, Encoder
 from hardpoint.plugins import OverloadedError, RequestError, SchedulerStats, WaitReason
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.requests import LoRARequest
+from hardpoint.process.protocol import UtilityCall, UtilityOutput
+from hardpoint.process.utility_calls import call_utility, result_type
 
 
 @pytest.fixture

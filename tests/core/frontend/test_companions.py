@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hardpoint import typed
-from hardpoint.core.build import build_engine
+from hardpoint.core.build import build_engine, prepare_engine
 from hardpoint.core.frontend.engine_parts import Companion
-from hardpoint.errors import PluginLoadError
+from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.errors import EngineDeadError, PluginLoadError
 from hardpoint.plugins import EngineConfig, Tokenizer
+from hardpoint.plugins.config import ConfigSources
 from hardpoint.testing import scripted_config
 
 
@@ -62,3 +64,18 @@ def test_one_that_cannot_be_opened_closes_those_before_it(scripted):
     with pytest.raises(PluginLoadError, match="^no such file$"):
         build_engine(config_of(scripted), companions=[open_own, fail])
     assert [one.closed for one in opened] == [1]
+
+
+def test_an_engine_core_that_cannot_be_opened_closes_them(scripted):
+    seen = []
+
+    def open_client(prepared):
+        seen.append(prepared)
+        raise EngineDeadError("no such host")
+
+    prepared = prepare_engine(config_of(scripted), ConfigSources(), companions=[Other, Own])
+    assert [one.closed for one in prepared.companions] == [0, 0]
+    with pytest.raises(EngineDeadError, match="^no such host$"):
+        prepared.open(open_client, LLMEngine)
+    assert seen == [prepared]
+    assert [one.closed for one in prepared.companions] == [1, 1]

@@ -11,13 +11,13 @@ from concurrent.futures import Future
 import msgspec
 import psutil
 import pytest
+from support.engines import build_engine
 from support.internals import core_of, engine_of, output_processor_of, states_of
 from support.plugins.arguments import Tagged
 from support.waiting import until
 
 from hardpoint import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams, plugins, typed
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
-from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.frontend import Frontend
 from hardpoint.errors import EngineFaultError, PluginFaultError
 from hardpoint.plugins import EngineConfig, StatSink, hookimpl

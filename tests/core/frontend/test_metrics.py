@@ -13,8 +13,9 @@ from support.process.harness import pid_of
 from support.waiting import PATIENCE_S, until
 
 from hardpoint import LLM, AsyncLLM, EngineDeadError
-from hardpoint.core.frontend import async_engine, llm_engine
+from hardpoint.core.frontend import llm_engine
 from hardpoint.plugins import PluginReport, StatSink
+from hardpoint.process import async_engine
 from hardpoint.testing import scripted_config
 
 HURRY_S = 0.2

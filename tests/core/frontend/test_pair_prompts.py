@@ -11,7 +11,7 @@ from support.pairs import write_tokenizer
 from hardpoint.builtin_plugins.step_parts.pooling.folder import ModelPooling
 from hardpoint.builtin_plugins.step_parts.pooling.requests import PooledRequests, PooledResults
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
-from hardpoint.core.protocol.request_check import RequestCheck
+from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.errors import RequestError
 from hardpoint.plugins import (
     EngineCoreRequest,

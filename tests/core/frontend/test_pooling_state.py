@@ -6,10 +6,10 @@ import pytest
 from support.core.output_desk import ABORT, DELTA, ERROR, FINAL_ONLY, STOP, Desk
 
 from hardpoint import RequestError, SamplingParams, typed
-from hardpoint.core.frontend.outputs.output_collector import RequestOutputCollector
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.process.output_collector import RequestOutputCollector
 from hardpoint.testing import scripted_engine
 
 EMBED = {"pooling_params": PoolingParams(task="embed")}

@@ -14,6 +14,7 @@ import weakref
 import msgspec
 import pytest
 from support.core.engine_harness import Rig, ScriptedExecutor
+from support.engines import build_engine
 from support.internals import engine_of
 from support.process.forked_python import forked_python
 from support.waiting import PATIENCE_S, until
@@ -29,7 +30,6 @@ from hardpoint import (
     plugins,
     typed,
 )
-from hardpoint.core.build import build_engine
 from hardpoint.errors import PluginFaultError, PluginLoadError
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, OverloadedError, StatSink
 from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine

@@ -9,7 +9,6 @@ import pytest
 from support.core.played_engines import Engine, loads, names, request
 from support.waiting import PATIENCE_S, wait_until
 
-from hardpoint.core.client.sockets import READER_THREAD
 from hardpoint.errors import EngineClosedError, EngineDeadError, RequestError
 from hardpoint.host.boundary.errors import rejection_output
 from hardpoint.plugins import (
@@ -21,6 +20,7 @@ from hardpoint.plugins import (
     SchedulerStats,
 )
 from hardpoint.plugins.requests.stats import StepFault
+from hardpoint.process.client.sockets import READER_THREAD
 
 # Start
 

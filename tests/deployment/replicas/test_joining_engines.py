@@ -13,7 +13,6 @@ from support.joining import HELLO, NO_PLUGINS, Head, free_address
 from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.calls.engines import EngineList
-from hardpoint.core.protocol import EngineCoreReadyResponse, RequestType
 from hardpoint.errors import ConfigError, EngineClosedError, EngineDeadError, PluginLoadError
 from hardpoint.host.system.encoding import Encoder
 from hardpoint.plugins import EngineConfig, EngineCoreOutput, EngineCoreOutputs
@@ -21,6 +20,7 @@ from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config.engine import ParallelConfig, RayConfig
 from hardpoint.plugins.config_tables import ExecutorConfig
+from hardpoint.process.protocol import EngineCoreReadyResponse, RequestType
 from hardpoint.replicas.remote import admission, listener
 from hardpoint.replicas.remote.address import check_address, check_joining
 from hardpoint.replicas.remote.comparison import check_manifest, hello_of, processor

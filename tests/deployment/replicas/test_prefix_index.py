@@ -12,8 +12,6 @@ from support.searching import examples
 
 from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.kv_cache.block_hashes import BlockHashes
-from hardpoint.core.protocol import output_coalescer
-from hardpoint.core.protocol.output_coalescer import OutputCoalescer
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
     AllBlocksCleared,
@@ -25,6 +23,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
 from hardpoint.plugins.requests.engine_state import KVCacheChanges
+from hardpoint.process import output_coalescer
+from hardpoint.process.output_coalescer import OutputCoalescer
 from hardpoint.replicas import prefix_index
 from hardpoint.replicas.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 

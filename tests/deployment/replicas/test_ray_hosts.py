@@ -12,8 +12,6 @@ from support.joining import HELLO, NO_PLUGINS, Peer, free_address
 from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint import LLM
-from hardpoint.core.client.sockets import EngineSockets
-from hardpoint.core.engine_process.launch import Launch
 from hardpoint.errors import (
     ConfigError,
     EngineClosedError,
@@ -24,6 +22,8 @@ from hardpoint.errors import (
 )
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.process.client.sockets import EngineSockets
+from hardpoint.process.launch import Launch
 from hardpoint.replicas.on_ray import hosts
 from hardpoint.replicas.on_ray.actor import ActorLaunch, EngineActor
 from hardpoint.replicas.remote import joined_host, listener

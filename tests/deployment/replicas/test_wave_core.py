@@ -12,7 +12,7 @@ import torch
 from support.core.engine_harness import LoopRig, MidStep, ScriptedExecutor, request
 from support.waiting import PATIENCE_S
 
-from hardpoint.core.protocol import UtilityCall
+from hardpoint.process.protocol import UtilityCall
 from hardpoint.replicas.waves.coordinator import Coordinator
 from hardpoint.replicas.waves.core import AGREEMENT_INTERVAL, WaveCore
 

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from hardpoint.core.client.process_client import RequestSockets
 from hardpoint.host.system.encoding import WireError, output_check
 from hardpoint.host.system.encoding.output_check import OutputCheck
 from hardpoint.plugins import (
@@ -26,6 +25,7 @@ from hardpoint.plugins.requests.stats import (
     PrefillStats,
     PrefixCacheStats,
 )
+from hardpoint.process.client.process_client import RequestSockets
 
 VOCABULARY, LENGTH = 300, 64
 

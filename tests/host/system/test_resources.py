@@ -11,8 +11,8 @@ import pytest
 from support.process.harness import process_config
 
 from hardpoint import LLM, HardpointError
-from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.host.system import resources
+from hardpoint.process.client.sockets import EngineSockets
 from hardpoint.testing import scripted_config
 
 

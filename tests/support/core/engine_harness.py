@@ -15,8 +15,6 @@ from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.step import EngineCoreParts
 from hardpoint.core.engine.step_cost import StepTimes
 from hardpoint.core.engine.weight_updates import WeightUpdates
-from hardpoint.core.engine_process.loop import EngineLoop, LoopOptions, LoopQueues, Prepared
-from hardpoint.core.engine_process.sender import ClientSendQueues
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.host.boundary.faults import StepFaults
 from hardpoint.host.boundary.kv_cache import KVEventFanout
@@ -33,6 +31,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
+from hardpoint.process.engine.loop import EngineLoop, LoopOptions, LoopQueues, Prepared
+from hardpoint.process.engine.sender import ClientSendQueues
 from hardpoint.typed import convert
 from support.waiting import PATIENCE_S
 

@@ -8,9 +8,9 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
-from hardpoint.core.client.sockets import EngineSockets
-from hardpoint.core.protocol import EngineCoreReadyResponse
 from hardpoint.host.system.encoding import Encoder
+from hardpoint.process.client.sockets import EngineSockets
+from hardpoint.process.protocol import EngineCoreReadyResponse
 from support.waiting import PATIENCE_S
 
 READY = EngineCoreReadyResponse(manifest_hash="", max_model_len=64, num_gpu_blocks=8)

@@ -6,16 +6,16 @@ import time
 
 import zmq
 
-from hardpoint.core.engine_process.transport import EngineIO
-from hardpoint.core.protocol import (
+from hardpoint.core.engine.request_check import RequestCheck
+from hardpoint.host.system.encoding import Decoder, Encoder
+from hardpoint.plugins import EngineCoreOutputs
+from hardpoint.process.engine.transport import EngineIO
+from hardpoint.process.protocol import (
     ENGINE_CORE_DEAD,
     EngineAddresses,
     EngineCoreReadyResponse,
     UtilityOutput,
 )
-from hardpoint.core.protocol.request_check import RequestCheck
-from hardpoint.host.system.encoding import Decoder, Encoder
-from hardpoint.plugins import EngineCoreOutputs
 from support.core.engine_harness import PATIENCE_S, LoopRig
 
 READY = EngineCoreReadyResponse(manifest_hash="", max_model_len=200, num_gpu_blocks=64)

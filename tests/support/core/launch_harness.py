@@ -10,10 +10,10 @@ import textwrap
 import time
 from pathlib import Path
 
-from hardpoint.core.engine_process.launch import Launch
-from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.component.manifest import Manifest, PluginEntry
+from hardpoint.process.engine_process import EngineProcess
+from hardpoint.process.launch import Launch
 
 LIMIT_S = 60.0
 """For what comes soon, where the machine has nothing else to do."""
@@ -36,8 +36,8 @@ PARENT = """
 import os, sys, time
 sys.path.insert(0, {lib!r})
 from pathlib import Path
-from hardpoint.core.engine_process.process import EngineProcess
-from hardpoint.core.engine_process.launch import Launch
+from hardpoint.process.engine_process import EngineProcess
+from hardpoint.process.launch import Launch
 from hardpoint.host.system.process.launch import main_objects
 from hardpoint.plugins.component.manifest import Manifest
 
@@ -72,7 +72,7 @@ def write_child(folder: Path, body: str) -> Path:
         "from pathlib import Path\n"
         "from hardpoint.host.system.process.__main__ import main\n"
         "from hardpoint.host.system.process.launch import decode_launch\n"
-        "from hardpoint.core.engine_process.launch import Launch\n"
+        "from hardpoint.process.launch import Launch\n"
         "from hardpoint.plugins import *\n"
         "from hardpoint.errors import *\n"
         f"OUT = Path({str(folder / 'out')!r})\n"

@@ -6,7 +6,6 @@ import itertools
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-from hardpoint.core.client.process_client import EngineStart
 from hardpoint.errors import EngineDeadError, RequestError
 from hardpoint.host.boundary.activity import Snapshot
 from hardpoint.host.registry.plugin_set import resolve_plugins
@@ -20,6 +19,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.config_tables import EngineProcessConfig
+from hardpoint.process.client.process_client import EngineStart
 from hardpoint.replicas import replicas
 from hardpoint.replicas.choice import EngineChoice
 from hardpoint.replicas.group import EngineGroup

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 from hardpoint import LLM, RequestError, typed
 from hardpoint.builtin_plugins.kv_connectors.threads import TaskThreads
-from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.host.registry.kinds import KINDS
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.server.hooks import hookimpl
 from hardpoint.testing import ScriptedClock, scripted_config, write_scripted_model
+from support.engines import build_engine
 from support.faults import plugins
 from support.faults.kinds import SETUPS, Request, Setup
 from support.waiting import PATIENCE_S

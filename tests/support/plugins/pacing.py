@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from hardpoint import plugins
-from hardpoint.core.engine_process import run
 from hardpoint.plugins import LogitsProcessor, Phase
+from hardpoint.process.engine import run
 
 
 class Turns(LogitsProcessor):

@@ -341,7 +341,7 @@ if __name__ == "__main__":
     _control = socket.socket(fileno=int(sys.argv[1]))
     sys.path[:] = json.loads(_control.recv(1 << 20))
     importlib.import_module("hardpoint.host.system.process.child")
-    importlib.import_module("hardpoint.core.engine_process.run")
+    importlib.import_module("hardpoint.process.engine.run")
     importlib.import_module("hardpoint.testing.scripted")
     importlib.import_module("support.installed_metadata").read_metadata_once()
     importlib.import_module("support.checked_builtins").check_builtins_once()

@@ -34,8 +34,8 @@ from support.process.fork_server import (
 )
 
 _IMPORTED = (
-    "hardpoint.core.build",
-    "hardpoint.core.engine_process.run",
+    "hardpoint.process.build",
+    "hardpoint.process.engine.run",
     "hardpoint.llm",
     "hypothesis",
     "pytest",

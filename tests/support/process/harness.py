@@ -20,11 +20,11 @@ from typing import Any
 import psutil
 
 from hardpoint import LLM, SamplingParams, typed
-from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import EngineConfig
 from hardpoint.testing import scripted_config
+from support.engines import build_engine
 from support.process.fork_server import STARTS
 from support.process.forked_python import forked_python
 from support.processes import ROOT

@@ -14,19 +14,19 @@ import msgspec
 import zmq
 
 from hardpoint import typed
-from hardpoint.core.engine_process.launch import Launch
-from hardpoint.core.engine_process.process import EngineProcess
-from hardpoint.core.protocol import (
+from hardpoint.host.registry.plugin_set import resolve_plugins
+from hardpoint.host.system.encoding import Decoder, Encoder
+from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest, SamplingParams
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.process.engine_process import EngineProcess
+from hardpoint.process.launch import Launch
+from hardpoint.process.protocol import (
     ENGINE_CORE_DEAD,
     EngineAddresses,
     RequestType,
     UtilityCall,
     UtilityOutput,
 )
-from hardpoint.host.registry.plugin_set import resolve_plugins
-from hardpoint.host.system.encoding import Decoder, Encoder
-from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest, SamplingParams
-from hardpoint.plugins.config import ConfigSources
 
 IDENTITY = b"\x00\x00"
 _LIMIT_MS = 60_000

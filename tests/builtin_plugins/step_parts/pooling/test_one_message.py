@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hardpoint import LLM, AsyncLLM, OverloadedError, PoolingParams, RequestError, SamplingParams
-from hardpoint.core.client.sockets import EngineSockets
-from hardpoint.core.protocol import RequestType
+from hardpoint.process.client.sockets import EngineSockets
+from hardpoint.process.protocol import RequestType
 from hardpoint.testing import scripted_config
 
 TEXTS = [f"text {number % 7}" for number in range(40)]

@@ -1,0 +1,220 @@
+"""The engine process: build the engine core, serve its clients, shut down."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pkgutil
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from time import sleep  # its own: plugins may replace that of the module
+from types import FrameType
+
+import msgspec
+
+from hardpoint.core.engine.build import BuiltCore, build_core
+from hardpoint.core.engine.cache_changes import CacheChangeLog
+from hardpoint.core.engine.outside import OpenOutside, Outside
+from hardpoint.core.engine.prepare import prepare_worker
+from hardpoint.core.engine.request_check import RequestCheck
+from hardpoint.core.engine.worker_launch import check_versions
+from hardpoint.core.weights.worker_spec import EnginePlace, WorkerSpec
+from hardpoint.host.boundary.activity import Activity
+from hardpoint.host.boundary.copies import watch_forks
+from hardpoint.host.boundary.errors import attribute_error, naming_plugin
+from hardpoint.host.boundary.parts.bound_half import request_fields
+from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.host.system.forks import let_signals_end_copies, reset_signals
+from hardpoint.host.system.process.child import ParentWatch
+from hardpoint.host.system.process.garbage import settle_heap
+from hardpoint.host.system.process.launch import decode_launch
+from hardpoint.host.system.process.naming import log_to_stderr, name_process
+from hardpoint.host.system.threads import use_own_cores
+from hardpoint.plugins import EngineConfig
+from hardpoint.plugins.component.base import no_progress
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.process.launch import Launch
+from hardpoint.process.protocol import EngineAddresses, EngineCoreReadyResponse
+
+from .loop import EngineLoop, LoopOptions, LoopQueues
+from .sender import ClientSendQueues
+from .transport import EngineIO
+
+_log = logging.getLogger("hardpoint")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def handle_signals(loop: EngineLoop) -> None:
+    """Drain the loop at the first signal, stop it at the second; a third one kills the process.
+
+    Call in the main thread, which runs the loop.
+    """
+    # Python runs handlers in the main thread between two instructions. A signal that comes just
+    # before that thread waits for input, or in another thread, does not end the waiting. So
+    # Python's own C code writes a byte for each signal, and a second thread wakes up the loop.
+    count = 0
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count > 1:
+            reset_signals(*_SIGNALS)
+        loop.request_shutdown()
+
+    receiver, wakeup = socket.socketpair()
+    wakeup.setblocking(False)
+    threading.Thread(
+        target=_wake_up, args=(loop, receiver, wakeup), name="EngineSignals", daemon=True
+    ).start()
+    signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    let_signals_end_copies(*_SIGNALS)
+    for number in _SIGNALS:
+        signal.signal(number, handle)
+
+
+def _wake_up(loop: EngineLoop, receiver: socket.socket, _wakeup: socket.socket) -> None:
+    while receiver.recv(64):
+        loop.wake_up()
+
+
+def engine_name(index: int) -> str:
+    """Return the process name of an engine: EngineCore for the first one of a program."""
+    return f"EngineCore_DP{index}" if index else "EngineCore"
+
+
+def log_as(index: int, level: str) -> None:
+    """Write the log to stderr; each line begins with the engine's index and process id.
+
+    Args:
+        index: index of the engine.
+        level: level of the logger "hardpoint".
+    """
+    log_to_stderr(f"EngineCore {index}", level)
+
+
+_BEAT_INTERVAL_S = 0.25
+
+
+def _beat(activity: Activity) -> None:
+    while True:
+        activity.beat()
+        sleep(_BEAT_INTERVAL_S)
+
+
+_EXECUTORS_WATCH_S = 5.0  # for an executor of several ranks to find and end those that hang
+_ORPHAN_GRACE_S = 4.0  # to shut down in order, after the parent has ended
+
+
+def run_engine(data: bytes, watch: ParentWatch, outside: OpenOutside = Outside) -> None:
+    """Serve until a signal, or the end of the parent.
+
+    Args:
+        data: a Launch.
+        watch: watch of the parent.
+        outside: as `open_outside` of `build_core`, unless the launch names it.
+
+    Raises:
+        HardpointError: the engine cannot be built; the parent raises it too.
+    """
+    launch = decode_launch(data, Launch)
+    watch_forks()
+    name_process(engine_name(launch.engine_index))
+    log_as(launch.engine_index, launch.log_level)
+    config = msgspec.convert(launch.config, EngineConfig)
+    config_sources = ConfigSources(launch.config_sources)
+    if config.parallel.num_local > 1 and config.executor.threads == "auto":
+        use_own_cores(launch.local_rank, config.parallel.num_local)
+    plugins = PluginSet(launch.manifest)
+    check_versions(plugins, "the engine process")
+    with contextlib.ExitStack() as closing:  # all are closed, even if one raises
+        with naming_plugin(plugins):
+            place = EnginePlace(
+                launch.engine_index, launch.num_sharing, launch.local_rank, launch.engines
+            )
+            spec = prepare_worker(config, plugins, config_sources, no_progress, place)
+        closing.callback(spec.loader.close)
+        activity = Activity.open(Path(launch.folder)) if launch.folder else None
+        with naming_plugin(plugins):
+            built = build_core(
+                spec,
+                plugins.hooks(),
+                config_sources,
+                time.monotonic,
+                activity,
+                launch.vocabulary,
+                CacheChangeLog() if launch.reports_cache else None,
+                pkgutil.resolve_name(launch.outside) if launch.outside else outside,
+            )
+        closing.callback(built.core.close)
+        _serve(launch, watch, spec, built, closing)
+
+
+def _serve(
+    launch: Launch,
+    watch: ParentWatch,
+    spec: WorkerSpec,
+    built: BuiltCore,
+    closing: contextlib.ExitStack,
+) -> None:
+    addresses = msgspec.json.decode(launch.address, type=EngineAddresses)
+    queues = LoopQueues(output=ClientSendQueues(len(addresses.outputs)))
+    settings = spec.config.engine
+    loop = EngineLoop(
+        built.core,
+        queues,
+        LoopOptions(
+            settings.drain_seconds,
+            settings.watchdog_seconds,
+            settings.watchdog_exits,
+            _EXECUTORS_WATCH_S if spec.config.parallel.world_size > 1 else 0.0,
+            reports_load=launch.reports_load,
+            reports_cache=launch.reports_cache,
+        ),
+    )
+    closing.callback(reset_signals, *_SIGNALS)
+    handle_signals(loop)
+    is_orphan = threading.Event()
+
+    def stop() -> None:
+        is_orphan.set()
+        loop.request_shutdown()
+        loop.request_shutdown()  # twice: there is no client left to drain for
+
+    watch.on_gone(stop, grace_s=_ORPHAN_GRACE_S)
+    identity = launch.engine_index.to_bytes(2, "little")
+    used = request_fields(spec.plugins, spec.config)
+    processors = {entry.name: cls for entry, cls in spec.plugins.logits_processors()}
+    vocab_size = spec.model_config.vocab_size
+    check = RequestCheck(vocab_size, launch.engine_index, used, processors)
+    io = EngineIO(identity, addresses, queues, check, hash_prompt=built.core.hash_prompt)
+    settle_heap(spec.config.engine.long_collection_seconds)
+    activity = built.core.activity
+    threading.Thread(target=_beat, args=(activity,), name="EngineBeat", daemon=True).start()
+    io.start(_ready(spec, built))
+    try:
+        loop.run()
+    except BaseException as error:
+        _log.critical("the engine failed", exc_info=error)
+        watch.report(attribute_error(error, spec.plugins))  # before anything that may hang
+        _end(io, failed=True, has_clients=not is_orphan.is_set())
+        sys.exit(1)
+    _log.info("the engine exits, as requested")
+    _end(io, failed=False, has_clients=not is_orphan.is_set())
+
+
+def _ready(spec: WorkerSpec, built: BuiltCore) -> EngineCoreReadyResponse:
+    return EngineCoreReadyResponse(
+        manifest_hash=spec.plugins.manifest.hash,
+        max_model_len=built.size.max_model_len,
+        num_gpu_blocks=built.size.num_blocks,
+    )
+
+
+def _end(io: EngineIO, *, failed: bool, has_clients: bool) -> None:
+    reset_signals(*_SIGNALS)  # so that a signal ends the process if this hangs
+    io.close(failed=failed, has_clients=has_clients)

@@ -1,0 +1,92 @@
+"""The last words of an engine process, and what its client makes of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from support.waiting import PATIENCE_S, wait_until
+
+from hardpoint.errors import EngineDeadError, PluginFaultError
+from hardpoint.plugins import (
+    EngineConfig,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    SamplingParams,
+)
+from hardpoint.plugins.component.manifest import Manifest
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.process.client import process_client
+from hardpoint.process.client.process_client import EngineStart, ProcessClient
+from hardpoint.process.protocol import ENGINE_CORE_DEAD
+
+
+class Sink:
+    """Takes outputs as slowly as a test lets it."""
+
+    def __init__(self):
+        self.took, self.go_on = [], threading.Event()
+
+    def __call__(self, item):
+        self.took.append(item if isinstance(item, Exception) else item.outputs[0].request_id)
+        if not isinstance(item, Exception):
+            assert self.go_on.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def connected(played):
+    """A client of an engine that is played, its sink, and the process."""
+    start = EngineStart(EngineConfig(), ConfigSources(), Manifest(hardpoint="1", entries=()))
+    sink = Sink()
+    client = ProcessClient(start, sink, played)
+    for name in "ab":  # outputs of other requests are left out
+        client.add_request(
+            EngineCoreRequest(request_id=name, prompt_token_ids=[1], params=SamplingParams())
+        )
+    yield client, sink, played
+    sink.go_on.set()
+    client.close()
+
+
+def send_output(played, request_id):
+    played.engine.send(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id=request_id)]))
+
+
+def test_outputs_come_before_the_failure_that_followed_them(connected):
+    """However late the client is to read them."""
+    _client, sink, played = connected
+    send_output(played, "a")
+    wait_until(lambda: sink.took == ["a"], PATIENCE_S, "the first output")
+    send_output(played, "b")
+    played.fail(PluginFaultError("plugin 'dense': KeyError"))
+    played.engine.send(ENGINE_CORE_DEAD)
+    time.sleep(0.2)
+    assert sink.took == ["a"]
+    sink.go_on.set()
+    wait_until(lambda: isinstance(sink.took[-1], Exception), PATIENCE_S, "the failure")
+    *outputs, error = sink.took
+    assert outputs == ["a", "b"]
+    assert isinstance(error, EngineDeadError)
+    assert str(error) == "plugin 'dense': KeyError"
+
+
+def test_a_failure_is_told_though_the_outputs_do_not_end(connected, monkeypatch):
+    monkeypatch.setattr(process_client, "_LAST_OUTPUTS_TIMEOUT_S", 0.1)
+    client, sink, played = connected
+    played.fail(EngineDeadError("no memory"))
+    wait_until(lambda: sink.took, PATIENCE_S, "the failure")
+    assert [str(each) for each in sink.took] == ["no memory"]
+    with pytest.raises(EngineDeadError, match="no memory"):
+        client.call("is_paused")
+
+
+def test_closing_does_not_wait_for_outputs_of_an_engine_that_fails(connected, monkeypatch):
+    monkeypatch.setattr(process_client, "_LAST_OUTPUTS_TIMEOUT_S", 600.0)
+    client, sink, played = connected
+    played.fail(EngineDeadError("no memory"))
+    began = time.monotonic()
+    client.close()
+    assert time.monotonic() - began < PATIENCE_S
+    assert sink.took == []

@@ -60,7 +60,6 @@ SYNC_NAMES: Mapping[str, str] = _SHARED | {
 """New names of members of LLM, by the old ones."""
 
 ASYNC_NAMES: Mapping[str, str] = _SHARED | {
-    "fork": "OutputStream.fork",
     "engine_pid": "engines.pid",
     "io_processor_schemas": "plugins.io_processor_schemas",
     "argument_schemas": "plugins.argument_schemas",

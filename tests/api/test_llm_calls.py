@@ -20,7 +20,7 @@ def llm(scripted):
 
 
 def live(llm):
-    return llm.scheduler_stats().num_running + llm.scheduler_stats().num_waiting
+    return llm.engines.scheduler_stats().num_running + llm.engines.scheduler_stats().num_waiting
 
 
 class TestUnordered:
@@ -66,7 +66,7 @@ class TestUnordered:
             assert {output.outputs[0].text for _, output in found} == {" abc abc abc"}
 
     def test_a_conversation_can_be_a_prompt(self, llm):
-        prompt = llm.apply_chat_template([{"role": "user", "content": "say abc"}])
+        prompt = llm.model.apply_chat_template([{"role": "user", "content": "say abc"}])
         assert llm.tokenizer.decode(prompt["prompt_token_ids"]) == prompt["prompt"]
         ((_, output),) = llm.generate_unordered([(prompt, GREEDY)])
         (answer,) = llm.chat([{"role": "user", "content": "say abc"}], GREEDY)

@@ -67,7 +67,7 @@ def test_it_is_off_by_default():
 
 
 def test_users_have_none_of_its_routes(server):
-    for path in ("/plugins", "/requests", "/stats", "/is_paused"):
+    for path in ("/plugins", "/requests", "/engines/stats", "/is_paused"):
         assert server.client.get(path).status_code == 404
     for path in ("/pause", "/drain", "/collective_rpc", "/requests/abort"):
         assert server.client.post(path, json={}).status_code == 404
@@ -227,9 +227,17 @@ def test_errors_of_the_engine_are_answered(server, monkeypatch, error, status):
         ("/resume", {"x": 1}, "x"),
         ("/sleep", {"level": 3}, "level: expected"),
         ("/requests/abort", {}, "request_ids"),
-        ("/policy", {"use": "fair"}, "use: 'fair' is not among the plugins that may change over"),
-        ("/log_level", {"level": "LOUD"}, "level: expected"),
-        ("/log_level", {"level": "INFO", "logger": "root"}, 'logger: expected "hardpoint" or'),
+        (
+            "/plugins/policy",
+            {"use": "fair"},
+            "use: 'fair' is not among the plugins that may change over",
+        ),
+        ("/debug/log_level", {"level": "LOUD"}, "level: expected"),
+        (
+            "/debug/log_level",
+            {"level": "INFO", "logger": "root"},
+            'logger: expected "hardpoint" or',
+        ),
         ("/collective_rpc", {"method": 3}, "method: expected"),
     ],
 )
@@ -256,14 +264,14 @@ def test_a_page_of_somebody_else_may_not_use_it(server):
 
 def test_log_level(server):
     logger = logging.getLogger("hardpoint.some")
-    answer = post(server, "/log_level", {"logger": "hardpoint.some", "level": "DEBUG"})
+    answer = post(server, "/debug/log_level", {"logger": "hardpoint.some", "level": "DEBUG"})
     assert answer.json() == {"logger": "hardpoint.some", "level": "DEBUG", "before": "NOTSET"}
     assert logger.level == logging.DEBUG
     logger.setLevel(logging.NOTSET)
 
 
 def test_stats_health_metrics_and_version(server):
-    assert server.admin.get("/stats").json()["num_running"] == 0
+    assert server.admin.get("/engines/stats").json()["num_running"] == 0
     assert server.admin.get("/health").json() == {"status": "ok"}
     assert server.admin.get("/version").json() == {"version": "9.9"}
     assert "hardpoint:http_requests_total" in server.admin.get("/metrics").text
@@ -319,14 +327,15 @@ def test_admin_routes_of_plugins_are_there_and_nowhere_else(tmp_path):
         config=configured(admin=f"unix:{tmp_path}/a"),
         extensions=(
             ("acme", Route(path="/acme", endpoint=hello, admin=True)),
-            ("acme", Route(path="/stats", endpoint=hello)),  # of users: no clash with the admin's
+            # Of users: no clash with the admin's.
+            ("acme", Route(path="/engines/stats", endpoint=hello)),
         ),
     )
     with running(engine) as server:
         assert server.admin.get("/acme").text == "administrator"
         assert server.client.get("/acme").status_code == 404
-        assert server.client.get("/stats").text == "anybody"
-        assert server.admin.get("/stats").json()["num_running"] == 0
+        assert server.client.get("/engines/stats").text == "anybody"
+        assert server.admin.get("/engines/stats").json()["num_running"] == 0
 
 
 def keys(**clients):
@@ -395,15 +404,15 @@ def test_every_route_has_a_summary(server):
 
 def test_the_number_of_engines(server):
     server.engine.utilities.clear()
-    scaled = post(server, "/scale", {"engines": 2})
+    scaled = post(server, "/engines/scale", {"engines": 2})
     assert scaled.json() == {"epoch": 3, "ranks": [0, 1]}
-    retired = post(server, "/retire", {"ranks": [1], "drain_seconds": 2.5})
+    retired = post(server, "/engines/retire", {"ranks": [1], "drain_seconds": 2.5})
     assert retired.json() == {"epoch": 4, "ranks": [0]}
     assert server.engine.utilities == [("scale", 2, 30.0), ("retire", [1], 2.5)]
     for path, body, message in (
-        ("/scale", {}, "engines: missing, and it has no default"),
-        ("/scale", {"engines": "2"}, "engines: expected a whole number, got '2'"),
-        ("/retire", {"ranks": 1}, "ranks: expected a list, got 1"),
+        ("/engines/scale", {}, "engines: missing, and it has no default"),
+        ("/engines/scale", {"engines": "2"}, "engines: expected a whole number, got '2'"),
+        ("/engines/retire", {"ranks": 1}, "ranks: expected a list, got 1"),
     ):
         refused = post(server, path, body)
         assert (refused.status_code, refused.json()["error"]["message"]) == (400, message)

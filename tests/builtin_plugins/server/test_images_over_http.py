@@ -399,7 +399,7 @@ def server_with_keys(tmp_path_factory):
 def test_images_belong_to_the_key_of_their_request(server_with_keys, route, monkeypatch):
     field, part = ROUTES[route]
     engine, seen = server_with_keys.engine, []
-    render = engine.apply_chat_template
+    render = engine.model.apply_chat_template
 
     async def recorded(messages, **options):
         seen.append(messages)

@@ -82,8 +82,6 @@ def test_other_tokens_are_as_if_they_had_been_sampled(scripted):
 
 def test_wrong_calls_are_refused(scripted):
     with LLM(config=scripted_config(scripted)) as llm:
-        with pytest.raises(RequestError, match="stream: expected that of `stream`, got str"):
-            llm.fork("0", [])
         source = llm.stream(PROMPT, request_of())
         with pytest.raises(RequestError, match=r"token_ids\[0\]: expected a whole number, got 'a'"):
             source.fork(["a"])

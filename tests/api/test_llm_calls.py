@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
+from support.internals import open_calls_of
 
 from hardpoint import LLM, LLMEngine, RequestError, SamplingParams
 from hardpoint.testing import scripted_config
@@ -160,7 +161,7 @@ def test_finding_an_output_costs_the_same_however_many_prompts_there_are(llm):
             looked.append(key)
             return super().__getitem__(key)
 
-    calls = llm._calls
+    calls = open_calls_of(llm)
     plain, calls._outputs = calls._outputs, Watched()
     try:
         llm.generate(["x"] * 200, SamplingParams(temperature=0.0, max_tokens=1))

@@ -12,7 +12,6 @@ from hardpoint import LLM
 from hardpoint.async_llm import AsyncLLM
 from hardpoint.calls.debug import AsyncDebugGroup, DebugGroup
 from hardpoint.calls.model import AsyncModelGroup, ModelGroup
-from hardpoint.calls.plugins import AsyncPluginGroup, PluginGroup
 from hardpoint.chat import Chat
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.plugins.request_options import (
@@ -33,12 +32,10 @@ CALLS = {
     LLM.stream_chat: CHAT | REQUEST,
     ModelGroup.apply_chat_template: CHAT,
     DebugGroup.trace: REQUEST,
-    PluginGroup.process: REQUEST | {"as_json"},
     AsyncLLM.generate: REQUEST,
     AsyncLLM.chat: CHAT | REQUEST,
     AsyncModelGroup.apply_chat_template: CHAT,
     AsyncDebugGroup.trace: REQUEST,
-    AsyncPluginGroup.process: REQUEST | {"as_json"},
 }
 each_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__qualname__)
 

@@ -16,6 +16,7 @@ from support.http_server import client_of, running
 from support.processes import ROOT
 from support.waiting import PATIENCE_S, wait_until
 
+from hardpoint.builtin_plugins.server.routes.admin import OLD_PATHS
 from hardpoint.builtin_plugins.server.service import ServerPhase
 from hardpoint.errors import EngineTimeoutError, PluginNotFoundError
 from hardpoint.plugins import ConfigError, HardpointError, RequestError
@@ -88,7 +89,7 @@ def test_plugins(server):
     async def meters():
         return {"acme": PluginMeter(steps=3, rows=6, seconds=0.5)}
 
-    server.engine.plugin_meters = meters
+    server.engine.meters = meters
     answer = server.admin.get("/plugins").json()
     (plugin,) = answer["plugins"]
     assert (plugin["kind"], plugin["name"], plugin["version"]) == (PLUGIN.kind, "acme", "1.0")
@@ -427,10 +428,9 @@ def test_the_page_about_them_lists_all_routes(server):
 
     page = (ROOT / "docs" / "admin.md").read_text()
     listed = set(re.findall(r"^\| `(GET|POST|PATCH) (/\S+)` \|", page, re.MULTILINE))
-    assert listed == {
-        (method, route.path) for route in admin_routes(server.service) for method in route.methods
-    }
-    for route in admin_routes(server.service):
+    routes = [route for route in admin_routes(server.service) if route.path not in OLD_PATHS]
+    assert listed == {(method, route.path) for route in routes for method in route.methods}
+    for route in routes:
         if route.request_type is not None:
             (line,) = [
                 x
@@ -439,6 +439,38 @@ def test_the_page_about_them_lists_all_routes(server):
             ]
             for field in route.request_type.__struct_fields__:
                 assert f"`{field}`" in line
+
+
+def test_old_paths_answer_as_the_new_ones_do(server, caplog):
+    caplog.set_level(logging.WARNING, logger="hardpoint")
+    bodies = {
+        "/settings": None,
+        "/stats": None,
+        "/scale": {"engines": 2},
+        "/retire": {"ranks": [1]},
+        "/update_weights": {"path": "/no/such/folder"},
+        "/policy": {"use": "no such policy"},
+        "/log_level": {"level": "DEBUG", "logger": "hardpoint.of_a_test"},
+    }
+    assert bodies.keys() == OLD_PATHS.keys()
+    for old, new in OLD_PATHS.items():
+        caplog.clear()
+        method = "GET" if bodies[old] is None else "POST"
+        answers = [server.admin.request(method, path, json=bodies[old]) for path in (new, old, old)]
+        statuses = {answer.status_code for answer in answers}
+        assert len(statuses) == 1 and 404 not in statuses
+        assert answers[1].json().keys() == answers[0].json().keys()
+        if statuses == {200}:
+            assert "deprecation" not in answers[0].headers
+            assert answers[1].headers["deprecation"].startswith("@")
+            assert answers[1].headers["link"] == f'<{new}>; rel="successor-version"'
+        notice = f"the path {old} is deprecated, and works until hardpoint 0.3; use {new}"
+        assert [notice in message for message in caplog.messages].count(True) == 1
+    changed = server.admin.patch("/settings", json={"running": "never"})
+    assert (
+        changed.json() == server.admin.patch("/engines/settings", json={"running": "never"}).json()
+    )
+    logging.getLogger("hardpoint.of_a_test").setLevel(logging.NOTSET)
 
 
 def test_the_client_of_a_unix_socket_needs_no_host(server):

@@ -153,6 +153,6 @@ def test_errors_of_a_change_are_answered(server, monkeypatch, error, status):
     async def fail(**_):
         raise error
 
-    monkeypatch.setattr(server.engine, "set_plugins", fail, raising=False)
+    monkeypatch.setattr(server.engine, "change", fail, raising=False)
     answer = patch(server, {})
     assert (answer.status_code, answer.json()["error"]["message"]) == (status, str(error))

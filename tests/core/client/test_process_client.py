@@ -11,7 +11,7 @@ import time
 import msgspec
 import pytest
 from support.core.serial_engine import GREEDY, config, slowed, still_serves
-from support.internals import engine_of, output_processor_of, set_timeout, sockets_of
+from support.internals import engine_of, open_calls_of, output_processor_of, set_timeout, sockets_of
 from support.waiting import PATIENCE_S, HeldSteps, wait_until
 
 from hardpoint import (
@@ -220,7 +220,7 @@ def test_ctrl_c_ends_the_requests_and_leaves_the_engine(own, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         own.generate(["x", "y"], slowed(held.slow(0.05)))
     assert not own.llm_engine.has_unfinished_requests()
-    assert len(own._calls) == 0
+    assert len(open_calls_of(own)) == 0
     assert still_serves(own)
     stats = own.engines.scheduler_stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)

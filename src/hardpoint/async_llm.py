@@ -483,13 +483,14 @@ def open_resolved(
     *,
     restart: Restart | None = None,
     open_client: OpenClient | None = None,
+    cls: type[AsyncLLM] = AsyncLLM,
 ) -> AsyncLLM:
     """Open an AsyncLLM with a configuration that was read elsewhere.
 
     Args:
         open_client: opens the client of engines that others start; then none is started here.
     """
-    llm = AsyncLLM.__new__(AsyncLLM)
+    llm = cls.__new__(cls)
     if restart is not None:
         config = with_restart(config, restart)
     llm._open(config, config_sources, open_client=open_client)

@@ -171,8 +171,7 @@ class LLM(SyncCaller, metaclass=OldClassNames):
                 `{"type": "token", "prompt_token_ids": ids, ...}`; or what a step part reads:
                 `{"prompt_embeds": rows}` for example. A mapping may have images, too:
                 `"multi_modal_data": {"image": [...]}`, one for each placeholder of the prompt.
-            sampling_params: one for all, or one per prompt; never changed. None is what the
-                model's files recommend, see `model.default_sampling_params`.
+            sampling_params: one for all, or one per prompt; None: `model.default_sampling_params`.
             options: `RequestOptions`, each one for all, or a list of one per prompt; and
                 `use_tqdm`.
 
@@ -459,8 +458,7 @@ class LLM(SyncCaller, metaclass=OldClassNames):
     def llm_engine(self) -> LLMEngine:
         """The engine, for programs that add requests and step it themselves.
 
-        Not together with `generate`, `chat` and `stream`, which step it too and drop outputs of
-        other requests.
+        `generate`, `chat` and `stream` step it too, and drop outputs of other requests.
         """
         return self._engine
 
@@ -490,9 +488,13 @@ class LLM(SyncCaller, metaclass=OldClassNames):
 
 
 def open_resolved(
-    config: EngineConfig, config_sources: ConfigSources, *, progress: bool | None = None
+    config: EngineConfig,
+    config_sources: ConfigSources,
+    *,
+    progress: bool | None = None,
+    cls: type[LLM] = LLM,
 ) -> LLM:
     """Open an LLM with a configuration that was read elsewhere, with its sources."""
-    llm = LLM.__new__(LLM)
+    llm = cls.__new__(cls)
     llm._open(config, config_sources, progress)
     return llm

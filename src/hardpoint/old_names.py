@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -82,13 +83,12 @@ class OldClassNames(type):
         """
         if name != "from_resolved":
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-        module = cls.__module__
+        owner = next(base for base in cls.__mro__ if base.__name__ in ("LLM", "AsyncLLM"))
+        new = f"{owner.__module__}.open_resolved"
         warnings.warn(
-            f"{cls.__name__}.{name} is now {module}.open_resolved; {_UNTIL}",
-            DeprecationWarning,
-            stacklevel=2,
+            f"{owner.__name__}.{name} is now {new}; {_UNTIL}", DeprecationWarning, stacklevel=2
         )
-        return sys.modules[module].open_resolved
+        return functools.partial(sys.modules[owner.__module__].open_resolved, cls=cls)
 
 
 def old_member(llm: object, owner: str, name: str, names: Mapping[str, str]) -> Any:
@@ -105,11 +105,7 @@ def old_member(llm: object, owner: str, name: str, names: Mapping[str, str]) -> 
         raise AttributeError(f"{type(llm).__name__!r} object has no attribute {name!r}")
     is_function = new == "OutputStream.fork"
     place = new if is_function else f"{owner}.{new}"
-    warnings.warn(
-        f"{owner}.{name} is now {place}; {_UNTIL}",
-        DeprecationWarning,
-        stacklevel=3,
-    )
+    warnings.warn(f"{owner}.{name} is now {place}; {_UNTIL}", DeprecationWarning, stacklevel=3)
     return _fork if is_function else attrgetter(new)(llm)
 
 

@@ -1,7 +1,6 @@
 """The groups of members of LLM and AsyncLLM, and the old names of these members."""
 
 import asyncio
-import json
 import pydoc
 import re
 import warnings
@@ -13,6 +12,7 @@ from support.adapters import lora, write_adapter, write_model
 
 from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams, async_llm
 from hardpoint import llm as sync_llm
+from hardpoint.host.registry.configuration import config_from
 from hardpoint.old_names import ASYNC_NAMES, SYNC_NAMES
 from hardpoint.testing import scripted_config
 
@@ -175,11 +175,15 @@ def test_a_program_with_old_names_gets_the_same_results(scripted):
 
 
 @pytest.mark.parametrize(("owner", "module"), [(LLM, sync_llm), (AsyncLLM, async_llm)])
-def test_the_old_name_of_a_class_method_warns_too(scripted, tmp_path, owner, module):
-    path = tmp_path / "hardpoint.json"
-    path.write_text(json.dumps(scripted_config(scripted)))
+def test_the_old_name_of_a_class_method_warns_too(scripted, owner, module):
     new = f"{owner.__name__}.from_resolved is now {module.__name__}.open_resolved{UNTIL}"
+
+    class Derived(owner):
+        pass
+
+    given = config_from(scripted_config(scripted), {}, caller=owner.__name__)
     with pytest.warns(DeprecationWarning, match=re.escape(new)) as caught:
-        opened = owner.from_resolved
-    assert (len(caught), caught[0].filename, opened) == (1, __file__, module.open_resolved)
+        opened = Derived.from_resolved(*given)
+    opened.close()
+    assert (len(caught), caught[0].filename, type(opened)) == (1, __file__, Derived)
     assert not hasattr(owner, "no_such_name")

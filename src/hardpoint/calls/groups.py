@@ -81,7 +81,7 @@ def open_engine(
 
 
 def sync_groups(engine: LLMEngine, files: WeightFiles) -> tuple[SyncRequests, SyncGroups]:
-    """Return what runs the requests of an LLM, and its groups.
+    """Return the object that runs the requests of an LLM, and the groups.
 
     Args:
         files: the files that weight updates write; the caller removes them.
@@ -99,7 +99,7 @@ def sync_groups(engine: LLMEngine, files: WeightFiles) -> tuple[SyncRequests, Sy
 
 
 def async_groups(engine: AsyncEngine, files: WeightFiles) -> tuple[AsyncRequests, AsyncGroups]:
-    """Return what runs the requests of an AsyncLLM, and its groups, as `sync_groups` does."""
+    """Return the request runner of an AsyncLLM, and the groups, as `sync_groups` does."""
     adapters = AsyncAdapterGroup(engine)
     requests = AsyncRequests(engine, adapters)
     return requests, AsyncGroups(

@@ -90,10 +90,7 @@ def score_prompts(
 
 def paired_scores(outputs: Sequence[PoolingRequestOutput]) -> list[PoolingRequestOutput]:
     """Return the outputs of pairs of texts with numbers instead of arrays."""
-    return [
-        msgspec.structs.replace(output, outputs=float(output.outputs))
-        for output in outputs
-    ]
+    return [msgspec.structs.replace(output, outputs=float(output.outputs)) for output in outputs]
 
 
 def similarity_scores(

@@ -299,7 +299,7 @@ class WorkerLLM(AsyncLLM):
 
 
 def opened_caller(opened: OpenRelayed) -> Ask:
-    """Return what calls the owner of a worker's engines."""
+    """Return a function that calls the owner of a worker's engines."""
 
     async def ask(method: str, *arguments: Any) -> Any:
         return await asyncio.wrap_future(opened.client.ask(method, *arguments))

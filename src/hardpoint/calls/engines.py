@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import msgspec
@@ -166,6 +166,10 @@ class EngineGroup(Sequence[EngineHandle], SyncCaller):
         """Return engines by their places, in order of rank."""
         return [EngineHandle(self._engine, rank) for rank in self._engine.ranks][index]
 
+    def __iter__(self) -> Iterator[EngineHandle]:
+        """Iterate over the engines of now."""
+        return iter(self[:])
+
     @property
     def join_address(self) -> str | None:
         """The address where engines of other machines join (`parallel.join_address`).
@@ -305,6 +309,10 @@ class AsyncEngineGroup(Sequence[AsyncEngineHandle], AsyncCaller):
     def __getitem__(self, index: int | slice) -> AsyncEngineHandle | list[AsyncEngineHandle]:
         """Return engines by their places, in order of rank."""
         return [AsyncEngineHandle(self._engine, rank) for rank in self._engine.ranks][index]
+
+    def __iter__(self) -> Iterator[AsyncEngineHandle]:
+        """Iterate over the engines of now."""
+        return iter(self[:])
 
     @property
     def join_address(self) -> str | None:

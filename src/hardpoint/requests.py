@@ -432,8 +432,8 @@ class OpenCalls:
                 waiting.append(output)
         if not outputs and self._engine.is_paused:
             raise EnginePausedError(
-                "the engine is paused, so this would wait for ever; call resume() first, or "
-                "wake_up() if it sleeps"
+                "the engine is paused, so this would wait for ever; call engines.resume() first, "
+                "or wake_up() if it sleeps"
             )
 
     def _fail_all(self, error: Callable[[], Exception]) -> None:

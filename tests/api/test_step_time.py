@@ -28,7 +28,8 @@ def opened(monkeypatch, scripted):
     def build(config, *_, **__):
         configs.append(config)
         config = msgspec.structs.replace(config, max_model_len=64)
-        return SimpleNamespace(parts=SimpleNamespace(config=config, clock=time.monotonic))
+        parts = SimpleNamespace(config=config, clock=time.monotonic)
+        return SimpleNamespace(parts=parts, change=None)
 
     monkeypatch.setattr(async_llm, "build_async_engine", build)
 

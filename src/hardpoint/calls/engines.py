@@ -370,7 +370,7 @@ class AsyncEngineGroup(Sequence[AsyncEngineHandle], AsyncCaller):
 
 
 def _set_config(values: Mapping[str, Any], running: Running) -> ChangeRequest:
-    return ChangeRequest.of("set_config()", config=values, running=running)
+    return ChangeRequest.of("engines.set_config()", config=values, running=running)
 
 
 def _join_address_of(client: EngineCoreClient) -> str | None:

@@ -358,14 +358,14 @@ class TestBatches:
 def test_users_come_before_batches():
     waiting = [1]
 
-    class Engine:
+    class Engines:
         async def load(self):
             if waiting[0] is None:
                 raise EngineDeadError("it restarts")
             return SimpleNamespace(num_waiting=waiting[0])
 
     async def scenario():
-        slots, begun = Slots(Engine(), 2), []
+        slots, begun = Slots(SimpleNamespace(engines=Engines()), 2), []
 
         async def line(number):
             async with slots.one():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import get_type_hints
 
 import msgspec
 import pytest
@@ -18,7 +19,9 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
+from hardpoint.calls.groups import AsyncGroups, SyncGroups
 from hardpoint.core.engine.utility_calls import UTILITIES
+from hardpoint.old_names import ASYNC_NAMES, SYNC_NAMES
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.testing import scripted_config
 
@@ -27,7 +30,7 @@ SLOWLY = {"slow": {"seconds": 0.02}}
 LONG = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, plugin_args=SLOWLY)
 DELTAS = msgspec.structs.replace(LONG, output_kind=RequestOutputKind.DELTA)
 ENABLED = {"enable": ["support.plugins.slow:Slow"]}
-PAUSED = "the engine is paused, so this would wait for ever; call resume() first"
+PAUSED = "the engine is paused, so this would wait for ever; call engines.resume() first"
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["in-process", "own-process"])
@@ -266,10 +269,15 @@ def test_on_an_event_loop(scripted):
 def test_both_faces_have_every_utility():
     inside = {"step_faults", "slow_plugins", "plugin_report"}  # parts of health() and metrics()
     inside |= {"prepare_weights", "weights_prepared", "use_weights", "drop_weights"}
-    inside |= {"live_change"}  # a step of set_plugins() and set_config()
+    inside |= {"live_change"}  # a step of plugins.change() and engines.set_config()
     inside |= {"cached_blocks"}  # for the client of several engines
-    assert hasattr(LLM, "update_weights")
-    for face in (LLM, AsyncLLM):
-        missing = {name for name in UTILITIES.keys() - inside if not hasattr(face, name)}
-        assert missing <= {"why_waiting"}, face  # of a request that runs beside its caller
-    assert hasattr(AsyncLLM, "why_waiting")
+    faces = {LLM: (SyncGroups, SYNC_NAMES), AsyncLLM: (AsyncGroups, ASYNC_NAMES)}
+    for face, (groups, places) in faces.items():
+        types = get_type_hints(groups)
+        missing = set()
+        for name in UTILITIES.keys() - inside:
+            group, _, member = places.get(name, name).rpartition(".")
+            if not hasattr(types[group] if group else face, member):
+                missing.add(name)
+        # Of a request that runs beside its caller.
+        assert missing == ({"why_waiting"} if face is LLM else set())

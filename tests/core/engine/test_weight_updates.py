@@ -126,7 +126,7 @@ def test_kept_requests_go_on_as_with_the_new_weights_from_the_start(folders):
         with opened(first) as changing:
             stream = changing.stream(PROMPTS[0], PARAMS)
             tokens = [token for _ in range(4) for token in next(stream).outputs[0].token_ids]
-            changing.update_weights(second)
+            changing.weights.update(second)
             last = None
             for last in stream:
                 tokens += last.outputs[0].token_ids

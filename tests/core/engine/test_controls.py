@@ -153,7 +153,7 @@ class TestSleep:
         before = tokens(llm)
         llm.sleep(level)
         assert llm.engines.is_sleeping() is (level > 0)
-        with pytest.raises(HardpointError, match=r"call resume\(\) first, or wake_up\(\)"):
+        with pytest.raises(HardpointError, match=r"call engines.resume\(\) first, or wake_up\(\)"):
             llm.generate("say abc", GREEDY)
         assert (
             llm.engines.scheduler_stats().num_waiting == 0

@@ -113,7 +113,7 @@ class TestSettings:
             ({"scheduler.max_waiting": 0}, r"scheduler\.max_waiting: expected .*>= 1"),
             (
                 {"scheduler.policy": "fsfc"},
-                r"policy: no scheduling_pol.*from set_config",
+                r"policy: no scheduling_pol.*from engines.set_config",
             ),
             ({"plugin.pick.delta": 1}, r"plugin\.pick"),
             ({"stats.sinks": ["log"]}, r"stats\.sinks: this engine gathers no statistics"),

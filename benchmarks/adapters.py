@@ -74,7 +74,7 @@ def open_hardpoint(checkpoint: Path, adapters: Path, count: int) -> Run:
     config = {"adapters": {"max_loras": count, "max_lora_rank": RANK, "max_cpu_loras": count}}
     llm = LLM(str(checkpoint), dtype="bfloat16", max_model_len=2048, config=config, progress=False)
     loras = [
-        llm.add_lora(LoRARequest(f"a{number}", number + 1, str(adapters / str(number))))
+        llm.adapters.add(LoRARequest(f"a{number}", number + 1, str(adapters / str(number))))
         for number in range(count)
     ]
 

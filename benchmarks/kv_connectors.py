@@ -342,7 +342,7 @@ def _loaded(model: str, config: dict[str, Any], setup: Setup, prompts: list[Any]
     blocks = after.loaded_blocks - before.loaded_blocks
     size = after.loaded_bytes - before.loaded_bytes
     if not blocks:
-        raise SystemExit(f"{setup.name}: nothing was loaded; health: {llm.health()}")
+        raise SystemExit(f"{setup.name}: nothing was loaded; health: {llm.plugins.health()}")
     raw = setup.raw_seconds(size, size // blocks) if setup.raw_seconds else None
     rounds = len(prompts)
     spent = statistics.median(a - b for a, b in zip(seconds, cached, strict=True))
@@ -364,7 +364,7 @@ def _first_token(llm: LLM, prompt: Any) -> float:
 def _tier(llm: LLM) -> Any:
     """Return the totals of the only tier."""
     llm.generate([{"prompt_token_ids": [7] * 8}], SamplingParams(max_tokens=2))
-    (tier,) = llm.scheduler_stats().kv_tiers.values()
+    (tier,) = llm.engines.scheduler_stats().kv_tiers.values()
     return tier
 
 

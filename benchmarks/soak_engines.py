@@ -7,8 +7,8 @@
 Starts `hardpoint serve` on the scripted model with three engines and two keys. All answers are
 known from a run without disturbance. Then the quiet key sends requests on a few streams for M
 minutes, some with a deadline (`timeout`), while an engine is killed (SIGKILL) every 20 seconds,
-and the number of engines changes between 2 and 4 every 30 seconds (`/scale`). The other key sends
-as many requests as it can; admission limits (`requests_per_minute`, `scheduler.max_waiting`,
+and the number of engines changes between 2 and 4 every 30 seconds (`/engines/scale`). The other key
+sends as many requests as it can; admission limits (`requests_per_minute`, `scheduler.max_waiting`,
 `scheduler.max_waiting_tokens`) refuse most of them.
 
 Two runs are made: with the flood, and without it, each with a server of its own;
@@ -163,7 +163,7 @@ class Disturbed:
         number = next(self._numbers)
         body = msgspec.json.encode({"engines": number, "drain_seconds": 1.0})
         document = Document()
-        await self._admin.ask(self._admin.request("POST", "/scale", body), document)
+        await self._admin.ask(self._admin.request("POST", "/engines/scale", body), document)
         error = "" if document.status == 200 else f": {document.content.decode()[:200]}"
         counts.events[f"scale({number}): {document.status}{error}"] += 1
 

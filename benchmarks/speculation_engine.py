@@ -47,7 +47,7 @@ class Hardpoint:
 
     def drafts(self) -> tuple[int, int]:
         """Return how many draft tokens were verified and accepted since the start."""
-        stats = self._llm.scheduler_stats()
+        stats = self._llm.engines.scheduler_stats()
         return stats.num_drafts, stats.num_accepted_drafts
 
 

@@ -99,7 +99,7 @@ async def _measure(model: str, streams: int, rounds: int, file: Path) -> dict[st
         for name, times in updates.items():
             for _ in range(rounds):
                 began = time.perf_counter()
-                await llm.update_weights(file, recompute=name == "recomputed")
+                await llm.weights.update(file, recompute=name == "recomputed")
                 times.append((began, time.perf_counter()))
                 await asyncio.sleep(_AFTER_S)
         is_done.set()

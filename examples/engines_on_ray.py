@@ -25,7 +25,7 @@ def main(model: str, prompts: list[str], **config: Any) -> list[list[RequestOutp
     with LLM(config={**config, **settings}) as llm:
         found = [llm.generate(prompts, params)]
         for count in (3, 1):
-            llm.scale(count)
+            llm.engines.scale(count)
             print(f"engines: {', '.join(str(engine.rank) for engine in llm.engines)}")
             found.append(llm.generate(prompts, params))
     for output in found[-1]:

@@ -55,6 +55,7 @@ PROGRAMS = ("benchmarks", "scripts")
 """Folders of programs; one that no test runs affects no test."""
 ASSEMBLIES = (
     "hardpoint.async_llm",
+    "hardpoint.calls.groups",
     "hardpoint.cli",
     "hardpoint.llm",
     "hardpoint.core.build",

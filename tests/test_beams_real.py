@@ -43,7 +43,7 @@ def check(beams, cases, settings) -> None:
                 assert [beam.token_ids for beam in found] == case["tokens"]
                 scores = [beam.score for beam in found]
                 assert scores == pytest.approx(case["scores"], abs=1e-3)
-            stats = await llm.scheduler_stats()
+            stats = await llm.engines.scheduler_stats()
             assert (stats.num_running, stats.num_waiting) == (0, 0)
             if "num_blocks" in settings.get("kv_cache", {}):
                 assert stats.num_preemptions
@@ -81,7 +81,7 @@ def test_an_abort_ends_a_request_and_its_forks(scripted):
             for stream in (source, *forks):
                 last = [output async for output in stream][-1]
                 assert last.outputs[0].finish_reason == "abort"
-            stats = await llm.scheduler_stats()
+            stats = await llm.engines.scheduler_stats()
             assert (stats.num_running, stats.num_waiting) == (0, 0)
 
     asyncio.run(run())

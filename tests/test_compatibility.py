@@ -79,7 +79,7 @@ with LLM(config=scripted_config(folder, extra)) as llm:
         llm.generate("x", SamplingParams(plugin_args={"compat_dense": {"by": 99.0}}))
     except ValueError as error:
         refused = str(error)
-    health = llm.health()
+    health = llm.plugins.health()
 print(json.dumps({
     "same": together == alone,
     "changed": [one != other for one, other in zip(together, unchanged)],

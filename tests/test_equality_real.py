@@ -85,7 +85,7 @@ def test_drafts_change_no_fp32_token(a_few, per_step):
     }
     with LLM("smollm2", dtype="float32", max_model_len=512, config=config) as llm:
         compare(llm, a_few, per_step)
-        stats = llm.scheduler_stats()
+        stats = llm.engines.scheduler_stats()
     assert stats.num_accepted_drafts > 0.4 * stats.num_drafts > 20
 
 
@@ -112,7 +112,7 @@ def test_fp32_tokens_do_not_depend_on_scheduling(stack, half):
     config = {"device": "cpu", **STACKS[stack]}
     with LLM("smollm2", dtype="float32", max_model_len=96, config=config) as llm:
         compare(llm, half, None)
-        stats = llm.scheduler_stats()
+        stats = llm.engines.scheduler_stats()
     print(f"{stack}: {stats.num_preemptions} preemptions, {stats.prefix_cache.hit_tokens} hits")
     least = 10 if half == GREEDY else 5
     assert (stats.num_preemptions > least) == stack.startswith("preempting")

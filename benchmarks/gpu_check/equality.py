@@ -95,7 +95,7 @@ def check_scheduling(recorder: Recorder, device: Device, sizes: Sizes) -> None:
         small = {**limits, **sizes.small_pool}
         with running_model(sizes) as model, engine(model, device, dtype="float32", **small) as llm:
             compare_greedy(llm, references, check)
-            preemptions = llm.scheduler_stats().num_preemptions
+            preemptions = llm.engines.scheduler_stats().num_preemptions
         check.facts["preemptions"] = preemptions
         check.expect(preemptions > 0, "no request was preempted: nothing was shown")
         check.set_detail(f"{check.detail}; {preemptions} preemptions")

@@ -98,7 +98,7 @@ async def _is_idle(engine: AsyncGenerator) -> bool:
 async def _load_of(engine: AsyncGenerator) -> LoadReport | None:
     """Return the load of an engine; None while it is being restarted."""
     try:
-        return await engine.load()
+        return await engine.engines.load()
     except HardpointError:
         return None
 

@@ -124,7 +124,7 @@ class ChatHistory:
         first, prompt_limit = self._first_sent, limit - room
         while True:
             sent = [*system, *self.messages[first:], question]
-            prompt = generator.apply_chat_template([msgspec.to_builtins(m) for m in sent])
+            prompt = generator.model.apply_chat_template([msgspec.to_builtins(m) for m in sent])
             tokens = len(prompt["prompt_token_ids"])
             if tokens <= prompt_limit or first == len(self.messages):
                 break

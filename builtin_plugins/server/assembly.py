@@ -134,7 +134,7 @@ def assemble(
     faults = ServerFaults(settings.extension_seconds, engine.config.plugins.slow_seconds, counts)
     service = Service(engine, version, faults, counts, of_admin=of_admin)
     context = _Context(engine=engine, version=version, service=service)
-    installed = [*authenticators, *engine.server_extensions(context)]
+    installed = [*authenticators, *engine.plugins.server_extensions(context)]
     service.transforms = Transforms(in_order(installed, Transform), faults)
     service.response_store = store_of(installed, settings.workers)
     service.background = backgrounds_of(installed)

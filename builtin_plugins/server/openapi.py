@@ -73,8 +73,8 @@ class OpenAPIRoute:
         return openapi_document(
             service.routes,
             version=service.version,
-            arguments=service.engine.argument_schemas(),
-            inputs=service.engine.io_processor_schemas(),
+            arguments=service.engine.plugins.argument_schemas(),
+            inputs=service.engine.plugins.io_processor_schemas(),
             open_routes=service.settings.open_routes if service.has_keys else None,
         )
 

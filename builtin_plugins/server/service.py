@@ -123,7 +123,7 @@ class Service:
         self.routes: Sequence[Route] = ()
         self.started = int(time.time())
         self.phase = ServerPhase.SERVING
-        image_bytes = engine.config.images.max_total_bytes if engine.takes_images else 0
+        image_bytes = engine.config.images.max_total_bytes if engine.model.takes_images else 0
         self.receiver = BodyReceiver(self.settings, image_bytes)
         self._converting = asyncio.Lock()
         self._converting_of: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -333,7 +333,7 @@ class Service:
 
     def owner_of(self, call: Call) -> str:
         """Return the owner of the images of a call: its key; empty without one."""
-        has_owner = self.engine.takes_images and call.client != ANYBODY
+        has_owner = self.engine.model.takes_images and call.client != ANYBODY
         return call.client.name if has_owner else ""
 
     def check_prompt(self, *parts: Any, name: str = "prompt") -> None:

@@ -203,7 +203,7 @@ class Serving:
     async def _use_engine(self) -> None:
         """Use the engine once; one that dies before that is not restarted, and probes do not."""
         with contextlib.suppress(HardpointError):
-            await self._service.engine.health()
+            await self._service.engine.plugins.health()
 
     async def _end_requests(self) -> None:
         """End the requests that run, and give them a moment to notify their clients."""

@@ -160,14 +160,14 @@ class SystemOne:
         template = await self._template()
         before = [] if asked.instructions is None else [asked.instructions]
         shared = template.before + "\n\n".join([*before, as_text(asked.state)])
-        first = await engine.tokenise(shared, add_special_tokens=template.begins)
+        first = await engine.model.tokenize(shared, add_special_tokens=template.begins)
         longest = engine.config.max_model_len
         prompts: list[LabelledPrompt] = []
         for name, question in asked.questions.items():
             path = join_path("questions", name)
             text = f"\n\n{question.text()}{template.after}"
             self._server.check_prompt(text, name=path)
-            rest = await engine.tokenise(text, add_special_tokens=False)
+            rest = await engine.model.tokenize(text, add_special_tokens=False)
             labels = await self._labels(question, template, path)
             size = len(first) + len(rest) + max(map(len, labels)) - 1
             if isinstance(longest, int) and size >= longest:
@@ -186,7 +186,7 @@ class SystemOne:
             return _Template(None)
         variables = {"enable_thinking": False} if "enable_thinking" in template else None
         message = {"role": "user", "content": _PLACE}
-        rendered = await engine.apply_chat_template([message], chat_template_kwargs=variables)
+        rendered = await engine.model.apply_chat_template([message], chat_template_kwargs=variables)
         return _Template(rendered["prompt"])
 
     async def _labels(self, question: AnyQuestion, template: _Template, path: str) -> list[Tokens]:
@@ -214,8 +214,10 @@ class SystemOne:
         if key not in self._label_tokens:
             if len(self._label_tokens) >= _MOST_LABELS:
                 self._label_tokens.clear()
-            ids = await self._server.engine.tokenise(context, add_special_tokens=False)
-            both = await self._server.engine.tokenise(context + label, add_special_tokens=False)
+            ids = await self._server.engine.model.tokenize(context, add_special_tokens=False)
+            both = await self._server.engine.model.tokenize(
+                context + label, add_special_tokens=False
+            )
             is_apart = list(both[: len(ids)]) == list(ids)
             self._label_tokens[key] = tuple(both[len(ids) :]) if is_apart else ()
         return self._label_tokens[key]

@@ -311,7 +311,7 @@ class EngineUtilities(ControlCalls):
 
     @utility(has_timeout=False)
     def use_weights(self: UtilityHost, mode: PauseModeName, *, recompute: bool) -> Future[None]:
-        """Use the weights that were prepared; see `LLM.update_weights`."""
+        """Use the weights that were prepared; see `LLM.weights.update`."""
         if not self._weights.are_prepared():
             raise HardpointError("the weights are still being prepared")
         return self._pause.run_paused(mode, partial(self._weights.use, recompute=recompute))

@@ -19,12 +19,12 @@ def main() -> None:
     config_path, settings, prompt = json.loads(sys.stdin.readline())
     from hardpoint import SamplingParams  # noqa: PLC0415 - what imports take is a stage
     from hardpoint.host.registry.configuration import load_config  # noqa: PLC0415
-    from hardpoint.llm import LLM  # noqa: PLC0415
+    from hardpoint.llm import open_resolved  # noqa: PLC0415
 
     times = {"interpreter": _STARTED, "imports": time.monotonic()}
     config, sources = load_config(config_path, settings=settings)
     times["configuration"] = time.monotonic()
-    llm = LLM.from_resolved(config, sources, progress=False)
+    llm = open_resolved(config, sources, progress=False)
     times["engine"] = time.monotonic()
     llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1))
     times["first token"] = time.monotonic()

@@ -12,7 +12,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
-from hardpoint.async_llm import AsyncLLM
+from hardpoint.async_llm import open_resolved
 from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.discovery import installed_version
 from hardpoint.plugins.config import ConfigSources
@@ -72,9 +72,7 @@ class Ingress:
         config, _ = config_from(settings.config, caller="ray_serve")
         sources = ConfigSources(dict(settings.config_sources))
         open_client = opener(engines, settings.drain_seconds)
-        self._llm = await asyncio.to_thread(
-            AsyncLLM.from_resolved, config, sources, open_client=open_client
-        )
+        self._llm = await asyncio.to_thread(open_resolved, config, sources, open_client=open_client)
         self._application = _Disconnecting(settings.application(self._llm, installed_version()))
 
     def __serve_build_asgi_app__(self) -> Any:

@@ -90,7 +90,7 @@ class ChangeRequest(Strict):
     """A request for a live change, as plain data.
 
     Attributes:
-        origin: who asks, for messages and `GET /settings`.
+        origin: who asks, for messages and `GET /engines/settings`.
         config: values of the configuration, by dotted path.
         plugins: changes of plugins.
         policy: the scheduling policy.

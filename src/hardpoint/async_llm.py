@@ -8,68 +8,78 @@ import functools
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
+from hardpoint.core.engine.utility_calls import ControlCalls
 from hardpoint.core.frontend.frontend import listed_ids
-from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.core.frontend.requests.prompts import Params, Prompt
+from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import EngineDeadError
-from hardpoint.host.boundary.parts.states import joined_states
 from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.discovery import InstalledPlugin
 from hardpoint.host.registry.references import handed_over
+from hardpoint.host.system.control_calls import AsyncCaller
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
-    LoRARequest,
     RequestError,
     RequestOutput,
     SamplingParams,
-    WaitReason,
+    Tokenizer,
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import STREAMING_STEP_MILLISECONDS
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, RequestOptions
+from hardpoint.plugins.request_options import ChatRequestOptions, RequestOptions
 from hardpoint.plugins.requests import PoolingRequestOutput
-from hardpoint.plugins.requests.stats import Health
-from hardpoint.plugins.server import InstalledExtension, ServerContext
 from hardpoint.process.build import OpenRemoteClient, build_async_engine
 
-from .calls.adapter_resolvers import AdapterResolvers
-from .calls.engines import AsyncEngineCalls, Restart, engines_of, with_restart
-from .calls.forks import AsyncForkCalls
-from .calls.live_changes import AsyncLiveChanges
-from .calls.sessions import AsyncSessionCalls
-from .calls.traces import AsyncTraceCalls
-from .calls.weights import AsyncWeightCalls
+from .calls.adapters import AsyncAdapterGroup
+from .calls.debug import AsyncDebugGroup
+from .calls.engines import AsyncEngineGroup, Restart, engines_of, with_restart
+from .calls.groups import COMPANIONS, async_groups
+from .calls.model import AsyncModelGroup
+from .calls.plugins import AsyncPluginGroup
+from .calls.weights import AsyncWeightGroup, WeightFiles
 from .chat import Chat, Messages
 from .conversations.parts import ConversationOptions, PromptPart, check_options
+from .conversations.states import open_conversations
 from .conversations.turns import AsyncConversation
-from .images import ImageThreads, has_unread_images
-from .open_model import COMPANIONS, AsyncProcessorCalls
+from .old_names import ASYNC_NAMES, OldClassNames, old_member
 from .progress import ProgressDisplay
-from .requests import check_generates, make_extras, takes_options
+from .requests import check_generates, takes_options
 
-__all__ = ["AsyncLLM"]
+__all__ = ["AsyncLLM", "open_resolved"]
 
 
-class AsyncLLM(
-    AsyncProcessorCalls,
-    AsyncForkCalls,
-    AsyncSessionCalls,
-    AsyncTraceCalls,
-    AsyncWeightCalls,
-    AsyncLiveChanges,
-    AsyncEngineCalls,
-):
+class AsyncLLM(AsyncCaller, metaclass=OldClassNames):
     """A model that generates text for many tasks of one event loop at once.
 
-    The model runs in a process of its own, so tokenising, streaming and all other work of the
-    program overlap with it. It may be made outside of an event loop; it belongs to the one in which
-    it is used first.
+    | Member | Use |
+    |---|---|
+    | `generate`, `chat` | complete a prompt, or answer a conversation; yield outputs as they come |
+    | `fork` | go on with other outputs in a copy of a request |
+    | `abort` | end requests by their ids |
+    | `open_conversation` | open a conversation whose prompt goes on after each answer |
+    | `encode`, `encode_batch` | pool a prompt, or several in one message |
+    | `model` | tasks, default parameters, chat template, tokens of prompts |
+    | `adapters` | LoRA adapters: `add`, `remove`, `list`, `pin`, `resolve` |
+    | `engines` | engines by rank: `pause`, `resume`, `scale`, `retire`, `load`, `settings` |
+    | `weights` | weights: `update`, `version` |
+    | `plugins` | plugins: `enable`, `disable`, `change`, `set_policy`, `health`, `meters` |
+    | `debug` | `trace` of tokens, profiles, `why_waiting` |
+    | `sleep`, `wake_up` | release memory, and allocate it again |
+    | `reset_prefix_cache` | clear the prefix cache |
+    | `collective_rpc` | call a method of every worker |
+    | `metrics` | the metrics of the stat sinks, in Prometheus's text format |
+    | `config`, `tokenizer` | the configuration; the model's tokenizer |
+    | `is_running`, `errored`, `dead_error` | state of the engine, and the error that ended it |
+    | `close`, `aclose` | end the engine |
+
+    The engine runs in a process of its own, so tokenizing, streaming and all other work of the
+    program overlap with it. An AsyncLLM may be made outside of an event loop; it belongs to the
+    event loop in which it is used first.
 
     Example:
         async with AsyncLLM("smollm2") as llm:
@@ -118,25 +128,6 @@ class AsyncLLM(
         resolved, config_sources = config_from(config, overrides, caller="AsyncLLM", handed=handed)
         self._open(resolved, config_sources, handed)
 
-    @classmethod
-    def from_resolved(
-        cls,
-        config: EngineConfig,
-        config_sources: ConfigSources,
-        *,
-        restart: Restart | None = None,
-        open_client: OpenRemoteClient | None = None,
-    ) -> AsyncLLM:
-        """Open one from a configuration read elsewhere.
-
-        With `open_client`, which opens the client of engines that others start, none is started.
-        """
-        llm = cls.__new__(cls)
-        if restart is not None:
-            config = with_restart(config, restart)
-        llm._open(config, config_sources, open_client=open_client)
-        return llm
-
     def _open(
         self,
         config: EngineConfig,
@@ -166,8 +157,14 @@ class AsyncLLM(
             built = build_async_engine(
                 config, config_sources, progress=display.report, handed=handed, **how
             )
-        self._begin(built)
-        self._image_threads = ImageThreads(built.parts)
+        self._engine, self._files = built, WeightFiles()
+        self._requests, self._groups = async_groups(built, self._files)
+        self._conversations = open_conversations(built.parts.config, built.parts.clock)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            return old_member(self, "AsyncLLM", name, ASYNC_NAMES)
 
     @takes_options
     def generate(
@@ -188,7 +185,7 @@ class AsyncLLM(
         Args:
             prompt: as `LLM.generate` takes it, or an asynchronous iterator of parts.
             sampling_params: never changed; None is what the model's files recommend, see
-                `default_sampling_params`.
+                `model.default_sampling_params`.
             request_id: outputs carry it; None numbers them. Live requests may share one.
             options: `RequestOptions`.
 
@@ -201,7 +198,32 @@ class AsyncLLM(
         check_generates(sampling_params)
         if isinstance(prompt, AsyncIterable):
             return self._converse(prompt, sampling_params, request_id, options)
-        return self._generate(prompt, sampling_params, request_id, options)
+        return self._requests.outputs(prompt, sampling_params, request_id, options)
+
+    def fork(
+        self, request_id: str, token_ids: Sequence[int]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Go on with other outputs in a copy of a request; yield the copy's outputs as they come.
+
+        The copy is one more completion of the same prompt, as those of `n`: with the same
+        parameters, a number of its own, `outputs[0].index`, and the same request id, by which
+        `abort` ends all; there are no forks after it. Logits processors and grammars get
+        `token_ids` as if they had been sampled; the prefix cache shares full blocks of them that
+        the source has computed. Otherwise it is a request as any other, which waits for its turn.
+        Closing its stream ends the copy alone.
+
+        Args:
+            request_id: as `generate` was called with. Its stream has begun and is not closed: it
+                may have yielded its last output.
+            token_ids: all output tokens before those to come: as a rule, some of the source, then
+                another one. May be empty.
+
+        Raises:
+            RequestError: no request of that id is open; tokens are wrong, or end the request; a
+                logits processor cannot go on after outputs.
+            OverloadedError, EngineDeadError, EngineClosedError: as `generate`.
+        """
+        return self._requests.fork(request_id, token_ids)
 
     @takes_options
     def open_conversation(
@@ -231,15 +253,14 @@ class AsyncLLM(
         return AsyncConversation(
             functools.partial(self._conversations.open, request_id, keep_last=keep_last),
             self._engine.parts.model_config.vocab_size,
-            self.default_sampling_params(),
+            self.model.default_sampling_params(),
             sampling_params,
-            encode=self._encode,
-            generate=lambda name, prompt, params: self._generate(prompt, params, name, of_turns),
+            encode=self._requests.encode_text,
+            generate=lambda name, prompt, params: self._requests.outputs(
+                prompt, params, name, of_turns
+            ),
             abort=self._engine.abort,
         )
-
-    async def _encode(self, text: str, is_first: bool) -> list[int]:
-        return await self._engine.tokenise(text, add_special_tokens=is_first)
 
     async def _converse(
         self,
@@ -280,7 +301,42 @@ class AsyncLLM(
             raise RequestError(
                 f"pooling_params: expected PoolingParams, got {type(params).__name__}"
             )
-        return self._generate(prompt, params, request_id, options)
+        return self._requests.outputs(prompt, params, request_id, options)
+
+    @takes_options
+    async def encode_batch(
+        self,
+        prompts: Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        names: Sequence[str] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Pool the prompts of one call, which travel to the engine in one message.
+
+        Cancelling the task ends all.
+
+        Args:
+            prompts: as `LLM.encode` takes them.
+            pooling_params: parameters of all.
+            request_id: id of all; None numbers them.
+            names: what errors call the prompts; by default `prompts[0]` and so on.
+            options: `RequestOptions` of all.
+
+        Returns:
+            Their outputs, in order. One that a fault of a pooler, a timeout or `abort` ended has no
+            `outputs`; its `finish_reason` gives the reason.
+
+        Raises:
+            RequestError: one is wrong, by its name, or the model cannot do the task; none runs.
+            OverloadedError, EngineDeadError, EngineClosedError: as `generate`.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise RequestError(
+                f"pooling_params: expected PoolingParams, got {type(params).__name__}"
+            )
+        return await self._requests.pool(prompts, params, request_id, names, options)
 
     @takes_options
     async def chat(
@@ -306,111 +362,56 @@ class AsyncLLM(
         """
         check_generates(sampling_params)
         chat, of_request = Chat.taken_from(options)
-        prompt = await self._image_threads.rendered(chat.rendered, messages)
-        outputs = self._generate(prompt, sampling_params, request_id, of_request)
+        prompt = await self._requests.rendered(messages, chat)
+        outputs = self._requests.outputs(prompt, sampling_params, request_id, of_request)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
 
-    def _generate(
-        self,
-        prompt: Prompt,
-        params: Params | None,
-        request_id: str | None,
-        options: Mapping[str, Any],
-    ) -> AsyncGenerator[Any, None]:
-        if options.get("lora_request") is None:
-            return self._outputs(prompt, params, request_id, make_extras(**options))
-        return self._generate_adapted(prompt, params, request_id, options)
+    @property
+    def adapters(self) -> AsyncAdapterGroup:
+        """The adapters (LoRA)."""
+        return self._groups.adapters
 
-    async def _generate_adapted(
-        self,
-        prompt: Prompt,
-        params: Params | None,
-        request_id: str | None,
-        options: Mapping[str, Any],
-    ) -> AsyncGenerator[Any, None]:
-        """Generate, or pool, with an adapter, which is found, or loaded, first."""
-        extras = make_extras(**await self._with_adapters(options))
-        outputs = self._outputs(prompt, params, request_id, extras)
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                yield output
+    @property
+    def engines(self) -> AsyncEngineGroup:
+        """The engines by rank (`parallel.data`): control calls, number, load and settings."""
+        return self._groups.engines
 
-    def _outputs(
-        self, prompt: Prompt, params: Params | None, request_id: str | None, extras: RequestExtras
-    ) -> AsyncGenerator[Any, None]:
-        if has_unread_images(prompt):
-            return self._outputs_of_images(prompt, params, request_id, extras)
-        opened = self._open_requests.opener(params)
-        return self._engine.generate(prompt, params, request_id, extras, opened)
+    @property
+    def weights(self) -> AsyncWeightGroup:
+        """The weights."""
+        return self._groups.weights
 
-    async def _outputs_of_images(
-        self, prompt: Prompt, params: Params | None, request_id: str | None, extras: RequestExtras
-    ) -> AsyncGenerator[Any, None]:
-        """Generate, or pool, with images, which are decoded first, in another thread."""
-        read = await self._image_threads.prompt(prompt)
-        opened = self._open_requests.opener(params)
-        outputs = self._engine.generate(read, params, request_id, extras, opened)
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                yield output
+    @property
+    def plugins(self) -> AsyncPluginGroup:
+        """The plugins."""
+        return self._groups.plugins
 
-    @takes_options
-    async def apply_chat_template(
-        self, messages: Messages, **options: Unpack[ChatOptions]
-    ) -> Mapping[str, Any]:
-        """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids.
+    @property
+    def debug(self) -> AsyncDebugGroup:
+        """Traces, profiles, and why requests wait."""
+        return self._groups.debug
 
-        The template is rendered in another thread.
+    @property
+    def model(self) -> AsyncModelGroup:
+        """The model: tasks, default parameters, chat template, tokens of prompts."""
+        return self._groups.model
 
-        Args:
-            messages: as for `chat`.
-            options: `ChatOptions`, of which `parallel_tool_calls` changes nothing.
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration, with the values that the engine chose filled in."""
+        return self._engine.parts.config
 
-        Raises:
-            RequestError: the model has no chat template, or it refuses the messages.
-        """
-        return await self._image_threads.rendered(Chat(**options).rendered, messages)
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._engine.parts.tokenizer
 
-    async def prompt_tokens(self, prompt: Mapping[str, Any]) -> list[int]:
-        """Return the tokens that a prompt would have, read as `generate` reads it.
-
-        Raises:
-            RequestError: it is malformed.
-        """
-        ids = prompt.get("prompt_token_ids")
-        is_empty = isinstance(ids, list) and not ids  # as that of a template may be
-        return [] if is_empty else await self._engine.prompt_tokens(prompt)
-
-    async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's tokens; a long text is tokenised in another thread.
-
-        Raises:
-            RequestError: the text cannot be encoded.
-        """
-        return await self._engine.tokenise(text, add_special_tokens=add_special_tokens)
-
-    def server_extensions(self, server: ServerContext) -> list[InstalledExtension]:
-        """Call the hook of the same name; return what plugins add to a server.
-
-        Raises:
-            PluginError: a plugin failed, or returned something else.
-        """
-        return self._engine.server_extensions(server)
-
-    def argument_schemas(self) -> dict[str, dict[str, Any]]:
-        """Return the JSON schema of each enabled plugin's arguments, by the plugin's name."""
-        return self._engine.parts.plugins.argument_schemas()
-
-    async def resolve_adapter(self, name: str) -> Path | LoRARequest | None:
-        """Return the adapter that a resolver finds for a name; None if no resolver knows it.
-
-        Raises:
-            RequestError: one refuses the name.
-            PluginFaultError: one failed, or took longer than `adapters.resolve_seconds`.
-        """
-        return await self._engine.parts.companion(AdapterResolvers).resolve(name)
+    sleep = ControlCalls.sleep
+    wake_up = ControlCalls.wake_up
+    reset_prefix_cache = ControlCalls.reset_prefix_cache
+    collective_rpc = ControlCalls.collective_rpc
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by their ids; each yields what it has, with finish reason "abort".
@@ -419,13 +420,8 @@ class AsyncLLM(
         """
         listed = listed_ids(request_ids)
         self._conversations.end(listed, "it was aborted")
-        self._open_requests.aborted(listed)
+        self._requests.open.aborted(listed)
         await self._engine.abort(listed)
-
-    @property
-    def engine_pid(self) -> int:
-        """The process id of the engine; another one after a restart."""
-        return self._engine.engine_pid
 
     @property
     def is_running(self) -> bool:
@@ -442,14 +438,6 @@ class AsyncLLM(
         """The error that ended the engine, if it is dead."""
         return self._engine.dead_error
 
-    async def health(self) -> Health:
-        """Return the faults of plugins, the quarantined plugins, and the number of restarts.
-
-        Raises:
-            EngineDeadError: the engine is dead and is not restarted.
-        """
-        return await self._engine.health()
-
     async def metrics(self) -> str:
         """Return the metrics that sinks such as "prometheus" export, as Prometheus reads them.
 
@@ -458,25 +446,15 @@ class AsyncLLM(
         """
         return await self._engine.metrics()
 
-    async def why_waiting(self, request_id: str) -> dict[int, WaitReason | None]:
-        """Return why the completions of a request got no tokens in the last step, by index.
-
-        None stands for those that got some; completions that ended are left out.
-
-        Raises:
-            RequestError: no live request has that id.
-        """
-        return await self._engine.why_waiting(request_id)
-
     def close(self) -> None:
         """End the engine; callers that wait for it get EngineClosedError. Twice does nothing.
 
         It blocks for a moment; `aclose` does not block the event loop.
         """
         self._conversations.end_all("the engine was closed")
-        self._image_threads.close()
+        self._requests.images.close()
         self._engine.close()
-        self._weight_files.keep(())
+        self._files.keep(())
 
     async def aclose(self) -> None:
         """Do the same in another thread."""
@@ -496,5 +474,24 @@ class AsyncLLM(
         await self.aclose()
 
     async def _call_utility(self, method: str, *args: Any) -> Any:
-        answer = await self._engine.call_utility(method, *args)
-        return joined_states(answer, self._engine.states()) if method == "plugin_states" else answer
+        return await self._engine.call_utility(method, *args)
+
+
+def open_resolved(
+    config: EngineConfig,
+    config_sources: ConfigSources,
+    *,
+    restart: Restart | None = None,
+    open_client: OpenRemoteClient | None = None,
+    cls: type[AsyncLLM] = AsyncLLM,
+) -> AsyncLLM:
+    """Open an AsyncLLM with a configuration that was read elsewhere.
+
+    Args:
+        open_client: opens the client of engines that others start; then none is started here.
+    """
+    llm = cls.__new__(cls)
+    if restart is not None:
+        config = with_restart(config, restart)
+    llm._open(config, config_sources, open_client=open_client)
+    return llm

@@ -224,20 +224,20 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
 
     def open_model(config: EngineConfig, config_sources: ConfigSources) -> Generator:
         check()
-        from .llm import LLM  # noqa: PLC0415 - torch takes a second to import
+        from .llm import open_resolved  # noqa: PLC0415 - torch takes a second to import
 
         if sys.stderr.isatty() or not _LOG_SINK.isdisjoint(config.stats.sinks):
             messages.show_log()
-        return LLM.from_resolved(config, config_sources, progress=False if messages.quiet else None)
+        return open_resolved(config, config_sources, progress=False if messages.quiet else None)
 
     def open_async(
         config: EngineConfig, config_sources: ConfigSources, restart: Literal["never", "on_failure"]
     ) -> AsyncGenerator:
         check()
-        from .async_llm import AsyncLLM  # noqa: PLC0415 - torch takes a second to import
+        from .async_llm import open_resolved  # noqa: PLC0415 - torch takes a second to import
 
         messages.show_log()
-        return AsyncLLM.from_resolved(config, config_sources, restart=restart)
+        return open_resolved(config, config_sources, restart=restart)
 
     def open_workers(
         config: EngineConfig, config_sources: ConfigSources, restart: Literal["never", "on_failure"]

@@ -6,78 +6,92 @@ import functools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
+from hardpoint.core.engine.utility_calls import ControlCalls
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.prompts import Prompt
-from hardpoint.errors import shown
-from hardpoint.host.boundary.parts.states import joined_states
 from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.discovery import InstalledPlugin
 from hardpoint.host.registry.references import handed_over
+from hardpoint.host.system.control_calls import SyncCaller
 from hardpoint.plugins import (
-    ConfigError,
     EngineConfig,
     RequestError,
     RequestOutput,
-    RequestOutputKind,
     SamplingParams,
+    Tokenizer,
 )
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, RequestOptions
-from hardpoint.plugins.requests.stats import Health
-from hardpoint.typed import copied, is_list
+from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.request_options import ChatRequestOptions, RequestOptions
+from hardpoint.plugins.requests import PoolingRequestOutput
 
-from .calls.adapter_resolvers import SyncResolverCalls
-from .calls.engines import SyncEngineCalls, builder_of
-from .calls.forks import SyncForkCalls
-from .calls.live_changes import SyncLiveChanges
-from .calls.sessions import SyncSessionCalls
-from .calls.streams import OutputStream, open_stream
-from .calls.traces import SyncTraceCalls
-from .calls.weights import SyncWeightCalls
+from .calls.adapters import AdapterGroup
+from .calls.debug import DebugGroup
+from .calls.engines import EngineGroup
+from .calls.groups import open_engine, sync_groups
+from .calls.model import ModelGroup
+from .calls.plugins import PluginGroup
+from .calls.pooling import (
+    paired_scores,
+    prefixed_prompts,
+    score_prompts,
+    similarity_scores,
+    text_pairs,
+    with_task,
+)
+from .calls.streams import OutputStream
+from .calls.weights import WeightFiles, WeightGroup
 from .chat import Chat, Messages
 from .conversations.parts import ConversationOptions, check_options
+from .conversations.states import open_conversations
 from .conversations.turns import Conversation
-from .open_model import COMPANIONS, ProcessorCalls
-from .progress import ProgressDisplay, draw_outputs, shows_progress
+from .old_names import SYNC_NAMES, OldClassNames, old_member
+from .progress import check_progress, shows_progress
 from .requests import (
+    BatchOptions,
     ChatBatchOptions,
     GenerateOptions,
-    OpenCalls,
-    Request,
-    UnorderedCall,
-    check_generates,
+    conversation_list,
     draws_progress,
-    make_extras,
-    make_requests,
     prompt_list,
     takes_options,
-    with_output_kind,
 )
 
-__all__ = ["LLM"]
+__all__ = ["LLM", "open_resolved"]
 
 
-class LLM(
-    ProcessorCalls,
-    SyncForkCalls,
-    SyncSessionCalls,
-    SyncTraceCalls,
-    SyncWeightCalls,
-    SyncLiveChanges,
-    SyncEngineCalls,
-    SyncResolverCalls,
-):
+class LLM(SyncCaller, metaclass=OldClassNames):
     """A model that generates text, or vectors of texts.
 
-    It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;
-    results and errors are the same. Several engines (`parallel.data`), and those that are restarted
-    (`engine.restart`), have processes of their own. Usable as a context manager; `close` frees its
-    memory. Several threads may use it: their requests share a batch, and each gets the outputs of
-    its own. A fork of the process cannot use it: every call there raises HardpointError.
+    | Member | Use |
+    |---|---|
+    | `generate`, `chat` | complete prompts, or answer conversations, in one batch |
+    | `stream`, `stream_chat` | the same for one prompt; iterate over the outputs as they come |
+    | `generate_unordered` | complete any number of prompts; yield each output once it is finished |
+    | `open_conversation` | open a conversation whose prompt goes on after each answer |
+    | `encode`, `embed`, `classify`, `score` | pool prompts: vectors, classes, similarity scores |
+    | `model` | tasks, default parameters, chat template |
+    | `adapters` | LoRA adapters: `add`, `remove`, `list`, `pin`, `resolve` |
+    | `engines` | engines by rank: `pause`, `resume`, `scale`, `retire`, `load`, `settings` |
+    | `weights` | weights: `update`, `version` |
+    | `plugins` | plugins: `enable`, `disable`, `change`, `set_policy`, `health`, `meters` |
+    | `debug` | `trace` of tokens, profiles |
+    | `sleep`, `wake_up` | release memory, and allocate it again |
+    | `reset_prefix_cache` | clear the prefix cache |
+    | `collective_rpc` | call a method of every worker |
+    | `metrics` | the metrics of the stat sinks, in Prometheus's text format |
+    | `config`, `tokenizer` | the configuration; the model's tokenizer |
+    | `llm_engine` | the engine, for programs that step it themselves |
+    | `close` | release model, cache and processes |
+
+    The engine runs in this process, or in a process of its own with
+    `config={"engine": {"in_process": False}}`; results and errors are the same. Several engines
+    (`parallel.data`), and those that are restarted (`engine.restart`), have processes of their own.
+    Usable as a context manager. Several threads may use it: their requests share a batch, and each
+    gets the outputs of its own. A fork of the process cannot use it: every call there raises
+    HardpointError.
 
     Example:
         with LLM("smollm2") as llm:
@@ -119,20 +133,10 @@ class LLM(
             "seed": seed,
             "tokenizer.path": tokenizer,
         }
-        if not isinstance(progress, bool | None):
-            raise ConfigError(f"progress: expected true, false or None, got {shown(progress)}")
+        check_progress(progress)
         handed = handed_over(plugins, "LLM")
         resolved, config_sources = config_from(config, overrides, handed=handed)
         self._open(resolved, config_sources, progress, handed)
-
-    @classmethod
-    def from_resolved(
-        cls, config: EngineConfig, config_sources: ConfigSources, *, progress: bool | None = None
-    ) -> LLM:
-        """Load a model from a configuration that was read elsewhere, with its config_sources."""
-        llm = cls.__new__(cls)
-        llm._open(config, config_sources, progress)
-        return llm
 
     def _open(
         self,
@@ -142,17 +146,15 @@ class LLM(
         handed: Sequence[InstalledPlugin] = (),
     ) -> None:
         self._draws_progress = shows_progress(sys.stderr) if progress is None else progress
-        config, build = builder_of(config, config_sources)
-        with ProgressDisplay(self._draws_progress) as display:
-            built = build(
-                config,
-                config_sources,
-                progress=display.report,
-                handed=handed,
-                companions=COMPANIONS,
-            )
-        self._begin(built)
-        self._calls = OpenCalls(self._engine)
+        self._engine = open_engine(config, config_sources, handed, draws=self._draws_progress)
+        self._files, parts = WeightFiles(), self._engine.parts
+        self._requests, self._groups = sync_groups(self._engine, self._files)
+        self._conversations = open_conversations(parts.config, parts.clock)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            return old_member(self, "LLM", name, SYNC_NAMES)
 
     @takes_options
     def generate(
@@ -169,8 +171,7 @@ class LLM(
                 `{"type": "token", "prompt_token_ids": ids, ...}`; or what a step part reads:
                 `{"prompt_embeds": rows}` for example. A mapping may have images, too:
                 `"multi_modal_data": {"image": [...]}`, one for each placeholder of the prompt.
-            sampling_params: one for all, or one per prompt; never changed. None is what the
-                model's files recommend, see `default_sampling_params`.
+            sampling_params: one for all, or one per prompt; None: `model.default_sampling_params`.
             options: `RequestOptions`, each one for all, or a list of one per prompt; and
                 `use_tqdm`.
 
@@ -184,8 +185,7 @@ class LLM(
             EngineDeadError: the engine's process has ended.
         """
         draws = draws_progress(options, default=self._draws_progress)
-        requests = self._batch(prompt_list(prompts), sampling_params, options)
-        return self._run(self._calls.add(requests), draws=draws)
+        return self._requests.complete(prompt_list(prompts), sampling_params, options, draws=draws)
 
     @takes_options
     def chat(
@@ -208,25 +208,11 @@ class LLM(
             RequestError: the model has no chat template, or it refuses the messages; tools are
                 malformed, or there is no tool parser.
         """
-        if not is_list(messages):
-            raise RequestError(
-                "messages: expected a list of messages, or a list of such lists, got "
-                f"a {type(messages).__name__}"
-            )
+        conversations = conversation_list(messages)
         draws = draws_progress(options, default=self._draws_progress)
-        listed = copied(messages, "messages")
-        single = not listed or isinstance(listed[0], Mapping)
-        conversations: Sequence[Any] = [listed] if single else listed
         chat, of_requests = Chat.taken_from(options)
-        prompts = [self._rendered(conversation, chat) for conversation in conversations]
-        requests = self._batch(prompts, sampling_params, of_requests)
-        return self._run(self._calls.add(requests), draws=draws)
-
-    def _batch(self, prompts: list[Any], params: Any, options: Mapping[str, Any]) -> list[Request]:
-        params = self.default_sampling_params() if params is None else params
-        check_generates(params)
-        prompts = [self._images.prompt(prompt) for prompt in prompts]
-        return make_requests(prompts, params, **self._with_adapters(options))
+        prompts = [self._requests.rendered(conversation, chat) for conversation in conversations]
+        return self._requests.complete(prompts, sampling_params, of_requests, draws=draws)
 
     @takes_options
     def stream(
@@ -247,23 +233,7 @@ class LLM(
         Raises:
             RequestError, OverloadedError: prompt or parameters are wrong, or too many wait.
         """
-        return self._stream(prompt, sampling_params, options)
-
-    def _stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        options: Mapping[str, Any],
-    ) -> OutputStream:
-        extras = make_extras(**self._with_adapters(options))
-        params = self.default_sampling_params() if sampling_params is None else sampling_params
-        check_generates(params)
-        if (
-            isinstance(params, SamplingParams)
-            and params.output_kind is RequestOutputKind.CUMULATIVE
-        ):
-            params = with_output_kind(params, RequestOutputKind.DELTA)
-        return open_stream(self._calls, (self._images.prompt(prompt), params, extras))
+        return self._requests.stream(prompt, sampling_params, options)
 
     def generate_unordered(
         self, requests: Iterable[tuple[Prompt, SamplingParams | None]]
@@ -282,15 +252,7 @@ class LLM(
         Raises:
             EnginePausedError, EngineDeadError: as `generate`.
         """
-        default = self.default_sampling_params()
-
-        def request(prompt: Prompt, params: SamplingParams | None) -> Request:
-            own = with_output_kind(params or default, RequestOutputKind.FINAL_ONLY)
-            return self._images.prompt(prompt), own, RequestExtras()
-
-        window = 2 * self.config.scheduler.max_num_seqs
-        given = (request(prompt, params) for prompt, params in requests)
-        return UnorderedCall(self._calls, given, window).outputs()
+        return self._requests.unordered(requests)
 
     @takes_options
     def open_conversation(
@@ -318,15 +280,11 @@ class LLM(
         return Conversation(
             functools.partial(self._conversations.open, keep_last=keep_last),
             self._engine.parts.model_config.vocab_size,
-            self.default_sampling_params(),
+            self.model.default_sampling_params(),
             sampling_params,
-            encode=self._encode,
-            stream=lambda prompt, params: self._stream(prompt, params, of_turns),
+            encode=self._requests.encode_text,
+            stream=lambda prompt, params: self._requests.stream(prompt, params, of_turns),
         )
-
-    def _encode(self, text: str, is_first: bool) -> list[int]:
-        with self._engine.lock:
-            return self.tokenizer.encode(text, add_special_tokens=is_first)
 
     @takes_options
     def stream_chat(
@@ -346,39 +304,163 @@ class LLM(
             RequestError, OverloadedError: as `chat` and `stream`.
         """
         chat, of_request = Chat.taken_from(options)
-        prompt = self._rendered(messages, chat)
-        return self._stream(prompt, sampling_params, of_request)
+        prompt = self._requests.rendered(messages, chat)
+        return self._requests.stream(prompt, sampling_params, of_request)
 
     @takes_options
-    def apply_chat_template(
-        self, messages: Messages, **options: Unpack[ChatOptions]
-    ) -> Mapping[str, Any]:
-        """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids.
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Return the results of prompts by `PoolingParams.task`, by default vectors.
+
+        All prompts share running batches. No token is generated, so that a prompt may be as long as
+        the model's context.
 
         Args:
-            messages: as for `chat`.
-            options: `ChatOptions`, of which `parallel_tool_calls` changes nothing.
+            prompts: as for `generate`; at least one.
+            pooling_params: one for all, or one per prompt.
+            options: `RequestOptions`, each one for all, or a list of one per prompt.
+
+        Returns:
+            One output per prompt, in the order asked: `outputs` is a float32 array [dimensions],
+            or of the task "token_embed" [tokens, dimensions].
 
         Raises:
-            RequestError: the model has no chat template, or it refuses the messages.
+            RequestError: a prompt or its parameters are wrong, or the model cannot do the task; the
+                message has the prompt's index. None of them runs.
+            PluginFaultError: a pooler failed.
+            EnginePausedError, EngineDeadError: as `generate`.
         """
-        return self._rendered(messages, Chat(**options))
+        params = PoolingParams() if pooling_params is None else pooling_params
+        return self._requests.pool(prompt_list(prompts), params, options)
 
-    def _rendered(self, messages: Messages, chat: Chat) -> Mapping[str, Any]:
-        return chat.rendered(self.tokenizer, messages, self._images, self._engine.lock)
+    @takes_options
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        prompt_name: str | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Return a vector for each prompt: `encode` with the task "embed".
+
+        Args:
+            prompts, pooling_params: as for `encode`.
+            prompt_name: name of the model's text that is put before texts, such as "query"; None is
+                the default one of the model's folder, mostly none.
+            options: `RequestOptions`.
+
+        Raises:
+            RequestError: the model has no prompt of that name; or as `encode`.
+        """
+        params = with_task("embed", pooling_params)
+        prefixed = prefixed_prompts(prompts, prompt_name, self.model, self.plugins)
+        return self.encode(prefixed, params, **options)
+
+    @takes_options
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Return the probability of each class for each prompt: `encode` with "classify".
+
+        A prompt may be a pair of texts, `{"text": text, "text_pair": text}`.
+
+        Raises:
+            As `encode`.
+        """
+        return self.encode(prompts, with_task("classify", pooling_params), **options)
+
+    @takes_options
+    def score(
+        self,
+        texts_1: Prompt | Sequence[Prompt],
+        texts_2: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Return similarity scores of pairs of texts.
+
+        A model with one class reads the texts in pairs; the score is the output of its head. For
+        other models it is the cosine of the vectors.
+
+        Args:
+            texts_1: one text, which is compared with each of `texts_2`, or as many as these.
+            texts_2: one text or several.
+            pooling_params: parameters of all texts, of the task "score" or "embed".
+            options: `RequestOptions`.
+
+        Returns:
+            One output per text of `texts_2`: `outputs` is a number.
+
+        Raises:
+            RequestError: the numbers of texts do not fit; or as `encode`.
+        """
+        first, second = score_prompts(texts_1, texts_2, self.model, self.plugins)
+        if "embed" not in self.model.supported_tasks:
+            params = with_task("score", pooling_params)
+            return paired_scores(self.encode(text_pairs(first, second), params, **options))
+        params = with_task("embed", pooling_params)
+        outputs = self.encode([*first, *second], params, **options)
+        return similarity_scores(outputs[: len(first)], outputs[len(first) :])
+
+    @property
+    def adapters(self) -> AdapterGroup:
+        """The adapters (LoRA)."""
+        return self._groups.adapters
+
+    @property
+    def engines(self) -> EngineGroup:
+        """The engines by rank (`parallel.data`): control calls, number, load and settings."""
+        return self._groups.engines
+
+    @property
+    def weights(self) -> WeightGroup:
+        """The weights."""
+        return self._groups.weights
+
+    @property
+    def plugins(self) -> PluginGroup:
+        """The plugins."""
+        return self._groups.plugins
+
+    @property
+    def debug(self) -> DebugGroup:
+        """Traces and profiles."""
+        return self._groups.debug
+
+    @property
+    def model(self) -> ModelGroup:
+        """The model: tasks, default parameters, chat template."""
+        return self._groups.model
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration, with the values that the engine chose filled in."""
+        return self._engine.parts.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._engine.parts.tokenizer
+
+    sleep = ControlCalls.sleep
+    wake_up = ControlCalls.wake_up
+    reset_prefix_cache = ControlCalls.reset_prefix_cache
+    collective_rpc = ControlCalls.collective_rpc
 
     @property
     def llm_engine(self) -> LLMEngine:
         """The engine, for programs that add requests and step it themselves.
 
-        Not together with `generate`, `chat` and `stream`, which step it too and drop outputs of
-        other requests.
+        `generate`, `chat` and `stream` step it too, and drop outputs of other requests.
         """
         return self._engine
-
-    def health(self) -> Health:
-        """Return the faults of plugins, their effects, and the quarantined plugins."""
-        return self._engine.health()
 
     def metrics(self) -> str:
         """Return the metrics that sinks such as "prometheus" export, as Prometheus reads them.
@@ -387,45 +469,32 @@ class LLM(
         """
         return self._engine.metrics()
 
-    def is_paused(self) -> bool:
-        """Return whether the engine is paused; also of an engine that is closed."""
-        return self._engine.is_paused
-
     def close(self) -> None:
         """Release model, cache and processes. Closing twice does nothing."""
         self._conversations.end_all("the engine was closed")
         self._engine.close()
-        self._weight_files.keep(())
+        self._files.keep(())
 
     def __enter__(self) -> LLM:
         """Return itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close."""
         self.close()
 
-    def _run(self, ids: list[str], *, draws: bool) -> list[RequestOutput]:
-        """Step until all are finished; return them in the order of `ids`."""
-        results: dict[str, RequestOutput] = {}
-        outputs = self._calls.outputs(ids)
-        if draws:
-            outputs = draw_outputs(outputs, len(ids))
-        try:
-            # The outputs of the engine never end, so the last one is known by counting.
-            while len(results) < len(ids):
-                output = next(outputs)
-                results[output.request_id] = output
-        finally:
-            del outputs  # stops drawing
-            self._calls.drop(ids)
-        return [results[request_id] for request_id in ids]
-
     def _call_utility(self, method: str, *args: Any) -> Any:
-        answer = self._engine.call_utility(method, *args)
-        return joined_states(answer, self._engine.states()) if method == "plugin_states" else answer
+        return self._engine.call_utility(method, *args)
+
+
+def open_resolved(
+    config: EngineConfig,
+    config_sources: ConfigSources,
+    *,
+    progress: bool | None = None,
+    cls: type[LLM] = LLM,
+) -> LLM:
+    """Open an LLM with a configuration that was read elsewhere, with its sources."""
+    llm = cls.__new__(cls)
+    llm._open(config, config_sources, progress)
+    return llm

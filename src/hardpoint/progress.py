@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
+from hardpoint.errors import ConfigError, shown
 from hardpoint.plugins import RequestOutput
 
 if TYPE_CHECKING:
     from .progress_bars import ProgressBars
 
-__all__ = ["ProgressDisplay", "draw_outputs", "is_terminal", "shows_progress"]
+__all__ = ["ProgressDisplay", "check_progress", "draw_outputs", "is_terminal", "shows_progress"]
 
 _SECONDS_PER_LINE = 2.0
 
@@ -25,6 +26,16 @@ def is_terminal(stream: TextIO | None) -> bool:
         return stream is not None and stream.isatty()
     except (AttributeError, OSError, ValueError):  # a stand-in that can only write; closed
         return False
+
+
+def check_progress(progress: object) -> None:
+    """Check the parameter `progress` of an LLM.
+
+    Raises:
+        ConfigError: it is neither a bool nor None.
+    """
+    if not isinstance(progress, bool | None):
+        raise ConfigError(f"progress: expected true, false or None, got {shown(progress)}")
 
 
 def shows_progress(stream: TextIO | None) -> bool:

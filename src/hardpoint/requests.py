@@ -41,6 +41,7 @@ __all__ = [
     "OpenCalls",
     "UnorderedCall",
     "check_generates",
+    "conversation_list",
     "make_extras",
     "make_pooling_requests",
     "make_requests",
@@ -167,6 +168,22 @@ def prompt_list(prompts: Any) -> list[Any]:
         raise RequestError(f"prompts: expected a prompt or a list, got {type(prompts).__name__}")
     listed: list[Any] = copied(prompts, "prompts")
     is_one = bool(listed) and all(isinstance(item, int) for item in listed)
+    return [listed] if is_one else listed
+
+
+def conversation_list(messages: Any) -> Sequence[Any]:
+    """Return conversations as a list, one conversation or many.
+
+    Raises:
+        RequestError: they are neither.
+    """
+    if not is_list(messages):
+        raise RequestError(
+            "messages: expected a list of messages, or a list of such lists, got "
+            f"a {type(messages).__name__}"
+        )
+    listed: list[Any] = copied(messages, "messages")
+    is_one = not listed or isinstance(listed[0], Mapping)
     return [listed] if is_one else listed
 
 
@@ -415,8 +432,8 @@ class OpenCalls:
                 waiting.append(output)
         if not outputs and self._engine.is_paused:
             raise EnginePausedError(
-                "the engine is paused, so this would wait for ever; call resume() first, or "
-                "wake_up() if it sleeps"
+                "the engine is paused, so this would wait for ever; call engines.resume() first, "
+                "or wake_up() if it sleeps"
             )
 
     def _fail_all(self, error: Callable[[], Exception]) -> None:

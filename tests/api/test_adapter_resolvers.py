@@ -174,5 +174,5 @@ def test_llm_has_the_call(tmp_path, scripted):
         "plugin": {"folder": {"path": str(tmp_path)}},
     }
     with LLM(config=scripted_config(scripted, extra)) as llm:
-        assert llm.resolve_adapter("sql") == tmp_path / "sql"
-        assert llm.resolve_adapter("../sql") is None
+        assert llm.adapters.resolve("sql") == tmp_path / "sql"
+        assert llm.adapters.resolve("../sql") is None

@@ -64,7 +64,7 @@ def run(shared):
 
 async def no_requests(llm) -> None:
     """Wait until the engine has no requests."""
-    while (stats := await llm.scheduler_stats()).num_running or stats.num_waiting:
+    while (stats := await llm.engines.scheduler_stats()).num_running or stats.num_waiting:
         await asyncio.sleep(0.01)
 
 
@@ -204,7 +204,7 @@ class TestLeaving:
     def test_cancelling_aborts(self, run):
         async def main(llm):
             task = asyncio.create_task(collect(llm.generate("x", endless())))
-            while not (await llm.scheduler_stats()).num_running:
+            while not (await llm.engines.scheduler_stats()).num_running:
                 await asyncio.sleep(0.01)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -220,7 +220,7 @@ class TestLeaving:
 
         with pytest.raises(ZeroDivisionError):
             run(main)
-        run(lambda llm: llm.health())  # checks that nothing is left
+        run(lambda llm: llm.plugins.health())  # checks that nothing is left
 
     @pytest.mark.parametrize("n", [1, 3])
     def test_abort_ends_it_with_what_it_has(self, run, n):
@@ -339,15 +339,15 @@ class TestQuestions:
         async def main(llm):
             outputs = llm.generate("x", endless(), "r")
             await anext(outputs)
-            assert await llm.why_waiting("r") == {0: None}
-            assert (await llm.scheduler_stats()).num_running == 1
-            assert (await llm.plugin_meters())["slow"].rows > 0
-            health = await llm.health()
+            assert await llm.debug.why_waiting("r") == {0: None}
+            assert (await llm.engines.scheduler_stats()).num_running == 1
+            assert (await llm.plugins.meters())["slow"].rows > 0
+            health = await llm.plugins.health()
             assert (health.ok, health.restarts) == (True, 0)
             await llm.reset_prefix_cache(recompute_running=True)
             await outputs.aclose()
             with pytest.raises(RequestError, match="request_id: 'r' is not a live request"):
-                await llm.why_waiting("r")
+                await llm.debug.why_waiting("r")
             assert (llm.is_running, llm.errored, llm.dead_error) == (True, False, None)
 
         run(main)
@@ -355,12 +355,14 @@ class TestQuestions:
     def test_the_policy_can_change_under_way(self, run):
         async def main(llm):
             task = asyncio.create_task(collect(llm.generate("x", endless(max_tokens=60))))
-            before = llm.manifest.generation
-            await asyncio.gather(llm.set_policy("fair", {"tag": "team"}), llm.set_policy("fcfs"))
-            assert llm.manifest.generation == before + 2
+            before = llm.plugins.manifest.generation
+            await asyncio.gather(
+                llm.plugins.set_policy("fair", {"tag": "team"}), llm.plugins.set_policy("fcfs")
+            )
+            assert llm.plugins.manifest.generation == before + 2
             assert llm.config.scheduler.policy == "fcfs"
             with pytest.raises(ConfigError, match=r"^plugin\.fair\.tga: unknown field"):
-                await llm.set_policy("fair", {"tga": "team"})
+                await llm.plugins.set_policy("fair", {"tga": "team"})
             assert (await task)[-1].outputs[0].finish_reason == "length"
 
         run(main)
@@ -376,11 +378,11 @@ class TestQuestions:
                 task = asyncio.create_task(collect(llm.generate("x", params)))
                 await until(held.have_begun, "the step")
                 with pytest.raises(EngineTimeoutError, match=r"scheduler_stats within 0.2 s"):
-                    await llm.scheduler_stats()
+                    await llm.engines.scheduler_stats()
                 held.let_go()
                 await task
                 monkeypatch.undo()  # from here on there shall be an answer
-                assert (await llm.scheduler_stats()).num_running == 0
+                assert (await llm.engines.scheduler_stats()).num_running == 0
 
         asyncio.run(main())
 
@@ -388,18 +390,18 @@ class TestQuestions:
 class TestBesides:
     def test_another_loop_is_told_so(self, shared):
         runner, llm = shared
-        runner.run(llm.health())
+        runner.run(llm.plugins.health())
 
         async def main():
             with pytest.raises(HardpointError, match="belongs to the event loop in which it was "):
                 await collect(llm.generate("x", GREEDY))
             with pytest.raises(HardpointError, match="which is another one; open one engine per"):
-                await llm.scheduler_stats()
+                await llm.engines.scheduler_stats()
 
         thread = threading.Thread(target=asyncio.run, args=(main(),))
         thread.start()
         thread.join()
-        runner.run(llm.health())
+        runner.run(llm.plugins.health())
 
     def test_the_same_as_llm(self, folder, run):
         prompts = ["say abc", "emoji", "long"]
@@ -450,7 +452,7 @@ class TestForServers:
             streams = [llm.generate("x", endless(), name, tags={"t": name}) for name in "ab"]
             for stream in streams:
                 await anext(stream)
-            first, second = await llm.live_requests()
+            first, second = await llm.engines.live_requests()
             assert (first.external_id, second.external_id) == ("a", "b")
             assert first.tags == {"t": "a"}
             assert first.status == "running"
@@ -458,26 +460,26 @@ class TestForServers:
             assert first.num_computed_tokens >= first.num_prompt_tokens
             assert first.num_output_tokens > 0
             assert first.age_seconds >= second.age_seconds >= 0
-            (only,) = await llm.live_requests(["b"])
+            (only,) = await llm.engines.live_requests(["b"])
             assert only.external_id == "b"
-            assert await llm.live_requests(["c"]) == []
+            assert await llm.engines.live_requests(["c"]) == []
             for stream in streams:
                 await stream.aclose()
             await no_requests(llm)
-            assert await llm.live_requests() == []
+            assert await llm.engines.live_requests() == []
 
         run(main)
 
     def test_tokenise_and_a_rendered_conversation(self, run):
         async def main(llm):
             text = "say abc"
-            assert llm.tokenizer.decode(await llm.tokenise(text)) == text
+            assert llm.tokenizer.decode(await llm.model.tokenize(text)) == text
             long = "0123456789" * 1000  # which another thread tokenises
-            ids = await llm.tokenise(long, add_special_tokens=False)
+            ids = await llm.model.tokenize(long, add_special_tokens=False)
             assert llm.tokenizer.decode(ids) == long
             with pytest.raises(RequestError, match="expected text that UTF-8 can hold"):
-                await llm.tokenise("\ud800")
-            prompt = await llm.apply_chat_template([{"role": "user", "content": "Hi"}])
+                await llm.model.tokenize("\ud800")
+            prompt = await llm.model.apply_chat_template([{"role": "user", "content": "Hi"}])
             assert prompt["prompt_token_ids"] == llm.tokenizer.encode(
                 prompt["prompt"], add_special_tokens=False
             )

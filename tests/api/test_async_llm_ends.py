@@ -37,7 +37,7 @@ class TestLoops:
         try:
             asyncio.run(collect(llm.generate("say abc", GREEDY)))
             with pytest.raises(HardpointError, match="which is closed; open one engine per event"):
-                asyncio.run(llm.health())
+                asyncio.run(llm.plugins.health())
         finally:
             llm.close()
 
@@ -48,15 +48,15 @@ class TestEnd:
             llm = AsyncLLM(config=config(folder))
             tasks = [asyncio.create_task(collect(llm.generate("x", endless()))) for _ in range(3)]
             async with asyncio.timeout(PATIENCE_S):
-                while (await llm.scheduler_stats()).num_running < 3:
+                while (await llm.engines.scheduler_stats()).num_running < 3:
                     await asyncio.sleep(0.01)
-            pid = llm.engine_pid
+            pid = llm.engines.pid
             llm.close()
             llm.close()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 assert isinstance(result, EngineClosedError)
             assert not llm.is_running
-            for call in (llm.health(), llm.abort("x"), collect(llm.generate("x"))):
+            for call in (llm.plugins.health(), llm.abort("x"), collect(llm.generate("x"))):
                 with pytest.raises(EngineClosedError, match="the engine is closed"):
                     await call
             with pytest.raises(ProcessLookupError):
@@ -67,7 +67,7 @@ class TestEnd:
     def test_a_death_is_told_to_all_at_once(self, folder):
         async def main():
             async with AsyncLLM(config=config(folder)) as llm:
-                pid, streaming = llm.engine_pid, set()
+                pid, streaming = llm.engines.pid, set()
 
                 async def stream(number):
                     async for _ in llm.generate([number + 1], endless(0.001)):
@@ -91,7 +91,11 @@ class TestEnd:
                     assert words.endswith(ends)
                 assert (llm.is_running, llm.errored) == (False, True)
                 assert str(pid) in str(llm.dead_error)
-                for call in (llm.health(), llm.scheduler_stats(), collect(llm.generate("x"))):
+                for call in (
+                    llm.plugins.health(),
+                    llm.engines.scheduler_stats(),
+                    collect(llm.generate("x")),
+                ):
                     with pytest.raises(EngineDeadError, match="was killed by signal 9"):
                         await call
 
@@ -99,7 +103,7 @@ class TestEnd:
 
     def test_a_death_before_the_first_use_is_told_too(self, folder):
         llm = AsyncLLM(config=config(folder))
-        os.kill(llm.engine_pid, signal.SIGKILL)
+        os.kill(llm.engines.pid, signal.SIGKILL)
         wait_until(lambda: not llm.is_running, PATIENCE_S, "the word of its death")
         with pytest.raises(EngineDeadError, match="was killed by signal 9"):
             asyncio.run(collect(llm.generate("x", GREEDY)))
@@ -109,7 +113,7 @@ class TestEnd:
         async def main():
             llm = AsyncLLM(config=config(folder))
             await collect(llm.generate("say abc", GREEDY))
-            return llm.engine_pid
+            return llm.engines.pid
 
         pid = asyncio.run(main())
         gc.collect()

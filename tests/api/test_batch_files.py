@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.scripted_folder import write_config
 
-from hardpoint import AsyncLLM
+from hardpoint import async_llm
 from hardpoint.builtin_plugins.commands.answer_file import AnswerFile
 from hardpoint.builtin_plugins.server.batches.lines import BatchReader, is_batch_line
 from hardpoint.cli import main
@@ -221,14 +221,14 @@ class TestStopped:
 
     def test_by_the_death_of_the_engine(self, stopped, monkeypatch, capsys):
         pids = []
-        opened = AsyncLLM.from_resolved.__func__
+        opened = async_llm.open_resolved
 
-        def from_resolved(cls, *arguments, **options):
-            engine = opened(cls, *arguments, **options)
-            pids.append(engine.engine_pid)
-            return engine
+        def open_resolved(*arguments, **options):
+            llm = opened(*arguments, **options)
+            pids.append(llm.engines.pid)
+            return llm
 
-        monkeypatch.setattr(AsyncLLM, "from_resolved", classmethod(from_resolved))
+        monkeypatch.setattr(async_llm, "open_resolved", open_resolved)
         assert stopped(lambda: os.kill(pids[0], signal.SIGKILL)) == 2
         assert "error: " in capsys.readouterr().err
         found = answers()

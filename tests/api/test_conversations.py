@@ -179,7 +179,8 @@ def folder(tmp_path_factory):
     folder = write_scripted_model(tmp_path_factory.mktemp("m"))
     with LLM(config=scripted_config(folder)) as llm:
         with_tools, without = (
-            llm.apply_chat_template(MESSAGES, tools=tools)["prompt"] for tools in ([now], None)
+            llm.model.apply_chat_template(MESSAGES, tools=tools)["prompt"]
+            for tools in ([now], None)
         )
     assert "now" in with_tools
     return write_scripted_model(folder, {with_tools: f"Wait.{CALL}", without: f"No.{CALL}"})
@@ -210,10 +211,10 @@ PREFILLED = [*MESSAGES, {"role": "assistant", "content": "It is "}]
 
 def test_the_last_message_may_be_continued(folder):
     with LLM(config=scripted_config(folder)) as llm:
-        prompt = llm.apply_chat_template(PREFILLED, continue_final_message=True)["prompt"]
+        prompt = llm.model.apply_chat_template(PREFILLED, continue_final_message=True)["prompt"]
         assert prompt.endswith("assistant: It is ")
         assert "final message" not in prompt
-        whole = llm.apply_chat_template(PREFILLED, add_generation_prompt=False)["prompt"]
+        whole = llm.model.apply_chat_template(PREFILLED, add_generation_prompt=False)["prompt"]
         assert whole == f"{prompt}\n"
         (output,) = llm.chat(PREFILLED, SamplingParams(max_tokens=2), continue_final_message=True)
         assert output.prompt == prompt
@@ -235,7 +236,7 @@ def test_the_last_message_may_be_continued(folder):
 )
 def test_what_cannot_be_continued(folder, messages, options, words):
     with LLM(config=scripted_config(folder)) as llm, pytest.raises(RequestError, match=words):
-        llm.apply_chat_template(messages, continue_final_message=True, **options)
+        llm.model.apply_chat_template(messages, continue_final_message=True, **options)
 
 
 def test_variables_of_the_operators_template(folder, tmp_path):
@@ -243,18 +244,20 @@ def test_variables_of_the_operators_template(folder, tmp_path):
     template.write_text("{{ enable_thinking }}: {{ messages[0].content }}")
     chosen = {"plugin": {"transformers": {"chat_template": str(template)}}}
     with LLM(config=scripted_config(folder, chosen)) as llm:
-        text = llm.apply_chat_template(MESSAGES, chat_template_kwargs={"enable_thinking": False})
+        text = llm.model.apply_chat_template(
+            MESSAGES, chat_template_kwargs={"enable_thinking": False}
+        )
         assert text["prompt"] == "False: What time is it?"
         with pytest.raises(
             RequestError, match=r"chat_template_kwargs\.messages: expected a variable that is all"
         ):
-            llm.apply_chat_template(MESSAGES, chat_template_kwargs={"messages": []})
+            llm.model.apply_chat_template(MESSAGES, chat_template_kwargs={"messages": []})
         with pytest.raises(RequestError, match=r"tools: the chat template of .* does not show"):
-            llm.apply_chat_template(MESSAGES, tools=[now])
+            llm.model.apply_chat_template(MESSAGES, tools=[now])
         with pytest.raises(RequestError, match="chat_template_kwargs: expected a table"):
-            llm.apply_chat_template(MESSAGES, chat_template_kwargs=5)
+            llm.model.apply_chat_template(MESSAGES, chat_template_kwargs=5)
         with pytest.raises(RequestError, match="does not show the last message as it is"):
-            llm.apply_chat_template(PREFILLED, continue_final_message=True)
+            llm.model.apply_chat_template(PREFILLED, continue_final_message=True)
 
 
 def test_an_operators_template_that_is_not_there(folder):

@@ -38,7 +38,7 @@ def forked(llm, params, lengths):
     """Return the tokens of a request, and those of its forks, which run together."""
     source = llm.stream(PROMPT, params)
     tokens = [token for output in source for token in output.outputs[0].token_ids]
-    forks = [llm.fork(source, tokens[:length]) for length in lengths]
+    forks = [source.fork(tokens[:length]) for length in lengths]
     last = [[output.outputs[0] for output in fork] for fork in forks]
     assert [one[0].index for one in last] == list(range(1, 1 + len(forks)))
     return tokens, [[token for each in one for token in each.token_ids] for one in last]
@@ -62,7 +62,7 @@ def test_a_fork_of_a_seeded_request_is_its_next_completion(scripted):
         given = {"temperature": 1.0, "seed": 3}
         (three,) = llm.generate(PROMPT, request_of(**given, n=3))
         source = llm.stream(PROMPT, request_of(**given, n=2))
-        last = [output.outputs[0] for output in llm.fork(source, [])]
+        last = [output.outputs[0] for output in source.fork([])]
     assert {one.index for one in last} == {2}
     assert [token for one in last for token in one.token_ids] == three.outputs[2].token_ids
 
@@ -72,23 +72,21 @@ def test_other_tokens_are_as_if_they_had_been_sampled(scripted):
         source = llm.stream(PROMPT, request_of(structured={"regex": "(ab|xyz)c"}, ignore_eos=False))
         next(source)
         (x,) = llm.tokenizer.encode("x")
-        last = [output.outputs[0] for output in llm.fork(source, [x])]
+        last = [output.outputs[0] for output in source.fork([x])]
         assert "".join(one.text for one in last).endswith("yzc")
         (q,) = llm.tokenizer.encode("q")
-        (last,) = llm.fork(source, [q])
+        (last,) = source.fork([q])
         assert last.outputs[0].finish_reason == "error"
         assert "expected a token that the grammar allows" in last.outputs[0].error
 
 
 def test_wrong_calls_are_refused(scripted):
     with LLM(config=scripted_config(scripted)) as llm:
-        with pytest.raises(RequestError, match="stream: expected that of `stream`, got str"):
-            llm.fork("0", [])
         source = llm.stream(PROMPT, request_of())
         with pytest.raises(RequestError, match=r"token_ids\[0\]: expected a whole number, got 'a'"):
-            llm.fork(source, ["a"])
+            source.fork(["a"])
         source.close()
-        fork = llm.fork(source, [])
+        fork = source.fork([])
         assert next(fork).outputs[0].index == 1
         fork.close()
         assert list(fork) == []

@@ -82,13 +82,13 @@ def test_one_object_gives_components_hooks_and_a_table(scripted, in_process):
         with pytest.raises(RequestError, match="^at most 8 tokens"):
             llm.generate("x" * 9, GREEDY)
         assert quota.prompts == [7]
-        origins = {(e.kind, e.name): e.origin for e in llm.manifest.entries}
+        origins = {(e.kind, e.name): e.origin for e in llm.plugins.manifest.entries}
         assert origins["logits_processors", "only"] == "plugins= of LLM, item 0"
         assert origins["hooks", "quota"] == "plugins= of LLM, item 0"
         policy = "scheduling_policies", "last_first"
         assert origins[policy] == "scheduler.policy (argument LLM(config=...))"
-        llm.set_policy("fcfs")
-        llm.set_policy("last_first")
+        llm.plugins.set_policy("fcfs")
+        llm.plugins.set_policy("last_first")
 
 
 def test_the_catalog_lists_them(scripted):
@@ -113,7 +113,7 @@ def test_async_llm_takes_them_too(scripted):
         quota = Quota()
         async with AsyncLLM(config=settings(scripted), plugins=[quota]) as llm:
             *_, last = [output async for output in llm.generate("say abc", GREEDY)]
-            (only,) = [e for e in llm.manifest.entries if e.name == "only"]
+            (only,) = [e for e in llm.plugins.manifest.entries if e.name == "only"]
             assert only.origin == "plugins= of AsyncLLM, item 0"
             return last.outputs[0].text, quota.prompts
 
@@ -160,7 +160,7 @@ SCRIPT = """
     config = scripted_config({folder!r}, {{"engine": {{"in_process": False}}}})
     with LLM(config=config, plugins=[steps]) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=3)
-        (only,) = [entry for entry in llm.manifest.entries if entry.name == "only"]
+        (only,) = [entry for entry in llm.plugins.manifest.entries if entry.name == "only"]
         print(llm.generate("say abc", params)[0].outputs[0].text, only.value)
 """
 

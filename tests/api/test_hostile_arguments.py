@@ -97,7 +97,7 @@ def llm(scripted):
     with LLM(config=scripted_config(scripted), progress=False) as llm:
         yield llm
         assert llm.generate("say abc")[0].outputs[0].text  # undisturbed by all that went wrong
-        assert llm.scheduler_stats().num_running == 0
+        assert llm.engines.scheduler_stats().num_running == 0
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
@@ -148,9 +148,9 @@ class TestAnyValue:
         survives(engine.step, value)
         survives(engine.call_utility, value)
         survives(engine.call_utility, "pause", value)
-        survives(llm.set_policy, value)
-        survives(llm.set_policy, "fair", value)
-        survives(llm.set_policy, "fair", {"tag": value})
+        survives(llm.plugins.set_policy, value)
+        survives(llm.plugins.set_policy, "fair", value)
+        survives(llm.plugins.set_policy, "fair", {"tag": value})
         engine.call_utility("resume")
         assert llm.generate("say abc", SamplingParams(temperature=0))[0].outputs[0].text
 

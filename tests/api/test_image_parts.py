@@ -99,7 +99,7 @@ def test_images_keep_their_order_among_texts_and_messages(llm):
         {"role": "assistant", "content": "two"},
         *user(text("and "), {"type": "image", "image": FIRST}),
     ]
-    prompt = llm.apply_chat_template(messages)
+    prompt = llm.model.apply_chat_template(messages)
     sizes = [(image.width, image.height) for image in prompt["multi_modal_data"]["image"]]
     assert sizes == [(9, 31), (20, 10), (20, 10)]
     assert prompt["prompt"] == (
@@ -114,18 +114,18 @@ def test_images_keep_their_order_among_texts_and_messages(llm):
 def test_a_text_that_spells_a_placeholder_is_a_text(llm):
     """Of users and of the assistant, whose other special tokens templates look for."""
     words = f"{IMAGE} <image_soft_token> <end_of_image>"
-    plain = llm.apply_chat_template(user(by_url()))["prompt_token_ids"]
+    plain = llm.model.apply_chat_template(user(by_url()))["prompt_token_ids"]
     assert plain.count(PLACEHOLDER) == 1
     for messages in (
         user(text(words), by_url()),
         [*user(words), {"role": "assistant", "content": words}, *user(by_url())],
     ):
-        prompt = llm.apply_chat_template(messages)
+        prompt = llm.model.apply_chat_template(messages)
         assert prompt["prompt_token_ids"].count(PLACEHOLDER) == 1
         assert not {SOFT, 5}.intersection(prompt["prompt_token_ids"])
         assert words in prompt["prompt"]
         assert llm.chat(messages, GREEDY)[0].finished
-    alone = llm.apply_chat_template(user(words))
+    alone = llm.model.apply_chat_template(user(words))
     assert not {PLACEHOLDER, SOFT, 5}.intersection(alone["prompt_token_ids"])
     assert "multi_modal_data" not in alone
 
@@ -178,7 +178,7 @@ def test_parts_that_are_refused(llm, name):
 
 @pytest.mark.parametrize("type_", ["image_url", "input_image", "image"])
 def test_a_model_without_images_refuses_the_part_by_name(text_llm, type_):
-    assert not text_llm.takes_images
+    assert not text_llm.model.takes_images
     part = {"type": type_, "image_url": URL, "image": FIRST}
     words = (
         rf"messages\[0\].content\[1\].type: expected \"text\", got '{type_}'; the model reads text "
@@ -210,11 +210,11 @@ def test_an_event_loop_goes_on_while_images_are_decoded(folder, llm):
 
     async def run():
         async with AsyncLLM(str(folder), config=settings()) as opened:
-            assert opened.takes_images
+            assert opened.model.takes_images
             async for output in opened.chat(messages, GREEDY):
                 found = output
-            prompt = await opened.apply_chat_template(messages)
-            counted = await opened.prompt_tokens(prompt)
+            prompt = await opened.model.apply_chat_template(messages)
+            counted = await opened.model.prompt_tokens(prompt)
             media = {"image": [encoded(FIRST)]}
             given = {"prompt": f"user: see {IMAGE}here\nmodel:", "multi_modal_data": media}
             async for output in opened.generate(given, GREEDY):
@@ -260,10 +260,11 @@ def test_images_keep_no_text_waiting_and_are_read_no_longer_than_they_are_wanted
         async with AsyncLLM(str(folder), config=settings()) as opened:
             with held_reads() as (begun, go_on):
                 tasks = [
-                    asyncio.ensure_future(opened.apply_chat_template(pictured)) for _ in range(40)
+                    asyncio.ensure_future(opened.model.apply_chat_template(pictured))
+                    for _ in range(40)
                 ]
                 await until(lambda: len(begun) == READERS, "the reads")
-                assert (await opened.apply_chat_template(plain))["prompt_token_ids"]
+                assert (await opened.model.apply_chat_template(plain))["prompt_token_ids"]
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -284,7 +285,9 @@ def test_an_engine_that_is_closed_reads_no_further_images(folder):
     async def run():
         opened = AsyncLLM(str(folder), config=settings())
         with held_reads() as (begun, go_on):
-            tasks = [asyncio.ensure_future(opened.apply_chat_template(pictured)) for _ in range(20)]
+            tasks = [
+                asyncio.ensure_future(opened.model.apply_chat_template(pictured)) for _ in range(20)
+            ]
             await until(lambda: len(begun) == READERS, "the reads")
             await opened.aclose()
             go_on.set()
@@ -293,7 +296,7 @@ def test_an_engine_that_is_closed_reads_no_further_images(folder):
                     await task
             assert len(begun) == READERS
         with pytest.raises(EngineClosedError):
-            await opened.apply_chat_template(pictured)
+            await opened.model.apply_chat_template(pictured)
 
     asyncio.run(asyncio.wait_for(run(), 2 * PATIENCE_S))
 

@@ -77,34 +77,36 @@ class Tokenises(Writes):
 
 class TestAProgram:
     def test_rows_of_numbers_become_names(self, llm):
-        found = llm.process(ROWS | {"vectors": True}, "nearest")
+        found = llm.plugins.process(ROWS | {"vectors": True}, "nearest")
         prompts = [[round(50 * n) + 50 for n in row] for row in ROWS["rows"]]
         expected = llm.embed(prompts, PoolingParams(pooler="mean"))
         for (_, vector), output in zip(found, expected, strict=True):
             assert np.array_equal(vector, output.outputs)
-        assert llm.process(Measurements(rows=[[1.0, 1.0]]), "nearest") == [("high", None)]
-        assert llm.process({"rows": [[-1.0, -1.0]]}, io_processor="nearest") == [("low", None)]
+        assert llm.plugins.process(Measurements(rows=[[1.0, 1.0]]), "nearest") == [("high", None)]
+        assert llm.plugins.process({"rows": [[-1.0, -1.0]]}, io_processor="nearest") == [
+            ("low", None)
+        ]
 
     def test_its_answer_as_json(self, llm):
-        answer = llm.process({"rows": [[1.0, 1.0]]}, "nearest", as_json=True)
+        answer = llm.plugins.process({"rows": [[1.0, 1.0]]}, "nearest", as_json=True)
         assert json.loads(answer) == {"names": ["high"], "vectors": None}
 
     def test_the_model_may_write(self, llm):
         texts = ["say abc", "emoji", "say abc "]
         expected = llm.generate(texts, SamplingParams(max_tokens=4, temperature=0.0))
-        found = llm.process(texts, "writes")
+        found = llm.plugins.process(texts, "writes")
         assert list(found.values()) == [output.outputs[0].text for output in expected]
 
     def test_no_prompts_no_requests(self, llm):
-        assert llm.process([], "writes") == {}
+        assert llm.plugins.process([], "writes") == {}
 
     def test_options_are_those_of_each_request(self, llm):
         with pytest.raises(RequestError, match=r"prompts\[0\]: priority: expected a whole number"):
-            llm.process(["a"], "writes", priority="x")
+            llm.plugins.process(["a"], "writes", priority="x")
         with pytest.raises(TypeError, match="unexpected keyword argument 'prority'"):
-            llm.process(["a"], "writes", prority=1)
+            llm.plugins.process(["a"], "writes", prority=1)
         with pytest.raises(RequestEndedError, match=r"writes': prompts\[0\]: .* \"timeout\"$"):
-            llm.process(["a"], "writes", timeout=1e-9)
+            llm.plugins.process(["a"], "writes", timeout=1e-9)
         assert llm.llm_engine.has_unfinished_requests() is False
 
 
@@ -120,39 +122,39 @@ class TestWhatIsWrong:
     )
     def test_an_input_is_refused_by_its_path(self, llm, data, message):
         with pytest.raises(RequestError, match=f"^{message}"):
-            llm.process(data, "nearest")
-        assert llm.health().faults == {}
+            llm.plugins.process(data, "nearest")
+        assert llm.plugins.health().faults == {}
 
     def test_a_prompt_that_is_refused_is_named(self, llm):
         expected = r"^data: the IO processor 'writes': prompts\[1\]: prompt: the prompt is too long"
         with pytest.raises(PromptTooLongError, match=expected):
-            llm.process(["a", "b" * 2000], "writes")
+            llm.plugins.process(["a", "b" * 2000], "writes")
         assert llm.llm_engine.has_unfinished_requests() is False
 
     def test_names(self, llm):
         known = "^io_processor: expected one of harmful, nearest, writes, got "
         with pytest.raises(RequestError, match=rf"{known}'nearst' \(did you mean 'nearest'\?\)"):
-            llm.process(ROWS, "nearst")
+            llm.plugins.process(ROWS, "nearst")
         with pytest.raises(RequestError, match=f"{known}none$"):
-            llm.process(ROWS)
+            llm.plugins.process(ROWS)
         with pytest.raises(RequestError, match=f"{known}7$"):
-            llm.process(ROWS, 7)
+            llm.plugins.process(ROWS, 7)
 
     def test_none_is_enabled(self, scripted):
         with LLM(config=scripted_config(scripted)) as llm:
             with pytest.raises(RequestError, match="^data: expected none, for no IO processor is"):
-                llm.process(ROWS)
+                llm.plugins.process(ROWS)
             expected = "^io_processor: expected none, for no .*enabled.*, got 'spans'"
             with pytest.raises(RequestError, match=expected):
-                llm.process(ROWS, "spans")
+                llm.plugins.process(ROWS, "spans")
 
 
 class TestFaults:
     @pytest.mark.parametrize("method", ["parse_request", "pre_process", "post_process"])
     def test_one_that_raises_is_named(self, llm, method):
         with pytest.raises(PluginFaultError, match=rf"'harmful'.*{method} failed: KeyError: 'mis"):
-            llm.process({method: "fails"}, "harmful")
-        assert llm.process({"rows": []}, "nearest") == []
+            llm.plugins.process({method: "fails"}, "harmful")
+        assert llm.plugins.process({"rows": []}, "nearest") == []
 
     @pytest.mark.parametrize(
         ("request_", "message"),
@@ -167,27 +169,27 @@ class TestFaults:
     )
     def test_one_that_returns_what_cannot_be_used_is_named(self, llm, request_, message):
         with pytest.raises(PluginFaultError, match=rf"'harmful'.*{message}"):
-            llm.process(request_, "harmful", as_json=True)
+            llm.plugins.process(request_, "harmful", as_json=True)
 
     def test_a_refusal_is_no_fault(self, scripted):
         with LLM(config=config(scripted, Harmful)) as llm:
             for method in ("parse_request", "pre_process"):
                 with pytest.raises(RequestError, match=r"^data\.x: expected another one$"):
-                    llm.process({method: "refuses"})
-            assert llm.health().faults == {}
+                    llm.plugins.process({method: "refuses"})
+            assert llm.plugins.health().faults == {}
 
     def test_one_that_fails_for_several_requests_is_quarantined(self, scripted):
         tables = {"plugins": {"quarantine_after": 2}}
         with LLM(config=config(scripted, Harmful, Writes, **tables)) as llm:
             for _ in range(2):
                 with pytest.raises(PluginFaultError):
-                    llm.process({"post_process": "fails"}, "harmful")
-            assert llm.health().faults == {"harmful": 2}
-            assert "KeyError" in llm.health().quarantined["harmful"]
+                    llm.plugins.process({"post_process": "fails"}, "harmful")
+            assert llm.plugins.health().faults == {"harmful": 2}
+            assert "KeyError" in llm.plugins.health().quarantined["harmful"]
             expected = "^io_processor: 'harmful' is quarantined, for it ended 2 requests; the first"
             with pytest.raises(RequestError, match=expected):
-                llm.process({}, "harmful")
-            assert llm.process([], "writes") == {}
+                llm.plugins.process({}, "harmful")
+            assert llm.plugins.process([], "writes") == {}
 
     def test_one_that_cannot_be_built_stops_the_start(self, scripted):
         with pytest.raises(PluginLoadError, match="'undeclared'.*expected a class `Request`"):
@@ -198,9 +200,9 @@ class TestFaults:
 
     def test_a_closed_engine_processes_nothing(self, scripted):
         with LLM(config=config(scripted, Writes)) as llm:
-            llm.process([])
+            llm.plugins.process([])
         with pytest.raises(EngineClosedError, match="the engine is closed"):
-            llm.process([])
+            llm.plugins.process([])
 
 
 def test_calls_of_one_processor_wait_for_one_another_and_for_no_other(llm):
@@ -209,7 +211,7 @@ def test_calls_of_one_processor_wait_for_one_another_and_for_no_other(llm):
     found = []
 
     def call(data):
-        found.append(llm.process(data, "harmful"))
+        found.append(llm.plugins.process(data, "harmful"))
 
     threads = [
         threading.Thread(target=call, args=(data,)) for data in ({"parse_request": "waits"}, {})
@@ -218,7 +220,7 @@ def test_calls_of_one_processor_wait_for_one_another_and_for_no_other(llm):
     try:
         assert WAITING.wait(PATIENCE_S)
         threads[1].start()
-        assert llm.process({"rows": [[1.0, 1.0]]}, "nearest") == [("high", None)]
+        assert llm.plugins.process({"rows": [[1.0, 1.0]]}, "nearest") == [("high", None)]
         assert found == []
     finally:
         GO_ON.set()
@@ -240,17 +242,19 @@ def run(scripted):
 class TestAnEventLoop:
     def test_calls_run_beside_each_other(self, run):
         async def main(llm):
-            calls = [llm.process({"rows": [[sign, sign]]}, "nearest") for sign in (1.0, -1.0) * 8]
+            calls = [
+                llm.plugins.process({"rows": [[sign, sign]]}, "nearest") for sign in (1.0, -1.0) * 8
+            ]
             found = await asyncio.gather(*calls)
             assert [name for ((name, _),) in found] == ["high", "low"] * 8
-            answer = await llm.process({"rows": []}, "nearest", as_json=True)
+            answer = await llm.plugins.process({"rows": []}, "nearest", as_json=True)
             assert json.loads(answer) == {"names": [], "vectors": None}
 
         run(main)
 
     def test_schemas_of_inputs(self, run):
         async def main(llm):
-            schemas = llm.io_processor_schemas()
+            schemas = llm.plugins.io_processor_schemas()
             assert schemas.keys() == {"nearest", "harmful"}
             assert schemas["harmful"] == {}
             assert "rows" in schemas["nearest"]["$defs"]["Measurements"]["properties"]
@@ -260,16 +264,16 @@ class TestAnEventLoop:
     def test_errors_are_those_of_a_program(self, run):
         async def main(llm):
             with pytest.raises(RequestError, match=r"^data.rows\[0\]\[0\]: expected .*got 3"):
-                await llm.process({"rows": [[3]]}, "nearest")
+                await llm.plugins.process({"rows": [[3]]}, "nearest")
             bad = [([1], PoolingParams()), ([9999], PoolingParams()), ([1], PoolingParams())]
             expected = r"^data: the IO processor 'harmful': prompts\[1\]: prompt_token_ids\[0\]"
             with pytest.raises(RequestError, match=expected):
-                await llm.process({"pre_process": bad}, "harmful")
+                await llm.plugins.process({"pre_process": bad}, "harmful")
             with pytest.raises(PluginFaultError, match="'harmful'.*KeyError: 'missing'"):
-                await llm.process({"post_process": "fails"}, "harmful")
-            assert (await llm.health()).faults == {"harmful": 1}
+                await llm.plugins.process({"post_process": "fails"}, "harmful")
+            assert (await llm.plugins.health()).faults == {"harmful": 1}
             with pytest.raises(RequestEndedError) as ended:
-                await llm.process({}, "harmful", timeout=1e-9)
+                await llm.plugins.process({}, "harmful", timeout=1e-9)
             assert ended.value.finish_reason == "timeout"
 
         run(main)
@@ -278,23 +282,25 @@ class TestAnEventLoop:
         async def main(llm):
             slow = {"slow": {"seconds": 0.1}}
             endless = SamplingParams(max_tokens=400, ignore_eos=True, plugin_args=slow)
-            call = asyncio.create_task(llm.process({"params": endless, "prompts": 3}, "harmful"))
-            while len(await llm.live_requests()) < 3:
+            call = asyncio.create_task(
+                llm.plugins.process({"params": endless, "prompts": 3}, "harmful")
+            )
+            while len(await llm.engines.live_requests()) < 3:
                 await asyncio.sleep(0.005)
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
-            while await llm.live_requests():
+            while await llm.engines.live_requests():
                 await asyncio.sleep(0.005)
 
         run(main)
 
     def test_one_that_waits_delays_no_other(self, run):
         async def main(llm):
-            call = asyncio.create_task(llm.process({"parse_request": "waits"}, "harmful"))
+            call = asyncio.create_task(llm.plugins.process({"parse_request": "waits"}, "harmful"))
             try:
                 assert await asyncio.to_thread(WAITING.wait, PATIENCE_S)
-                assert await llm.process({"rows": []}, "nearest") == []
+                assert await llm.plugins.process({"rows": []}, "nearest") == []
                 assert not call.done()
             finally:
                 GO_ON.set()
@@ -308,7 +314,7 @@ class TestAnEventLoop:
         async def main(llm):
             await llm.aclose()
             with pytest.raises(EngineClosedError, match="the engine is closed"):
-                await llm.process({}, "harmful")
+                await llm.plugins.process({}, "harmful")
 
         run(main)
 

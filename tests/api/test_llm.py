@@ -11,7 +11,7 @@ import weakref
 
 import numpy as np
 import pytest
-from support.internals import core_of, worker_of
+from support.internals import core_of, open_calls_of, worker_of
 
 from hardpoint import LLM, EngineClosedError, RequestError, RequestOutputKind, SamplingParams
 from hardpoint import progress as progress_display
@@ -151,14 +151,14 @@ def test_streams_and_calls_side_by_side(llm):
             inside = llm.generate(["say abc", "emoji"], GREEDY)
     assert texts == [" abc abc abc", "go 😀 on"]
     assert [text(output) for output in inside] == texts
-    assert len(llm._calls) == 0
+    assert len(open_calls_of(llm)) == 0
 
 
 def test_leaving_a_stream_early_aborts_it(llm):
     for _ in llm.stream("long", GREEDY):
         break
     assert not llm.llm_engine.has_unfinished_requests()
-    assert len(llm._calls) == 0
+    assert len(open_calls_of(llm)) == 0
 
 
 def test_streamed_kinds(llm):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
+from support.internals import open_calls_of
 
 from hardpoint import LLM, LLMEngine, RequestError, SamplingParams
 from hardpoint.testing import scripted_config
@@ -20,7 +21,7 @@ def llm(scripted):
 
 
 def live(llm):
-    return llm.scheduler_stats().num_running + llm.scheduler_stats().num_waiting
+    return llm.engines.scheduler_stats().num_running + llm.engines.scheduler_stats().num_waiting
 
 
 class TestUnordered:
@@ -66,7 +67,7 @@ class TestUnordered:
             assert {output.outputs[0].text for _, output in found} == {" abc abc abc"}
 
     def test_a_conversation_can_be_a_prompt(self, llm):
-        prompt = llm.apply_chat_template([{"role": "user", "content": "say abc"}])
+        prompt = llm.model.apply_chat_template([{"role": "user", "content": "say abc"}])
         assert llm.tokenizer.decode(prompt["prompt_token_ids"]) == prompt["prompt"]
         ((_, output),) = llm.generate_unordered([(prompt, GREEDY)])
         (answer,) = llm.chat([{"role": "user", "content": "say abc"}], GREEDY)
@@ -160,7 +161,7 @@ def test_finding_an_output_costs_the_same_however_many_prompts_there_are(llm):
             looked.append(key)
             return super().__getitem__(key)
 
-    calls = llm._calls
+    calls = open_calls_of(llm)
     plain, calls._outputs = calls._outputs, Watched()
     try:
         llm.generate(["x"] * 200, SamplingParams(temperature=0.0, max_tokens=1))

@@ -169,7 +169,12 @@ def test_a_fork_is_refused_and_harms_nothing(llm):
 
     def child() -> list[str]:
         answers = []
-        for call in (lambda: llm.generate("say abc"), llm.health, stream.__next__, llm.resume):
+        for call in (
+            lambda: llm.generate("say abc"),
+            llm.plugins.health,
+            stream.__next__,
+            llm.engines.resume,
+        ):
             try:
                 answers.append(f"it answered: {call()}")
             except HardpointError as error:

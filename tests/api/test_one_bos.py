@@ -40,7 +40,7 @@ def llm(tmp_path_factory):
 
 
 def prompts(llm):
-    rendered = llm.apply_chat_template(MESSAGES)
+    rendered = llm.model.apply_chat_template(MESSAGES)
     return {
         "plain text": "hi",
         "text of the template": rendered["prompt"],
@@ -59,7 +59,7 @@ def test_every_form_of_a_prompt_has_one(llm):
 
 def test_a_conversation_has_the_ids_of_its_text(llm):
     (chat,) = llm.chat(MESSAGES, GREEDY)
-    (given,) = llm.generate(llm.apply_chat_template(MESSAGES)["prompt"], GREEDY)
+    (given,) = llm.generate(llm.model.apply_chat_template(MESSAGES)["prompt"], GREEDY)
     assert list(chat.prompt_token_ids) == list(given.prompt_token_ids)
 
 

@@ -369,7 +369,7 @@ class TestTurns:
                     prompt = talk.token_ids[:-60]
                     (alone,) = small.generate({"prompt_token_ids": prompt}, params)
                     assert tokens == alone.outputs[0].token_ids
-            assert small.scheduler_stats().num_preemptions > 0
+            assert small.engines.scheduler_stats().num_preemptions > 0
 
     @pytest.mark.parametrize(
         "table",
@@ -475,7 +475,7 @@ async def killing(llm, outputs):
     """Kill each engine that sends some of the outputs."""
     last = None
     async for _ in outputs:
-        if (pid := llm.engine_pid) not in (None, last):
+        if (pid := llm.engines.pid) not in (None, last):
             os.kill(pid, signal.SIGKILL)
             last = pid
 

@@ -10,6 +10,8 @@ import pytest
 
 from hardpoint import LLM
 from hardpoint.async_llm import AsyncLLM
+from hardpoint.calls.debug import AsyncDebugGroup, DebugGroup
+from hardpoint.calls.model import AsyncModelGroup, ModelGroup
 from hardpoint.chat import Chat
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.plugins.request_options import (
@@ -28,10 +30,12 @@ CALLS = {
     LLM.stream: REQUEST,
     LLM.chat: CHAT | REQUEST | DISPLAY,
     LLM.stream_chat: CHAT | REQUEST,
-    LLM.apply_chat_template: CHAT,
+    ModelGroup.apply_chat_template: CHAT,
+    DebugGroup.trace: REQUEST,
     AsyncLLM.generate: REQUEST,
     AsyncLLM.chat: CHAT | REQUEST,
-    AsyncLLM.apply_chat_template: CHAT,
+    AsyncModelGroup.apply_chat_template: CHAT,
+    AsyncDebugGroup.trace: REQUEST,
 }
 each_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__qualname__)
 

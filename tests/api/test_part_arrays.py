@@ -40,7 +40,7 @@ CASES = {
 def test_every_computed_position_is_given_once(folder, case):
     with opened(folder, "computed", **CASES[case]) as llm:
         outputs = llm.generate(["say", "said", "saw"], asking(8, ignore_eos=True))
-        assert (llm.scheduler_stats().num_preemptions > 0) == (case == "preempted")
+        assert (llm.engines.scheduler_stats().num_preemptions > 0) == (case == "preempted")
         for output in outputs:
             completion = output.outputs[0]
             assert completion.error is None
@@ -58,7 +58,7 @@ def test_accepted_drafts_after_the_end_are_left_out(folder, fields):
         (output,) = llm.generate(["say"], asking(20, **fields))
         completion = output.outputs[0]
         assert completion.error is None
-        assert llm.scheduler_stats().num_accepted_drafts > 0
+        assert llm.engines.scheduler_stats().num_accepted_drafts > 0
         found = completion.part_arrays["numbering"]["number"]
         known = len(tokens) + len(completion.token_ids)
         assert [*found.positions] == [*range(known - 1)]

@@ -28,7 +28,8 @@ def opened(monkeypatch, scripted):
     def build(config, *_, **__):
         configs.append(config)
         config = msgspec.structs.replace(config, max_model_len=64)
-        return SimpleNamespace(parts=SimpleNamespace(config=config, clock=time.monotonic))
+        parts = SimpleNamespace(config=config, clock=time.monotonic)
+        return SimpleNamespace(parts=parts, change=None)
 
     monkeypatch.setattr(async_llm, "build_async_engine", build)
 
@@ -80,13 +81,13 @@ def test_wrong_values_are_refused(scripted, given, message):
 def test_the_engine_measures_its_steps_and_tokens_are_the_same(scripted):
     with LLM(config=scripted_config(scripted, MODEL)) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)]
-        assert llm.scheduler_stats().step_cost_error is None
+        assert llm.engines.scheduler_stats().step_cost_error is None
 
     async def main():
         async with AsyncLLM(config=scripted_config(scripted, MODEL)) as llm:
             assert llm.config.scheduler.step_milliseconds == 150.0
             found = await asyncio.gather(*(collect(llm.generate(p, PARAMS)) for p in PROMPTS))
-            assert (await llm.scheduler_stats()).step_cost_error > 0
+            assert (await llm.engines.scheduler_stats()).step_cost_error > 0
             return [outputs[-1].outputs[0].token_ids for outputs in found]
 
     assert asyncio.run(main()) == expected

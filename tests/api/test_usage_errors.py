@@ -101,7 +101,7 @@ def test_an_argument_that_is_no_text_is_refused(capsys):
 def test_input_that_is_no_text_is_refused(monkeypatch, capsys, command, errors):
     stdin = io.TextIOWrapper(io.BytesIO(b"un caf\xe9\n"), encoding="utf-8", errors=errors)
     monkeypatch.setattr(sys, "stdin", stdin)
-    monkeypatch.setattr("hardpoint.llm.LLM.from_resolved", lambda *a, **k: ScriptedGenerator())
+    monkeypatch.setattr("hardpoint.llm.open_resolved", lambda *a, **k: ScriptedGenerator())
     assert main(command) == 2
     assert capsys.readouterr().err == (
         "hardpoint: error: standard input: byte 0xe9 after 'un caf' is not utf-8; convert the "

@@ -16,7 +16,7 @@ from support.process.forked_python import forked_python
 
 from hardpoint import ModelError
 from hardpoint.calls import weights
-from hardpoint.calls.weights import AsyncWeightCalls, TensorFolders, WeightFiles
+from hardpoint.calls.weights import AsyncWeightGroup, TensorFolders, WeightFiles
 from hardpoint.plugins import EngineConfig
 
 TENSORS = {"w": torch.ones(4)}
@@ -49,42 +49,44 @@ class Engine:
         return True if method == "weights_prepared" else None
 
 
-class Calls(AsyncWeightCalls):
+class Weights(AsyncWeightGroup):
     def __init__(self):
-        self._engine = Engine()
-        self.engine = self._engine
+        self.engine = Engine()
+        super().__init__(self.engine, WeightFiles())
 
 
 def test_an_update_that_is_cancelled_while_the_engine_takes_the_weights_is_whole(place):
     async def main():
-        llm = Calls()
-        task = asyncio.create_task(llm.update_weights(TENSORS))
-        await llm.engine.uses.wait()
+        group = Weights()
+        task = asyncio.create_task(group.update(TENSORS))
+        await group.engine.uses.wait()
         for _ in range(3):
             task.cancel()
             await asyncio.sleep(0)
         assert not task.done()
-        llm.engine.goes_on.set()
+        group.engine.goes_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        load = llm.engine.parts.config.load
+        load = group.engine.parts.config.load
         assert load.version == "1"
         assert [Path(path).parent.parent for path in load.updates] == [place]
         assert all(Path(path).exists() for path in load.updates)
-        assert await llm.update_weights(TENSORS) == "2"
+        assert await group.update(TENSORS) == "2"
 
     asyncio.run(main())
 
 
 def test_tensors_of_an_update_that_fails_are_removed(place):
     async def main():
-        llm = Calls()
-        load = msgspec.structs.replace(llm.engine.parts.config.load, updates=("/gone.safetensors",))
-        llm.engine.set_load(load)
+        group = Weights()
+        load = msgspec.structs.replace(
+            group.engine.parts.config.load, updates=("/gone.safetensors",)
+        )
+        group.engine.set_load(load)
         for _ in range(2):
             with pytest.raises(ModelError, match="gone"):
-                await llm.update_weights(TENSORS)
-        assert llm.engine.calls == []
+                await group.update(TENSORS)
+        assert group.engine.calls == []
 
     asyncio.run(main())
     assert list(place.iterdir()) == []

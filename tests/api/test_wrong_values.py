@@ -83,7 +83,7 @@ def test_every_command_is_here():
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("name", LINES)
 def test_wrong_values_end_with_a_message(monkeypatch, capsys, name):
-    monkeypatch.setattr("hardpoint.llm.LLM.from_resolved", lambda *a, **k: ScriptedGenerator())
+    monkeypatch.setattr("hardpoint.llm.open_resolved", lambda *a, **k: ScriptedGenerator())
     found = discover()  # 20 ms each time, which is not what is tested
     monkeypatch.setattr("hardpoint.command_plugins.discover", lambda foreign_groups: found)
     for wrong in [*tried(name), "--no-such-option"]:

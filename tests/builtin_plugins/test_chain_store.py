@@ -370,7 +370,7 @@ def test_an_engine_builds_the_stores_with_options_of_their_own(scripted):
         (warm,) = llm.generate([prompt], params)
         assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
         assert warm.num_cached_tokens >= 16
-        assert llm.health().fallbacks == {}
+        assert llm.plugins.health().fallbacks == {}
     finally:
         llm.close()
 

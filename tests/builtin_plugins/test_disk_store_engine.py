@@ -16,7 +16,7 @@ def generate(folder: Path, **changes: object) -> tuple[list[int], int]:
     """Start an engine; return what it generates, and how much of the prompt was not computed."""
     with LLM(str(folder), config=scripted_config(folder, changes)) as llm:
         (output,) = llm.generate([PROMPT], PARAMS)
-        assert not llm.health().fallbacks
+        assert not llm.plugins.health().fallbacks
         return list(output.outputs[0].token_ids), output.num_cached_tokens
 
 

@@ -92,7 +92,7 @@ PROMPTS = [[1, 2, 3], list(range(4, 40)), [9] * 11, [5]]
 
 def generate(llm):
     outputs = llm.generate(PROMPTS, JOBS)
-    stats = llm.scheduler_stats()
+    stats = llm.engines.scheduler_stats()
     found = [[part.token_ids for part in output.outputs] for output in outputs]
     return found, stats.num_drafts, stats.num_accepted_drafts
 
@@ -118,7 +118,7 @@ def test_another_model_changes_no_token(folders, expected):
         llm.sleep(1)
         llm.wake_up()
         assert generate(llm)[0] == expected
-        assert not llm.health().fallbacks
+        assert not llm.plugins.health().fallbacks
 
 
 def test_without_room_there_are_no_drafts(folders, expected):
@@ -126,7 +126,7 @@ def test_without_room_there_are_no_drafts(folders, expected):
         found, drafts, _ = generate(llm)
         assert found == expected
         assert 0 < drafts < 40
-        assert not llm.health().fallbacks
+        assert not llm.plugins.health().fallbacks
 
 
 def test_another_vocabulary_is_refused_before_weights_are_read(folders):

@@ -132,7 +132,7 @@ def test_new_sinks_count_from_the_next_step_on(variant, attention):
     with LLM(str(folder), config=SETTINGS | {"attention": {"use": attention}}) as llm:
         for sinks in (None, after, before):
             if sinks is not None:
-                llm.update_weights(sinks)
+                llm.weights.update(sinks)
                 for name, value in sinks.items():
                     model.get_parameter(name).data.copy_(value)
             params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -149,20 +149,23 @@ def test_what_is_promoted_is_published_and_what_has_gone_is_removed(opened):
 def test_totals_go_on_after_a_sleep_that_releases_the_weights(opened):
     llm = opened(["memory"])
     llm.generate(PROMPT, ONE_TOKEN)
-    steps_until(llm, lambda: llm.scheduler_stats().kv_tiers["memory"].stored_blocks >= 6)
-    before = llm.scheduler_stats().kv_tiers["memory"]
+    steps_until(llm, lambda: llm.engines.scheduler_stats().kv_tiers["memory"].stored_blocks >= 6)
+    before = llm.engines.scheduler_stats().kv_tiers["memory"]
     llm.sleep(2)
     llm.wake_up()
-    assert llm.scheduler_stats().kv_tiers["memory"].stored_blocks == before.stored_blocks
+    assert llm.engines.scheduler_stats().kv_tiers["memory"].stored_blocks == before.stored_blocks
     llm.generate("another prompt of many tokens", ONE_TOKEN)
     steps_until(
         llm,
-        lambda: llm.scheduler_stats().kv_tiers["memory"].stored_blocks >= before.stored_blocks + 7,
+        lambda: (
+            llm.engines.scheduler_stats().kv_tiers["memory"].stored_blocks
+            >= before.stored_blocks + 7
+        ),
     )
 
 
 def num_saved(llm):
-    tier = llm.scheduler_stats().kv_tiers["memory"]
+    tier = llm.engines.scheduler_stats().kv_tiers["memory"]
     return tier.stored_blocks + tier.dropped_blocks
 
 

@@ -111,7 +111,7 @@ def test_the_configuration_and_requests_use_these_names(tmp_path):
     tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
     messages = [{"role": "user", "content": "now?"}]
     with LLM(config=scripted_config(folder, chosen)) as llm:
-        prompt = llm.apply_chat_template(messages, tools=tools)["prompt"]
+        prompt = llm.model.apply_chat_template(messages, tools=tools)["prompt"]
     write_scripted_model(folder, {prompt: REPLY})
     with LLM(config=scripted_config(folder, chosen)) as llm:
         for params in (

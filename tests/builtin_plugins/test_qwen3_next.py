@@ -99,7 +99,7 @@ def test_the_tokens_are_those_of_transformers(saved, extra):
             found, cached = tokens(llm)
             assert found == [[one] for one in expected]
         preempts = "num_blocks" in extra.get("kv_cache", {})
-        assert (llm.scheduler_stats().num_preemptions > 0) == preempts
+        assert (llm.engines.scheduler_stats().num_preemptions > 0) == preempts
         hits = extra.get("kv_cache", {}).get("prefix_caching", True) and not preempts
         assert (cached[3] >= 128) == hits
 

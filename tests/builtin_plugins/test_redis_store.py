@@ -434,7 +434,7 @@ def test_an_engine_gives_the_same_tokens_from_the_server(server, scripted):
         llm = LLM(str(scripted), config=config)
         try:
             (output,) = llm.generate([prompt], params)
-            assert llm.health().fallbacks == {}
+            assert llm.plugins.health().fallbacks == {}
             return output.outputs[0].token_ids, output.num_cached_tokens
         finally:
             llm.close()

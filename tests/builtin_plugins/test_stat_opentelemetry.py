@@ -169,8 +169,8 @@ def test_a_request_that_goes_on_elsewhere_stays_one_span(spans, scripted, tmp_pa
         )
         outputs = llm.generate("say abc", params, trace_headers=PARENT)
         await anext(outputs)
-        (rank,) = [one.rank for one in (await llm.load()).engines if one.in_flight]
-        await llm.retire([rank], drain_seconds=0.0)
+        (rank,) = [one.rank for one in (await llm.engines.load()).engines if one.in_flight]
+        await llm.engines.retire([rank], drain_seconds=0.0)
         held.unlink()
         return [output async for output in outputs][-1]
 

@@ -52,7 +52,7 @@ def test_drafts_samples_and_adapters_have_the_logits_of_the_model(
             prompts_of(), greedy, lora_request=lora("a", 1, tmp_path / "adapter")
         )
         (several,) = llm.generate(prompts_of(PROMPTS[:1]), drawn)
-        stats = llm.scheduler_stats()
+        stats = llm.engines.scheduler_stats()
     assert stats.num_accepted_drafts
     for prompt, plain, other in zip(PROMPTS, outputs, adapted, strict=True):
         assert difference(plain, prompt, reference) < NEAR

@@ -346,9 +346,9 @@ def test_a_request_chooses_a_template_by_name(tmp_path):
     settings["chat_template"] = NAMED
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with LLM(config=scripted_config(folder)) as llm:
-        prompt = llm.apply_chat_template(MESSAGES, chat_template="rag")["prompt"]
+        prompt = llm.model.apply_chat_template(MESSAGES, chat_template="rag")["prompt"]
         assert prompt == "RTrue"
-        assert llm.apply_chat_template(MESSAGES, tools=[NOW])["prompt"].startswith("T1")
+        assert llm.model.apply_chat_template(MESSAGES, tools=[NOW])["prompt"].startswith("T1")
         for wrong in ("{{ messages }}", "Rag", 5):
             with pytest.raises(
                 RequestError,

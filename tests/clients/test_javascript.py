@@ -38,7 +38,7 @@ def run(tmp_path, node_modules):
 def test_with_known_content(script, scripted, run):
     run(script, scripted.url, "scripted", json.dumps(WEATHER))
     wait_until(
-        lambda: not scripted.call(scripted.engine.live_requests),
+        lambda: not scripted.call(scripted.engine.engines.live_requests),
         what="the end of the requests that their client has left",
     )
 

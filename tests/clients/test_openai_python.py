@@ -211,4 +211,6 @@ def test_a_closed_stream_frees_its_request(server, client):
     )
     next(iter(stream))
     stream.close()
-    wait_until(lambda: not server.call(server.engine.live_requests), what="the end of the request")
+    wait_until(
+        lambda: not server.call(server.engine.engines.live_requests), what="the end of the request"
+    )

@@ -76,11 +76,11 @@ class TestTasks:
     @pytest.mark.parametrize("extra", [{}, APART], ids=["in_process", "own_process"])
     def test_they_are_known_when_it_is_open(self, scripted, extra):
         with LLM(config=scripted_config(scripted, extra)) as llm:
-            assert llm.supported_tasks == ("generate", "embed", "token_embed")
+            assert llm.model.supported_tasks == ("generate", "embed", "token_embed")
 
     def test_of_async_llm_too(self, scripted):
         llm = AsyncLLM(config=scripted_config(scripted))
-        assert llm.supported_tasks == ("generate", "embed", "token_embed")
+        assert llm.model.supported_tasks == ("generate", "embed", "token_embed")
         asyncio.run(llm.aclose())
 
     def test_a_model_that_cannot_generate_is_not_asked_to(self, scripted, monkeypatch):
@@ -88,7 +88,7 @@ class TestTasks:
         added = []
         monkeypatch.setattr(EngineCore, "add_request", lambda self, r: added.append(r))
         with LLM(config=scripted_config(scripted)) as llm:
-            assert llm.supported_tasks == ("embed",)
+            assert llm.model.supported_tasks == ("embed",)
             with pytest.raises(
                 ValueError, match="generate: this model cannot do it; it can: embed"
             ):
@@ -127,7 +127,7 @@ class TestDefaultParams:
     @pytest.mark.parametrize("call", ["generate", "chat", "stream", "stream_chat"])
     def test_they_count_where_nothing_is_given(self, folder, monkeypatch, call):
         with LLM(config=scripted_config(folder)) as llm:
-            assert llm.default_sampling_params() == RECOMMENDED
+            assert llm.model.default_sampling_params() == RECOMMENDED
             received = []
             client = llm.llm_engine.parts.client
             add = client.add_request
@@ -142,7 +142,7 @@ class TestDefaultParams:
     def test_an_event_loop_has_them_too(self, folder):
         async def main():
             async with AsyncLLM(config=scripted_config(folder)) as llm:
-                assert llm.default_sampling_params() == RECOMMENDED
+                assert llm.model.default_sampling_params() == RECOMMENDED
                 output = [o async for o in llm.generate("say abc")][-1]
                 assert output.outputs[0].text == " abc abc abc"
 
@@ -151,7 +151,7 @@ class TestDefaultParams:
     def test_they_are_made_at_first_use_and_once(self, folder):
         with LLM(config=scripted_config(folder)) as llm:
             assert input_processor_of(engine_of(llm))._default_params is None
-            assert llm.default_sampling_params() is llm.default_sampling_params()
+            assert llm.model.default_sampling_params() is llm.model.default_sampling_params()
 
     def test_an_alias_recommends_what_the_card_does(self, scripted, folder, monkeypatch):
         card = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
@@ -159,11 +159,11 @@ class TestDefaultParams:
         for path, expected in ((scripted, SamplingParams(**card)), (folder, RECOMMENDED)):
             monkeypatch.setattr(model_files, "_packaged", lambda *_, path=path: path)
             with LLM(config={**scripted_config(scripted), "model": "smollm2"}) as llm:
-                assert llm.default_sampling_params() == expected, "files come before the card"
+                assert llm.model.default_sampling_params() == expected, "files come before the card"
 
     def test_without_a_word_they_are_the_plain_ones(self, scripted):
         with LLM(config=scripted_config(scripted)) as llm:
-            assert llm.default_sampling_params() == SamplingParams()
+            assert llm.model.default_sampling_params() == SamplingParams()
 
     def test_what_no_request_may_ask_for_is_refused_at_once(self, tmp_path):
         folder = write_scripted_model(tmp_path / "model")

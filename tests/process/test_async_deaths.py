@@ -48,7 +48,7 @@ def long(max_tokens: int = 30_000, slow: dict[str, Any] | None = None) -> Sampli
 
 
 def pid_of(llm: AsyncLLM) -> int:
-    return llm.engine_pid
+    return llm.engines.pid
 
 
 @contextlib.asynccontextmanager
@@ -125,7 +125,7 @@ def test_engine_killed_under_32_streams_is_reported_to_each(endless):
         async with opened(endless, SLOW) as llm:
             streams = Streams(llm, 32, long())
             await streams.running()
-            call = asyncio.create_task(llm.scheduler_stats())
+            call = asyncio.create_task(llm.engines.scheduler_stats())
             killed = await kill(pid_of(llm))
             for error in await streams.errors():
                 assert type(error) is EngineDeadError
@@ -138,7 +138,12 @@ def test_engine_killed_under_32_streams_is_reported_to_each(endless):
             assert llm.errored
             assert not llm.is_running
             assert "was killed by signal 9" in str(llm.dead_error)
-            for ask in (text(llm), llm.scheduler_stats(), llm.set_policy("fair"), llm.health()):
+            for ask in (
+                text(llm),
+                llm.engines.scheduler_stats(),
+                llm.plugins.set_policy("fair"),
+                llm.plugins.health(),
+            ):
                 with pytest.raises(EngineDeadError, match="was killed by signal 9"):
                     await ask
 
@@ -150,7 +155,7 @@ def test_calls_in_flight_are_notified_too(endless, tmp_path):
         async with opened(endless, SLOW) as llm:
             streams = Streams(llm, 1, hangs(tmp_path / "begun"))
             await asyncio.to_thread(in_step, tmp_path / "begun")
-            calls = [asyncio.create_task(llm.scheduler_stats()) for _ in range(10)]
+            calls = [asyncio.create_task(llm.engines.scheduler_stats()) for _ in range(10)]
             await asyncio.sleep(0.1)
             killed = await kill(pid_of(llm))
             for error in await asyncio.gather(*calls, return_exceptions=True):
@@ -169,7 +174,7 @@ def test_a_dead_engine_is_started_again(scripted, tmp_path, deaths):
         gate = tmp_path / "closed"
         settings = gated(gate) | {"engine": {"resume": "off"}}
         async with opened(scripted, settings, restart="on_failure") as llm:
-            await llm.set_policy("fair")
+            await llm.plugins.set_policy("fair")
             for times in range(1, deaths + 1):
                 streams = Streams(llm, 32, long(400, {"slow": {"seconds": 0.05}}))
                 await streams.running()
@@ -186,8 +191,8 @@ def test_a_dead_engine_is_started_again(scripted, tmp_path, deaths):
                 assert not alive(first)
                 assert llm.is_running
                 assert not llm.errored
-                assert (await llm.health()).restarts == times
-                assert (await llm.scheduler_stats()).num_running == 0
+                assert (await llm.plugins.health()).restarts == times
+                assert (await llm.engines.scheduler_stats()).num_running == 0
             assert llm.config.scheduler.policy == "fair"
 
     asyncio.run(main())
@@ -298,10 +303,10 @@ def test_cancelled_tasks_end_their_requests(endless):
                 task.cancel()
             await streams.errors()
             began = time.monotonic()
-            while (await llm.scheduler_stats()).num_running:
+            while (await llm.engines.scheduler_stats()).num_running:
                 await asyncio.sleep(0.005)
             assert_quick("cancelled, engine idle", time.monotonic() - began)
-            assert (await llm.scheduler_stats()).kv_cache_usage == 0
+            assert (await llm.engines.scheduler_stats()).kv_cache_usage == 0
             assert not states_of(output_processor_of(engine_of(llm)))
 
     asyncio.run(main())

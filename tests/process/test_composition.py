@@ -88,7 +88,7 @@ def prompts_and_params():
 def test_llm_in_this_process(scripted, expected):
     with LLM(config=scripted_config(scripted, TIGHT)) as llm:
         assert of_prompts(llm.generate(*prompts_and_params())) == expected
-        assert llm.scheduler_stats().num_preemptions > 0  # else TIGHT would prove nothing
+        assert llm.engines.scheduler_stats().num_preemptions > 0  # else TIGHT would prove nothing
 
 
 @NIGHTLY
@@ -97,7 +97,7 @@ def test_llm_with_stores(scripted, expected):
         for _ in range(2):
             assert of_prompts(llm.generate(*prompts_and_params())) == expected
             llm.reset_prefix_cache()
-        tiers = llm.scheduler_stats().kv_tiers
+        tiers = llm.engines.scheduler_stats().kv_tiers
         assert sum(tier.loaded_blocks for tier in tiers.values()) > 30
 
 
@@ -121,7 +121,7 @@ def test_drafts_change_nothing(scripted, expected, right, made_in, settings):
     config |= {k: {**config.get(k, {}), **v} for k, v in settings.items()}
     with LLM(config=scripted_config(scripted, config)) as llm:
         assert of_prompts(llm.generate(*prompts_and_params())) == expected
-        stats = llm.scheduler_stats()
+        stats = llm.engines.scheduler_stats()
     assert stats.num_drafts > 500
     assert stats.num_preemptions > 0
     accepted = stats.num_accepted_drafts / stats.num_drafts
@@ -133,7 +133,7 @@ def test_drafts_change_nothing(scripted, expected, right, made_in, settings):
 def test_llm_with_an_engine_process(scripted, expected):
     with LLM(config=process_config(scripted, TIGHT)) as llm:
         assert of_prompts(llm.generate(*prompts_and_params())) == expected
-        assert llm.scheduler_stats().num_preemptions > 0
+        assert llm.engines.scheduler_stats().num_preemptions > 0
 
 
 @NIGHTLY
@@ -141,7 +141,7 @@ def test_llm_with_an_engine_process(scripted, expected):
 def test_llm_with_several_ranks(scripted, expected, ranks):
     with LLM(config=scripted_config(scripted, TIGHT | ranks)) as llm:
         assert of_prompts(llm.generate(*prompts_and_params())) == expected
-        assert llm.scheduler_stats().num_preemptions > 0
+        assert llm.engines.scheduler_stats().num_preemptions > 0
 
 
 @pytest.mark.nightly
@@ -295,7 +295,7 @@ def test_async_llm_in_the_mix(scripted, expected, ranks):
 
     async def change_policies(llm):
         for policy in POLICIES * 2:
-            await llm.set_policy(policy)
+            await llm.plugins.set_policy(policy)
             await asyncio.sleep(0.05)
 
     async def main():
@@ -315,7 +315,7 @@ def test_async_llm_in_the_mix(scripted, expected, ranks):
             assert {job[0]: [r] for job, r in zip(jobs, results, strict=True)} == expected
             assert await asyncio.gather(*timed) == ["timeout"] * 2
             await policies
-            stats = await llm.scheduler_stats()
+            stats = await llm.engines.scheduler_stats()
             assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
         finally:
             llm.close()

@@ -55,13 +55,13 @@ def test_the_plugin_and_the_requests_of_the_step_are_named_and_it_is_quarantined
 
     async def die(llm):
         """All requests are there before the first step."""
-        await llm.pause("keep")
+        await llm.engines.pause("keep")
         bad = error_of(llm, "bad", plugin_args={"exits": {"after": 20}})
         errors = asyncio.gather(bad, error_of(llm, "other"), error_of(llm, "waiting"))
-        while len(await llm.live_requests()) < 3:
+        while len(await llm.engines.live_requests()) < 3:
             await asyncio.sleep(0.01)
         with contextlib.suppress(EngineDeadError):  # it may die before it has answered
-            await llm.resume()
+            await llm.engines.resume()
         return await errors
 
     async def main():
@@ -77,7 +77,7 @@ def test_the_plugin_and_the_requests_of_the_step_are_named_and_it_is_quarantined
                 assert bad.endswith(f"{common}was in the step in which it died")
                 assert other.endswith(f"{common}was in the step in which it died")
                 assert waiting.endswith(f"{common}may be sent again")
-                health = await llm.health()
+                health = await llm.plugins.health()
                 assert health.restarts == times
                 assert health.ok == (times == 1)
             assert (
@@ -103,7 +103,7 @@ def test_a_kill_from_outside_quarantines_no_plugin(scripted, tmp_path):
         stream = llm.generate("x", hangs(begun))
         next_ = asyncio.ensure_future(anext(stream))
         await until(begun.exists, "the step")
-        os.kill(llm.engine_pid, signal.SIGKILL)
+        os.kill(llm.engines.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError) as error:
             await next_
         return str(error.value)
@@ -114,6 +114,6 @@ def test_a_kill_from_outside_quarantines_no_plugin(scripted, tmp_path):
                 message = await die(llm, tmp_path / str(times))
                 assert "(SIGKILL), which others send, while apply() of plugin 'slow'" in message
             assert [output async for output in llm.generate("x")][-1].finished
-            assert (await llm.health()).quarantined == {}
+            assert (await llm.plugins.health()).quarantined == {}
 
     asyncio.run(main())

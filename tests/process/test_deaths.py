@@ -70,10 +70,10 @@ def test_a_question_asked_of_a_dying_engine_is_answered_with_its_death(opened, e
 
     threading.Thread(target=kill).start()
     with pytest.raises(EngineDeadError, match="was killed by signal 9"):
-        llm.scheduler_stats()
+        llm.engines.scheduler_stats()
     assert_quick("engine killed, utility call notified", time.monotonic() - killed[0])
     with pytest.raises(EngineDeadError):
-        llm.plugin_meters()
+        llm.plugins.meters()
 
 
 def test_frontend_killed_ends_the_engine(endless, tmp_path):
@@ -177,7 +177,7 @@ def test_while_it_drains_new_requests_and_calls_are_refused(opened, endless, tmp
     held = HeldSteps(tmp_path)
     begin(llm, 1, until_let_go(held))
     os.kill(pid_of(llm), signal.SIGTERM)
-    wait_until(lambda: drains(llm.scheduler_stats), PATIENCE_S, "the drain")
+    wait_until(lambda: drains(llm.engines.scheduler_stats), PATIENCE_S, "the drain")
     llm.llm_engine.add_request("late", "x", GREEDY)
     ended = {}
     while llm.llm_engine.has_unfinished_requests():
@@ -217,7 +217,7 @@ def test_a_second_signal_ends_the_drain_at_once(opened, endless, number, second)
     pid = pid_of(llm)
     begin(llm, 4, long())
     os.kill(pid, number)
-    wait_until(lambda: drains(llm.scheduler_stats), PATIENCE_S, "the drain")
+    wait_until(lambda: drains(llm.engines.scheduler_stats), PATIENCE_S, "the drain")
     time.sleep(0.1)
     assert alive(pid)
     began = time.monotonic()

@@ -95,7 +95,7 @@ def test_engines_on_two_nodes_give_the_tokens_of_one(scripted, expected):
     with on_ray(scripted) as llm:
         assert {node_of(llm, 0), node_of(llm, 1)} == {HEAD, SECOND}
         assert results(llm) == expected
-        assert [engine.state for engine in llm.load().engines] == ["serving"] * 2
+        assert [engine.state for engine in llm.engines.load().engines] == ["serving"] * 2
         pids = [one.pid for one in llm.engines]
     wait_until(lambda: not any(map(alive, pids)), what="the engines to end")
 
@@ -144,17 +144,17 @@ def test_an_engine_of_a_killed_node_goes_to_another_one(scripted, expected, node
 
 def test_engines_come_and_go_under_load(scripted, expected, while_running):
     with on_ray(scripted, {"data": 1}) as llm:
-        found = while_running(llm, 0, lambda: llm.scale(2))
+        found = while_running(llm, 0, lambda: llm.engines.scale(2))
         assert found == expected
         assert {node_of(llm, 0), node_of(llm, 1)} == {HEAD, SECOND}
         gone = llm.engines[1].pid
-        found = while_running(llm, 1, lambda: llm.scale(1, drain_seconds=0.1))
+        found = while_running(llm, 1, lambda: llm.engines.scale(1, drain_seconds=0.1))
         assert found == expected
         assert [one.rank for one in llm.engines] == [0]
         wait_until(lambda: not alive(gone), what="the engine to end")
         wait_until(lambda: len(actors()) == 1, what="its actor to end")
         with pytest.raises(HardpointError, match=r"parallel.ray: 9 engines need 9 CPU .* has 8"):
-            llm.scale(9)
+            llm.engines.scale(9)
         assert [one.rank for one in llm.engines] == [0]
         assert results(llm) == expected
 
@@ -234,7 +234,7 @@ def test_what_a_node_lacks_is_named(scripted, tmp_path):
     with on_ray(copied, {"data": 1}) as llm:
         shutil.rmtree(copied)
         with pytest.raises(HardpointError, match=r"engine 1 of 2: Ray node 127.0.0.\d .*model"):
-            llm.scale(2)
+            llm.engines.scale(2)
         assert [one.rank for one in llm.engines] == [0]
 
 

@@ -65,7 +65,7 @@ def check(llm, expected, num_preempted=0):
     got = drive(engine, [])
     got.pop("leaves", None)
     same(engine, jobs, expected, got)
-    stats = llm.scheduler_stats()
+    stats = llm.engines.scheduler_stats()
     assert stats.num_preemptions > num_preempted
     assert stats.num_running == stats.num_waiting == 0
 
@@ -127,7 +127,7 @@ def test_a_death_ends_all_engines_and_requests_go_on(scripted, expected):
             assert results(llm) == expected
             kill.join()
             wait_until(partial(are_new, llm, before), PATIENCE_S, "all engines")
-        assert llm.health().restarts == 4  # two engines, twice
+        assert llm.plugins.health().restarts == 4  # two engines, twice
         bad = SamplingParams(max_tokens=30, ignore_eos=True, plugin_args={"kills": {"at": 5}})
         outputs = llm.generate(["say abc"] * 4, [GREEDY, bad, GREEDY, GREEDY])
         assert (
@@ -174,13 +174,13 @@ def test_a_pause_in_the_midst_of_requests(scripted, tmp_path):
         async with AsyncLLM(config=scripted_settings(scripted)) as llm:
             whole = await tokens(llm, GREEDY)
             tasks = [asyncio.create_task(tokens(llm, slow)) for _ in range(3)]
-            while (await llm.scheduler_stats()).num_running < 3:
+            while (await llm.engines.scheduler_stats()).num_running < 3:
                 await asyncio.sleep(0.01)
-            await llm.pause("keep")
+            await llm.engines.pause("keep")
             held.let_go()
-            assert await llm.is_paused()
-            assert len(await llm.live_requests()) == 3
-            await llm.resume()
+            assert await llm.engines.is_paused()
+            assert len(await llm.engines.live_requests()) == 3
+            await llm.engines.resume()
             assert await asyncio.gather(*tasks) == [whole] * 3
 
     asyncio.run(main())
@@ -191,7 +191,7 @@ def test_calls_go_to_all_engines_together(scripted, expected):
         for level in (1, 2):
             llm.sleep(level)
             assert [engine.is_sleeping() for engine in llm.engines] == [True, True]
-            llm.pause()  # there is nothing to agree on
+            llm.engines.pause()  # there is nothing to agree on
             llm.wake_up()
             assert results(llm) == expected
         second = llm.engines[1]
@@ -200,7 +200,7 @@ def test_calls_go_to_all_engines_together(scripted, expected):
             with pytest.raises(RequestError, match="expected all engines, got engine 1 alone"):
                 call()
         with pytest.raises(HardpointError, match="^update_weights: the weights of engines that"):
-            llm.update_weights({"lm_head.weight": torch.zeros(2, 2)})
+            llm.weights.update({"lm_head.weight": torch.zeros(2, 2)})
 
 
 @pytest.mark.nightly
@@ -209,14 +209,17 @@ def test_the_number_changes_while_requests_run(mixture):
     with LLM(config=over_engines(mixture)) as llm:
         engine = engine_of(llm)
         # Jobs join in twelve steps, so that there are as many.
-        changes = {5: lambda _: sets.append(llm.scale(4)), 11: lambda _: sets.append(llm.scale(1))}
+        changes = {
+            5: lambda _: sets.append(llm.engines.scale(4)),
+            11: lambda _: sets.append(llm.engines.scale(1)),
+        }
         sets = []
         got = drive(engine, jobs, before_step=changes)
         same(engine, jobs, mixture[1], got)
         assert sets == [EngineSet(1, (0, 1, 2, 3)), EngineSet(2, (0,))]
         with pytest.raises(HardpointError, match="^engine . of 3: parallel.data: 4 experts cannot"):
-            llm.scale(3)
-        assert llm.scale(2) == EngineSet(3, (0, 1))
+            llm.engines.scale(3)
+        assert llm.engines.scale(2) == EngineSet(3, (0, 1))
 
 
 def new_process(before):
@@ -243,7 +246,7 @@ def test_a_change_is_undone_if_an_engine_dies_meanwhile(scripted, expected, tmp_
         before = [engine.pid for engine in llm.engines]
         ids = {child.pid for child in psutil.Process().children()}
         gate.touch()
-        change = pool.submit(llm.scale, 4)
+        change = pool.submit(llm.engines.scale, 4)
         new = new_process(ids)
         os.kill(new if victim == "new" else before[1], signal.SIGKILL)
         wait_until(change.done, PATIENCE_S, "the change to fail")
@@ -258,7 +261,7 @@ def test_a_change_is_undone_if_an_engine_dies_meanwhile(scripted, expected, tmp_
         wait_until(
             lambda: len(psutil.Process().children()) == len(ids), PATIENCE_S, "the others' end"
         )
-        assert llm.scale(1) == EngineSet(1, (0,))
+        assert llm.engines.scale(1) == EngineSet(1, (0,))
         assert results(llm) == expected
 
 
@@ -272,7 +275,7 @@ def test_kills_at_random_while_the_number_changes(scripted, expected):
 
     def change(llm, count):
         with contextlib.suppress(HardpointError):
-            llm.scale(count)
+            llm.engines.scale(count)
             return True
         return False
 

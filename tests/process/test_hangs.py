@@ -103,11 +103,11 @@ def test_it_is_restarted(scripted):
         config = scripted_config(scripted, SILENT)
         async with AsyncLLM(config=config, restart="on_failure") as llm:
             assert [output async for output in llm.generate("say abc", GREEDY)]
-            first = llm.engine_pid
+            first = llm.engines.pid
             os.kill(first, signal.SIGSTOP)
-            await until(lambda: llm.is_running and llm.engine_pid != first, "another engine")
+            await until(lambda: llm.is_running and llm.engines.pid != first, "another engine")
             assert [output async for output in llm.generate("say abc", GREEDY)]
-            assert (await llm.health()).restarts == 1
+            assert (await llm.plugins.health()).restarts == 1
 
     asyncio.run(main())
 
@@ -123,7 +123,7 @@ def test_a_server_is_not_ready_until_it_is(scripted, tmp_path):
     llm = AsyncLLM(config={**config, "server": {"port": 0}}, restart="on_failure")
     with running(llm) as server:
         gate.touch()  # so that another one does not get ready
-        os.kill(llm.engine_pid, signal.SIGSTOP)
+        os.kill(llm.engines.pid, signal.SIGSTOP)
         answers = []
 
         def is_ready():

@@ -93,10 +93,10 @@ def test_a_joined_engine_is_as_good_as_a_local_one(scripted, engine, after, tmp_
         assert llm.engines[1].scheduler_stats().prefix_cache.requests > 0
         llm.engines[1].pause("keep")
         llm.engines[1].resume()
-        llm.set_policy("priority")
+        llm.plugins.set_policy("priority")
         with pytest.raises(HardpointError, match=r"engine 1: plugin 'fair'.* has it enabled, the"):
-            llm.set_policy("fair", {"tag": "who"})  # options are not taken from outside
-        llm.set_policy("fcfs")
+            llm.plugins.set_policy("fair", {"tag": "who"})  # options are not taken from outside
+        llm.plugins.set_policy("fcfs")
 
         killed = after(llm, lambda: os.kill(joined, signal.SIGKILL))
         assert killed == local

@@ -66,7 +66,7 @@ def hostile(path: Path, share: float = 0.05, ways: list[str] = WAYS) -> dict[str
 
 
 def tiers_of(llm: LLM) -> dict[str, KVTierStats]:
-    return llm.scheduler_stats().kv_tiers
+    return llm.engines.scheduler_stats().kv_tiers
 
 
 def jobs_with_stops() -> list[Job]:
@@ -104,9 +104,9 @@ def check_rounds(llm: LLM, expected: dict[str, list], rounds: int = 2) -> None:
     for _ in range(rounds):
         assert run(engine, jobs, per_step=2) == expected
         llm.reset_prefix_cache()
-        stats = llm.scheduler_stats()
+        stats = llm.engines.scheduler_stats()
         assert stats.num_running == stats.num_waiting == stats.kv_cache_usage == 0
-    assert llm.scheduler_stats().num_preemptions > 0  # else TIGHT would prove nothing
+    assert llm.engines.scheduler_stats().num_preemptions > 0  # else TIGHT would prove nothing
 
 
 @pytest.mark.nightly
@@ -114,7 +114,7 @@ def test_cold_and_warm(scripted, expected):
     with opened(scripted, memory()) as llm:
         check_rounds(llm, expected)
         assert tiers_of(llm)["memory"].loaded_blocks > 50
-        assert not llm.health().fallbacks
+        assert not llm.plugins.health().fallbacks
 
 
 NEAR_BYTES = 400_000
@@ -148,7 +148,7 @@ def test_after_a_restart(scripted, expected, tmp_path, store):
         with opened(scripted, durable(store, tmp_path / "blocks")) as llm:
             check_rounds(llm, expected, rounds=1)
             loaded = sum(tier.loaded_blocks for tier in tiers_of(llm).values())
-            assert not llm.health().fallbacks
+            assert not llm.plugins.health().fallbacks
     assert loaded > 50
 
 
@@ -162,7 +162,7 @@ def test_llama_after_a_restart(llama, tmp_path, store, ranks):
         with open_llm(parallel_config(*RANKS[ranks], **config, **kept)) as llm:
             check_llama(llm, expected, rounds=1)
             loaded = sum(tier.loaded_blocks for tier in tiers_of(llm).values())
-            assert not llm.health().fallbacks
+            assert not llm.plugins.health().fallbacks
     assert loaded > 50
 
 
@@ -193,7 +193,7 @@ def test_every_choice(scripted, expected, choice):
         tiers = tiers_of(llm)
         assert tiers["memory"].loaded_blocks > 30
         assert tiers["near"].misses > 100
-        assert not llm.health().fallbacks
+        assert not llm.plugins.health().fallbacks
 
 
 @pytest.mark.nightly
@@ -238,7 +238,7 @@ def check_llama(llm: LLM, expected: dict[str, Any], rounds: int = 2) -> None:
     for _ in range(rounds):
         same(engine, jobs, expected, drive(engine, jobs))
         llm.reset_prefix_cache()
-        stats = llm.scheduler_stats()
+        stats = llm.engines.scheduler_stats()
         assert stats.num_running == stats.num_waiting == stats.kv_cache_usage == 0
     assert stats.num_preemptions > 3
 
@@ -255,7 +255,7 @@ def test_llama(llama, ranks, groups):
         check_llama(llm, expected)
         tiers = tiers_of(llm)
         assert tiers["memory"].loaded_blocks > 50 * groups
-        assert not llm.health().fallbacks
+        assert not llm.plugins.health().fallbacks
 
 
 @pytest.mark.nightly
@@ -290,7 +290,7 @@ def test_what_several_requests_need_is_loaded_once(scripted, tmp_path):
         assert [o.outputs[0].token_ids for o in outputs[:6]] == [alone_.outputs[0].token_ids] * 6
         assert [o.num_cached_tokens for o in outputs] == [96] * 6 + [56] * 2
         assert tiers_of(llm)["slow"].loaded_blocks == 12  # of 8 tokens each
-        assert llm.scheduler_stats().kv_cache_usage == 0
+        assert llm.engines.scheduler_stats().kv_cache_usage == 0
 
 
 @pytest.mark.nightly
@@ -321,10 +321,10 @@ def test_requests_that_leave(scripted, expected, tmp_path):
                 if output.finished:
                     results[output.request_id] = [summary(output)]
         assert {name: results[name] for name in expected} == expected
-        stats = llm.scheduler_stats()
+        stats = llm.engines.scheduler_stats()
         assert stats.num_running == stats.num_waiting == stats.kv_cache_usage == 0
         assert tiers_of(llm)["slow"].loaded_blocks > 20
-        assert not llm.health().fallbacks
+        assert not llm.plugins.health().fallbacks
 
 
 class Hangs(FolderStore):
@@ -360,7 +360,7 @@ def test_a_store_that_hangs_keeps_no_request_for_long(scripted, tmp_path):
             assert output.outputs[0].token_ids == before.outputs[0].token_ids
             llm.reset_prefix_cache()
         assert time.monotonic() - began < 30
-        assert "hangs" in llm.health().fallbacks
+        assert "hangs" in llm.plugins.health().fallbacks
         Hangs.let_go.set()
 
 
@@ -401,5 +401,5 @@ def test_calls_between_steps(llama, tmp_path, ranks, groups):
             same(engine, jobs, expected, drive(engine, jobs, before_step=calls))
             llm.reset_prefix_cache()
         assert tiers_of(llm)["slow"].loaded_blocks > 0
-        assert llm.scheduler_stats().kv_cache_usage == 0
-        assert not llm.health().fallbacks
+        assert llm.engines.scheduler_stats().kv_cache_usage == 0
+        assert not llm.plugins.health().fallbacks

@@ -45,7 +45,7 @@ def generate(model: Path, blocks: Path, **settings: Any) -> tuple[int, list[int]
     stores = {"kv_connector": {"stores": [FOLDER]}, "plugin": plugin}
     with open_llm(parallel_config(*ranks, model=str(model), **stores, **settings)) as llm:
         (output,) = llm.generate([PROMPT], GREEDY, cache_salt=salt)
-        stats = llm.scheduler_stats().kv_tiers["folder"]
+        stats = llm.engines.scheduler_stats().kv_tiers["folder"]
         assert stats.failures == 0
         if settings.get("kv_cache", {}).get("block_size", 8) == 8:
             parts = plugin.get("stores", {}).get("layer_groups", 1) * ranks[0] * ranks[1]

@@ -182,12 +182,12 @@ def test_random_changes_disturb_no_request(scripted, num_changes, extra):
             for _ in range(num_changes):
                 change, after = changing.next()
                 changing.about_to_be(after)
-                await llm.set_plugins(**change)
+                await llm.plugins.change(**change)
                 changing.done(after)
                 await asyncio.sleep(0.01)
             ended.set()
             counts = await asyncio.gather(*streams)
-            assert llm.manifest.generation == num_changes + 1
+            assert llm.plugins.manifest.generation == num_changes + 1
             return counts
         finally:
             await llm.aclose()
@@ -218,7 +218,7 @@ def test_random_changes_in_this_process(scripted, num_changes):
                 for _ in range(num_changes):
                     change, after = changing.next()
                     changing.about_to_be(after)
-                    llm.set_plugins(**change)
+                    llm.plugins.change(**change)
                     changing.done(after)
             except BaseException as error:
                 failures.append(error)
@@ -248,7 +248,7 @@ def test_random_changes_in_this_process(scripted, num_changes):
                 changing.check_or_plain(used, index % 7, found, first, expected[index])
         thread.join()
         assert not failures, failures
-        assert llm.manifest.generation == num_changes + 1
+        assert llm.plugins.manifest.generation == num_changes + 1
 
 
 FAILING = {
@@ -270,22 +270,24 @@ def test_a_change_that_a_process_cannot_prepare_or_commit_is_undone(scripted, ex
     async def run():
         llm = AsyncLLM(config=config_of(scripted, extra))
         try:
-            await llm.set_policy(f"{MODULE}:Keeper")
-            before = llm.settings()
+            await llm.plugins.set_policy(f"{MODULE}:Keeper")
+            before = llm.engines.settings()
             running = asyncio.ensure_future(last(llm, "a", params_of("pick", 1)))
             with pytest.raises(PluginLoadError, match="'breaks' .*it breaks"):
-                await llm.set_plugins(enable=[f"{MODULE}:Breaks"], options={"pick": {"delta": 3}})
+                await llm.plugins.change(
+                    enable=[f"{MODULE}:Breaks"], options={"pick": {"delta": 3}}
+                )
             with pytest.raises(HardpointError, match="'refusing' .*it takes no state"):
-                await llm.set_plugins(
+                await llm.plugins.change(
                     options={"pick": {"delta": 3}},
                     config={"scheduler.policy": f"{MODULE}:Refusing"},
                 )
-            assert llm.settings() == before
+            assert llm.engines.settings() == before
             expected = [token_of(0, 1, at) for at in range(TOKENS)]
             assert await running == expected
             found = await asyncio.gather(*[last(llm, "a", params_of("pick", 1)) for _ in range(4)])
             assert found == [expected] * 4
-            await llm.set_plugins(options={"pick": {"delta": 3}})
+            await llm.plugins.change(options={"pick": {"delta": 3}})
             assert await last(llm, "a", params_of("pick", 1)) == [
                 token_of(3, 1, at) for at in range(TOKENS)
             ]
@@ -302,10 +304,10 @@ def test_workers_of_an_engine_process_that_fail(scripted, action):
         "plugin": {"failing_calls": {"action": action}},
     }
     with LLM(config=config_of(scripted, extra)) as llm:
-        before = llm.settings()
+        before = llm.engines.settings()
         with pytest.raises(HardpointError, match=f"the workers fail to {action}"):
-            llm.set_plugins(options={"pick": {"delta": 2}}, config={"scheduler.policy": "fair"})
-        assert llm.settings() == before
+            llm.plugins.change(options={"pick": {"delta": 2}}, config={"scheduler.policy": "fair"})
+        assert llm.engines.settings() == before
         (output,) = llm.generate("a", params_of("pick", 1))
         assert output.outputs[0].token_ids == [token_of(0, 1, at) for at in range(TOKENS)]
 
@@ -314,16 +316,18 @@ def test_an_engine_that_is_started_again_has_the_latest_generation(scripted):
     async def run():
         llm = AsyncLLM(config=config_of(scripted), restart="on_failure")
         try:
-            await llm.set_plugins(
+            await llm.plugins.change(
                 options={"pick": {"delta": 5}}, config={"scheduler.policy": "fair"}
             )
-            pid = llm.engine_pid
+            pid = llm.engines.pid
             os.kill(pid, signal.SIGKILL)
-            await until(lambda: llm.engine_pid not in (pid, 0) and llm.is_running, "another engine")
+            await until(
+                lambda: llm.engines.pid not in (pid, 0) and llm.is_running, "another engine"
+            )
             assert await last(llm, "a", params_of("pick", 1)) == [
                 token_of(5, 1, at) for at in range(TOKENS)
             ]
-            await llm.set_plugins(options={"pick": {"delta": 6}})
+            await llm.plugins.change(options={"pick": {"delta": 6}})
             assert await last(llm, "a", params_of("pick", 1)) == [
                 token_of(6, 1, at) for at in range(TOKENS)
             ]

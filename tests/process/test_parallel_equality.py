@@ -89,7 +89,7 @@ def check(llm, expected):
     """Two rounds, of which the second finds what the first has left in the prefix cache."""
     engine, jobs = engine_of(llm), mixed_jobs()
     for _ in range(2):
-        before = llm.scheduler_stats()
+        before = llm.engines.scheduler_stats()
         got = in_company(engine, jobs)
         broken = got.pop("breaks")
         assert "waves" in broken.error
@@ -98,7 +98,7 @@ def check(llm, expected):
         got.pop("leaves", None)
         assert got.keys() == expected.keys()
         same(engine, jobs, expected, got)
-        stats = llm.scheduler_stats()
+        stats = llm.engines.scheduler_stats()
         assert stats.num_preemptions > before.num_preemptions + 3
         assert stats.prefix_cache.hit_tokens > before.prefix_cache.hit_tokens + 100
         assert stats.num_running == stats.num_waiting == stats.kv_cache_usage == 0
@@ -134,7 +134,7 @@ def test_planning_ahead(references, use, tensor, in_process):
     engine = {"engine": {"in_process": in_process}}
     with open_llm(parallel_config(tensor, **config, **AHEAD[use], **engine)) as llm:
         check(llm, expected)
-        assert llm.scheduler_stats().num_waits_for_results.keys() == {"structured_output"}
+        assert llm.engines.scheduler_stats().num_waits_for_results.keys() == {"structured_output"}
 
 
 @pytest.mark.parametrize("cache_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.nightly)])
@@ -222,7 +222,7 @@ def test_control_calls_between_steps(references, ranks):
         engine = engine_of(llm)
         got = drive(engine, jobs, before_step=calls)
         same(engine, jobs, expected, got)
-        assert llm.scheduler_stats().num_preemptions > 10
+        assert llm.engines.scheduler_stats().num_preemptions > 10
 
 
 @pytest.mark.nightly

@@ -34,24 +34,24 @@ def llm(request, tmp_path_factory):
 
 def test_every_rank_answers(llm):
     ranks = [f"hello in rank {rank}" for rank in range(llm.num_ranks)]
-    answer = llm.call_part("answering", "hello", {"kind": [1, None]})
+    answer = llm.plugins.call_part("answering", "hello", {"kind": [1, None]})
     assert answer == {"answers": ranks, "kind": [1, None]}
 
 
 def test_errors_of_worker_halves_reach_the_caller_and_nothing_else(llm):
     with pytest.raises(ModelError, match="its file is missing"):
-        llm.call_part("answering", "refuse")
+        llm.plugins.call_part("answering", "refuse")
     with pytest.raises(
         PluginFaultError, match="'answering'.*: its call.. failed: KeyError: 'no seat"
     ):
-        llm.call_part("answering", "fail")
+        llm.plugins.call_part("answering", "fail")
     (output,) = llm.generate([[1, 2]], SamplingParams(max_tokens=2))
     assert len(output.outputs[0].token_ids) == 2
 
 
 def test_an_unknown_part_is_refused(llm):
     with pytest.raises(RequestError, match="part: .* answering, .*pooling, .*got 'adapters'"):
-        llm.call_part("adapters", "list")
+        llm.plugins.call_part("adapters", "list")
 
 
 def test_an_answer_that_takes_long_stops_nothing(tmp_path):
@@ -64,11 +64,11 @@ def test_an_answer_that_takes_long_stops_nothing(tmp_path):
 
     async def run():
         async with AsyncLLM(str(folder), config=settings, max_model_len=64) as llm:
-            later = asyncio.create_task(llm.call_part("answering", "later"))
+            later = asyncio.create_task(llm.plugins.call_part("answering", "later"))
             await asyncio.sleep(0)
             outputs = [output async for output in llm.generate([1, 2], SamplingParams())]
             assert not later.done()
-            assert await llm.call_part("answering", "now") is None
+            assert await llm.plugins.call_part("answering", "now") is None
             return await later, outputs[-1].finished
 
     assert asyncio.run(run()) == ("answered", True)

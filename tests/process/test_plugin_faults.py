@@ -137,9 +137,9 @@ def test_quarantine_by_distinct_requests(scripted):
     with LLM(config=process_config(scripted, enabled(quarantine_after=2))) as llm:
         bad = SamplingParams(n=3, plugin_args={"dense": {"how": "nan"}}, seed=1)
         llm.generate("x", bad)  # three completions of one request count once
-        assert llm.health().faults == {"dense": 1}
+        assert llm.plugins.health().faults == {"dense": 1}
         llm.generate("x", bad)
-        assert "plugin 'dense'" in llm.health().quarantined["dense"]
+        assert "plugin 'dense'" in llm.plugins.health().quarantined["dense"]
         with pytest.raises(RequestError, match=r"plugin_args.dense: the plugin is quarantined"):
             llm.generate("x", SamplingParams(plugin_args={"dense": {}}))
         assert llm.generate("say abc", SamplingParams(temperature=0.0))[0].outputs[0].text
@@ -208,7 +208,7 @@ def test_a_hook_that_raises_in_the_engine_is_counted_and_reported(scripted):
         pid = llm.llm_engine.parts.client.pid
         (output,) = llm.generate("say abc", SamplingParams(temperature=0.0, max_tokens=20))
         assert output.outputs[0].text == " abc abc abc"
-        fallback = llm.health().fallbacks["step_planned"]
+        fallback = llm.plugins.health().fallbacks["step_planned"]
     assert fallback.count >= len(output.outputs[0].token_ids)
     assert "plugin 'planned'" in fallback.message
     assert f"RuntimeError: no room in {pid}" in fallback.message
@@ -326,6 +326,6 @@ def test_arguments_that_are_wrong_in_the_engine_only(scripted, monkeypatch, how,
             assert broken.finish_reason == "error"
             assert re.search(fragment, broken.error)
             assert well.text == " abc abc abc"
-            assert llm.health().faults == {"elsewhere": times}
+            assert llm.plugins.health().faults == {"elsewhere": times}
         with pytest.raises(RequestError, match=r"plugin_args\.elsewhere: the plugin is quarant"):
             llm.generate("x", bad)

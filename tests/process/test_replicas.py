@@ -95,7 +95,7 @@ def test_several_engines_give_the_tokens_of_one(scripted, expected):
         shares = [engine.scheduler_stats().prefix_cache.requests for engine in llm.engines]
         assert sum(shares) == sum(map(len, expected))
         assert min(shares) > 0
-        assert llm.scheduler_stats().prefix_cache.requests == sum(shares)
+        assert llm.engines.scheduler_stats().prefix_cache.requests == sum(shares)
 
 
 def kill_after(llm, seconds: float, rng: random.Random) -> threading.Thread:
@@ -121,7 +121,7 @@ def test_a_kill_at_any_time_changes_nothing(scripted, expected):
             assert results(llm) == expected, f"killed after {0.05 * step:g} s"
             killer.join()
         wait_until(lambda: all(engine.pid for engine in llm.engines), PATIENCE_S, "all engines")
-        assert llm.health().restarts >= 1
+        assert llm.plugins.health().restarts >= 1
         assert results(llm) == expected
 
 
@@ -135,7 +135,7 @@ def scaled_at_random(llm, rng: random.Random) -> Iterator[list[str]]:
             if over.wait(rng.uniform(1.0, 6.0)):
                 return
             try:
-                llm.scale(count)
+                llm.engines.scale(count)
             except HardpointError as error:  # of an engine that was killed while it started
                 refused.append(str(error))
 
@@ -235,16 +235,16 @@ def test_with_the_defaults_a_request_goes_on_once(scripted):
     )
 
     async def kill(llm) -> None:
-        first = llm.engine_pid
+        first = llm.engines.pid
         os.kill(first, signal.SIGKILL)
-        await until(lambda: llm.is_running and llm.engine_pid != first, "another engine")
+        await until(lambda: llm.is_running and llm.engines.pid != first, "another engine")
 
     async def main():
         async with AsyncLLM(config=config(scripted, 1), restart="on_failure") as llm:
             stream = llm.generate("say abc", params)
             await anext(stream)
             await kill(llm)
-            while not await llm.live_requests():  # of the other engine
+            while not await llm.engines.live_requests():  # of the other engine
                 await asyncio.sleep(0.01)
             await kill(llm)
             once = r"the request went on at another engine 1 time before \(engine.max_resumes\)$"
@@ -258,13 +258,13 @@ def test_with_the_defaults_a_request_goes_on_once(scripted):
 def test_a_restarted_engine_has_what_was_changed(scripted):
     settings = config(scripted, 2, restart="on_failure")
     with LLM(config=settings) as llm:
-        llm.set_policy("priority")
+        llm.plugins.set_policy("priority")
         old = llm.engines[1].pid
         os.kill(old, signal.SIGKILL)
         wait_until(lambda: llm.engines[1].pid not in (None, old), PATIENCE_S, "the other engine")
         output = llm.generate("say abc", GREEDY, priority=3, data_parallel_rank=1)[0]
         assert output.outputs[0].text == " abc abc abc"
-        assert llm.health().restarts == 1
+        assert llm.plugins.health().restarts == 1
 
 
 @pytest.mark.nightly
@@ -273,10 +273,10 @@ def test_the_number_of_engines_changes_under_load(scripted, expected):
         found = []
         load = threading.Thread(target=lambda: found.extend(results(llm) for _ in range(6)))
         load.start()
-        assert llm.scale(3).ranks == (0, 1, 2)
-        assert llm.scale(1, drain_seconds=0.0).ranks == (0,)
-        assert llm.scale(2).epoch == 3
-        assert llm.retire([0], drain_seconds=0.1).ranks == (1,)
+        assert llm.engines.scale(3).ranks == (0, 1, 2)
+        assert llm.engines.scale(1, drain_seconds=0.0).ranks == (0,)
+        assert llm.engines.scale(2).epoch == 3
+        assert llm.engines.retire([0], drain_seconds=0.1).ranks == (1,)
         load.join()
         assert [one == expected for one in found] == [True] * 6
         assert len(llm.engines) == 1
@@ -285,9 +285,9 @@ def test_the_number_of_engines_changes_under_load(scripted, expected):
 def test_one_engine_alone_keeps_its_number(scripted):
     with LLM(config=config(scripted, 1, in_process=False)) as llm:
         with pytest.raises(HardpointError, match="^scale: expected 1, for the engine was"):
-            llm.scale(2)
+            llm.engines.scale(2)
         with pytest.raises(HardpointError, match="^retire: there is one engine alone"):
-            llm.retire([0])
+            llm.engines.retire([0])
 
 
 def test_calls_go_to_all_engines_or_to_one(scripted):
@@ -297,16 +297,16 @@ def test_calls_go_to_all_engines_or_to_one(scripted):
         assert (first.rank, second.rank) == (0, 1)
         first.pause("keep")
         assert [engine.is_paused() for engine in llm.engines] == [True, False]
-        assert not llm.is_paused()
+        assert not llm.engines.is_paused()
         first.resume()
-        llm.pause()
-        assert llm.is_paused()
-        llm.resume()
+        llm.engines.pause()
+        assert llm.engines.is_paused()
+        llm.engines.resume()
         llm.sleep(1)
         assert [engine.is_sleeping() for engine in llm.engines] == [True, True]
         llm.wake_up()
-        assert llm.live_requests() == []
-        assert sorted(llm.plugin_meters()) == sorted(first.plugin_meters())
+        assert llm.engines.live_requests() == []
+        assert sorted(llm.plugins.meters()) == sorted(first.plugin_meters())
 
 
 @pytest.mark.parametrize(

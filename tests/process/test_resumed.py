@@ -352,7 +352,7 @@ def test_layers_with_states_of_an_engine_that_dies(hybrid, tmp_path):
                 for (_, prompt, params), event in zip(jobs, events, strict=True)
             ]
             await asyncio.gather(*(event.wait() for event in events))
-            os.kill(llm.engine_pid, signal.SIGKILL)
+            os.kill(llm.engines.pid, signal.SIGKILL)
             held.let_go()
             return await asyncio.gather(*tasks)
 
@@ -439,7 +439,7 @@ def test_adapters(tmp_path_factory):
 
     def open_model(_folder, extra):
         llms.append(LLM(config=table | extra))
-        added.append(llms[-1].add_lora(lora("a", 1, base / "adapter")))
+        added.append(llms[-1].adapters.add(lora("a", 1, base / "adapter")))
         return engine_of(llms[-1])
 
     open_model(base / "model", extra).close()

@@ -294,7 +294,11 @@ def test_an_executor_that_fails_outside_of_its_calls_ends_the_engine(scripted, o
 def test_other_calls_report_a_failed_executor_too(scripted):
     with LLM(config=scripted_config(scripted, {"executor": {"use": f"{HERE}:LosesWorker"}})) as llm:
         list(itertools.islice(llm.stream("x", SamplingParams(max_tokens=9, ignore_eos=True)), 3))
-        for call in (llm.is_sleeping, lambda: llm.generate("x"), llm.scheduler_stats):
+        for call in (
+            llm.engines.is_sleeping,
+            lambda: llm.generate("x"),
+            llm.engines.scheduler_stats,
+        ):
             with pytest.raises(EngineFaultError, match="plugin 'loses_worker'.*worker 3 was kill"):
                 call()
 

@@ -54,7 +54,7 @@ while time.monotonic() < end:
     count += len(prompts)
     hits += sum(got.num_cached_tokens for got in found)
     print(count, hits, flush=True)
-health = stored.health()
+health = stored.plugins.health()
 stored.close()
 plain.close()
 assert not health.fallbacks, health

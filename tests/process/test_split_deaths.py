@@ -108,7 +108,7 @@ async def answers_while_killed(pair, seed):
                 await asyncio.sleep(0.001)
             await asyncio.sleep(chance.uniform(0, 0.03))
             with contextlib.suppress(ProcessLookupError):
-                os.kill(victim.engine_pid, signal.SIGKILL)
+                os.kill(victim.engines.pid, signal.SIGKILL)
 
     await asyncio.gather(kill(), *(work() for _ in range(NUM_AT_ONCE)))
     return answers, longest
@@ -120,7 +120,7 @@ def test_each_engine_is_killed_and_restarted_twice(base, wanted, tmp_path, in_st
         pair = Pair(base, tmp_path / "s", load_in_step=in_step)
         try:
             answers, longest = await answers_while_killed(pair, seed=in_step)
-            stats = [await one.scheduler_stats() for one in (pair.prefill, pair.decode)]
+            stats = [await one.engines.scheduler_stats() for one in (pair.prefill, pair.decode)]
             num_loaded = pair.num_loaded
             again = [await pair.answer(number) for number in range(5)]
         finally:
@@ -144,7 +144,7 @@ def test_a_prefill_engine_that_hangs_delays_no_other_for_long(base, wanted, tmp_
         pair = Pair(base, tmp_path / "s")
         try:
             output = await pair.last(pair.prefill, 100, params(1), REMOTE)
-            os.kill(pair.prefill.engine_pid, signal.SIGSTOP)
+            os.kill(pair.prefill.engines.pid, signal.SIGSTOP)
             try:
                 began = time.monotonic()
                 # One that needs the peer, and one that does not.
@@ -154,7 +154,7 @@ def test_a_prefill_engine_that_hangs_delays_no_other_for_long(base, wanted, tmp_
                 )
                 seconds = time.monotonic() - began
             finally:
-                os.kill(pair.prefill.engine_pid, signal.SIGCONT)
+                os.kill(pair.prefill.engines.pid, signal.SIGCONT)
             back = await pair.answer(102)
         finally:
             await pair.close()
@@ -175,7 +175,7 @@ def test_a_decode_engine_that_dies_while_it_waits_frees_the_blocks_of_the_other(
         try:
             for number in range(40):  # more than there is room for
                 await pair.last(pair.prefill, number, params(1), REMOTE)
-            os.kill(pair.decode.engine_pid, signal.SIGKILL)
+            os.kill(pair.decode.engines.pid, signal.SIGKILL)
             await asyncio.sleep(1.5)
             while isinstance(await pair.answer(0), EngineDeadError):
                 await asyncio.sleep(0.05)

@@ -72,9 +72,9 @@ def test_all_ranks_change_or_none(folders, expected, tmp_path, ranks):
 
             assert await tokens() == (expected[0], None)
             with pytest.raises(ModelError, match="'model.norm.weight' has numbers that are not"):
-                await llm.update_weights(tmp_path / "bad.safetensors")
+                await llm.weights.update(tmp_path / "bad.safetensors")
             assert await tokens() == (expected[0], None)
-            assert await llm.update_weights(tensors, version="a") == "a"
+            assert await llm.weights.update(tensors, version="a") == "a"
             ids, ((run,)) = await tokens()
             assert (ids, run.version, run.kv_version) == (expected[1], "a", "a")
 
@@ -87,15 +87,15 @@ def test_an_engine_that_is_restarted_has_the_newest_weights(folders, expected):
     async def run():
         llm = AsyncLLM(str(first), config=SETTINGS, max_model_len=128, restart="on_failure")
         async with llm:
-            await llm.update_weights(load_file(second / "model.safetensors"))
-            os.kill(llm.engine_pid, signal.SIGKILL)
+            await llm.weights.update(load_file(second / "model.safetensors"))
+            os.kill(llm.engines.pid, signal.SIGKILL)
             last = None
             async with asyncio.timeout(PATIENCE_S):
                 while last is None:
                     with contextlib.suppress(EngineDeadError):
                         async for output in llm.generate(PROMPTS[0], PARAMS):
                             last = output
-            assert (await llm.health()).restarts == 1
+            assert (await llm.plugins.health()).restarts == 1
             assert last.outputs[0].token_ids == expected[1][0]
             assert last.outputs[0].weight_runs[0].version == "1"
 
@@ -127,7 +127,7 @@ async def outputs_under_updates(versions, settings, params):
         for before, version in itertools.pairwise(versions):
             await until(lambda before=before: came[before] > 16, "outputs")
             mode = "wait" if version == "2" else "keep"
-            await llm.update_weights(versions[version], version=version, mode=mode)
+            await llm.weights.update(versions[version], version=version, mode=mode)
         await until(lambda: came[version], "outputs of the last version")
         is_done.set()
         await asyncio.gather(*tasks)

@@ -97,15 +97,15 @@ def test_an_engine_sleeps_profiles_and_reports_with_all_its_workers(scripted, tm
             llm.sleep(level)
             llm.wake_up()
             assert text_of(llm) == " abc abc abc"
-        llm.start_profile()
-        files = llm.stop_profile()
+        llm.debug.start_profile()
+        files = llm.debug.stop_profile()
         assert len({os.path.basename(file) for file in files}) == 2
         for rank, file in enumerate(files):
             assert f"hardpoint-rank{rank}-{workers()[rank].pid}-" in file
             assert os.path.getsize(file)
-        before = llm.plugin_meters()["idle"].steps
+        before = llm.plugins.meters()["idle"].steps
         llm.generate("x", SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
-        assert llm.plugin_meters()["idle"].steps == before + 3
+        assert llm.plugins.meters()["idle"].steps == before + 3
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
@@ -227,7 +227,7 @@ def test_a_restarted_engine_serves_with_new_workers(scripted):
             for rank in (0, 1):
                 old = workers()
                 stuck = asyncio.create_task(ask_endless(llm))
-                while not (await llm.scheduler_stats()).num_running:
+                while not (await llm.engines.scheduler_stats()).num_running:
                     await asyncio.sleep(0.01)
                 began = time.monotonic()
                 old[rank].kill()

@@ -116,6 +116,12 @@ class FakeEngine:
     def __post_init__(self):
         self.tokenizer = FakeTokenizer()
 
+    @property
+    def model(self):
+        return self
+
+    adapters = engines = weights = plugins = debug = model
+
     def default_sampling_params(self):
         return SamplingParams()
 
@@ -136,7 +142,7 @@ class FakeEngine:
             0x110000,
             self.default_sampling_params(),
             params,
-            encode=lambda text, first: self.tokenise(text, add_special_tokens=first),
+            encode=lambda text, first: self.model.tokenize(text, add_special_tokens=first),
             generate=lambda name, prompt, given: self.generate(prompt, given, name, **extras),
             abort=self.abort,
         )
@@ -273,7 +279,7 @@ class FakeEngine:
     async def prompt_tokens(self, prompt):
         return list(prompt["prompt_token_ids"])
 
-    async def tokenise(self, text, *, add_special_tokens=True):
+    async def tokenize(self, text, *, add_special_tokens=True):
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     async def abort(self, request_ids):
@@ -342,14 +348,14 @@ class FakeEngine:
     async def is_sleeping(self):
         return self.sleep_level > 0
 
-    async def plugin_meters(self):
+    async def meters(self):
         return {}
 
-    async def plugin_states(self):
+    async def states(self):
         return {"acme": {"api_key": "hush", "shares": 2}}
 
-    async def set_plugins(self, **asked):
-        self.utilities.append(("set_plugins", asked))
+    async def change(self, **asked):
+        self.utilities.append(("change", asked))
         return self.manifest
 
     def settings(self):
@@ -371,7 +377,7 @@ class FakeEngine:
         self.closed = True
 
     def __getattr__(self, name):
-        if name.startswith("_") or name in ("add_lora", "remove_lora", "list_loras"):
+        if name.startswith("_") or name in ("add", "remove", "list", "resolve"):
             raise AttributeError(name)
 
         async def utility(*args, **kwargs):

@@ -94,6 +94,11 @@ def keeps_nothing(output: OutputProcessor) -> bool:
     return output._states == output._by_parent == output._by_external == {}
 
 
+def open_calls_of(llm):
+    """Return the calls of an LLM that wait for outputs."""
+    return llm._requests.calls
+
+
 def open_conversations_of(llm):
     """Return the open conversations of an LLM or AsyncLLM."""
     return llm._conversations

@@ -86,7 +86,7 @@ class Prompts:
 
     def _prompt(self, request: PromptLine) -> Prompt:
         if request.messages is not None:
-            return self._generator.apply_chat_template(request.messages)
+            return self._generator.model.apply_chat_template(request.messages)
         prompt: Prompt = request.given["prompt"]
         return prompt
 

@@ -77,8 +77,8 @@ def _traced_here(options: argparse.Namespace, context: CommandContext, prompt: A
     with contextlib.closing(context.open_model(config, config_sources)) as generator:
         params = asking_for_trace(prompt_params(options, generator), options.candidates)
         if options.chat:
-            prompt = generator.apply_chat_template([{"role": "user", "content": prompt}])
-        return generator.trace(prompt, params)
+            prompt = generator.model.apply_chat_template([{"role": "user", "content": prompt}])
+        return generator.debug.trace(prompt, params)
 
 
 COMMAND = Command("trace", "Show how each token of an answer was chosen.", _configure, _run)

@@ -87,7 +87,7 @@ class ChunkAnswer(AnswerWriter[OutputT]):
 
     async def _measure(self) -> None:
         """Count the tokens of the reasoning, before the usage of the whole answer."""
-        await self._usage.measure(self._service.engine.tokenise)
+        await self._usage.measure(self._service.engine.model.tokenize)
 
     def _usage_so_far(self, completion_tokens: int | None = None) -> bytes:
         """Return the usage in a chunk, after a comma; empty where it was not asked for.

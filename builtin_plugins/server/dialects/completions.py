@@ -296,11 +296,11 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
         for prompt, place in zip(prompts, places, strict=True):
             try:
                 if isinstance(prompt, str):
-                    ids = await engine.tokenise(prompt, add_special_tokens=special)
+                    ids = await engine.model.tokenize(prompt, add_special_tokens=special)
                     given.append({"type": "token", "prompt": prompt, "prompt_token_ids": ids})
                     continue
                 if isinstance(prompt, dict):  # ids are checked when sent, before any answer
-                    await engine.prompt_tokens(prompt)
+                    await engine.model.prompt_tokens(prompt)
                 given.append(prompt)
             except RequestError as error:
                 raise _with_place(error, place) from None

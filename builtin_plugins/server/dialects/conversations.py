@@ -189,7 +189,9 @@ class ConversationRoutes:
 
         async def work() -> ReleasedSession:
             arguments = {"session": session, "cache_salt": salt}
-            outcome = await self._service.engine.call_part("retention", "release", arguments)
+            outcome = await self._service.engine.plugins.call_part(
+                "retention", "release", arguments
+            )
             return ReleasedSession(session, outcome)
 
         return await self._service.answer(request, call, work)
@@ -352,7 +354,7 @@ class _Talk:
             own: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA}
             if asked.max_tokens is not None:
                 own["max_tokens"] = asked.max_tokens
-            defaults = self._service.engine.default_sampling_params()
+            defaults = self._service.engine.model.default_sampling_params()
             params = asked.sampling_params(defaults, limits, **own)
         self._turn = asyncio.ensure_future(self._answering(self._run_turn(params, asked)))
 
@@ -383,7 +385,7 @@ class _Talk:
                 raise type(error)(asked.own_names(str(error))) from error
             finally:
                 self._tokens.add(count)
-            await count.measure(self._service.engine.tokenise)
+            await count.measure(self._service.engine.model.tokenize)
             await self._send(ResponseDone(turn, reason, stop_reason, count.usage()))
 
     async def _send(self, event: msgspec.Struct) -> None:

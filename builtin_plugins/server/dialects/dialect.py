@@ -132,7 +132,7 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
         Raises:
             RequestError: a field is wrong, or more than the server allows.
         """
-        defaults = self._service.engine.default_sampling_params()
+        defaults = self._service.engine.model.default_sampling_params()
         return body.sampling_params(defaults, self._service.settings.limits, **fields)
 
     @abstractmethod

@@ -186,8 +186,8 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
         conversation = self._conversation(call, asked)
 
         async def counted() -> TokenCount:
-            prompt = await self._service.engine.apply_chat_template(**conversation)
-            return TokenCount(len(await self._service.engine.prompt_tokens(prompt)))
+            prompt = await self._service.engine.model.apply_chat_template(**conversation)
+            return TokenCount(len(await self._service.engine.model.prompt_tokens(prompt)))
 
         return await self._service.answer(request, call, counted)
 

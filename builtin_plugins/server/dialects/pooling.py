@@ -125,10 +125,10 @@ class PoolingRoute:
     async def _processed(
         self, call: Call, asked: PoolingRequest, model: str, request_id: str, now: int
     ) -> PooledResult:
-        engine = self._service.engine
+        plugins = self._service.engine.plugins
         extras = self._service.extras(call, asked)
-        answer = await engine.process(asked.data, asked.io_processor, as_json=True, **extras)
-        name = asked.io_processor or next(iter(engine.io_processor_schemas()))
+        answer = await plugins.process(asked.data, asked.io_processor, as_json=True, **extras)
+        name = asked.io_processor or next(iter(plugins.io_processor_schemas()))
         return PooledResult(
             request_id, "processed", now, model, msgspec.Raw(answer), request_id, now, name
         )

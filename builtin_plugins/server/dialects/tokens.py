@@ -396,11 +396,11 @@ class TokenRoutes:
                 )
             self._service.check_prompt(asked.prompt)
             special = asked.add_special_tokens is not False
-            return await engine.tokenise(asked.prompt, add_special_tokens=special)
+            return await engine.model.tokenize(asked.prompt, add_special_tokens=special)
         messages = plain_messages(asked.messages or ())
         tools = plain_tools(asked.tools)
         self._service.check_prompt(messages, tools, name="messages")
-        rendered = await engine.apply_chat_template(
+        rendered = await engine.model.apply_chat_template(
             with_owner(messages, self._service.owner_of(call)),
             tools=tools,
             add_generation_prompt=asked.add_generation_prompt,
@@ -416,8 +416,8 @@ class TokenRoutes:
                 "writes them"
             )
         if asked.add_special_tokens:
-            return await engine.tokenise(rendered["prompt"], add_special_tokens=True)
-        return await engine.prompt_tokens(rendered)
+            return await engine.model.tokenize(rendered["prompt"], add_special_tokens=True)
+        return await engine.model.prompt_tokens(rendered)
 
     def _texts(self, tokens: list[int]) -> list[str]:
         decode = self._service.engine.tokenizer.decode

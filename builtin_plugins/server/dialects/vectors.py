@@ -388,7 +388,7 @@ class VectorRoutes:
         async def work() -> Classes:
             params = _params(asked, "classify", use_activation=asked.use_activation)
             outputs = await self._pooled(call, asked, texts, params)
-            described = await self._service.engine.call_part("pooling", "describe")
+            described = await self._service.engine.plugins.call_part("pooling", "describe")
             labels = described["labels"]
             data = [
                 TextClass(
@@ -417,7 +417,7 @@ class VectorRoutes:
     @property
     def _reads_pairs(self) -> bool:
         """Whether the model has a head, which reads texts in pairs, and no vectors."""
-        return "embed" not in self._service.engine.supported_tasks
+        return "embed" not in self._service.engine.model.supported_tasks
 
     async def _pair_scores(
         self,
@@ -453,11 +453,11 @@ class VectorRoutes:
         Raises:
             RequestError: the model has no prompt of that name.
         """
-        if not {"embed", "score"}.intersection(self._service.engine.supported_tasks):
+        if not {"embed", "score"}.intersection(self._service.engine.model.supported_tasks):
             return  # which is the error of the request itself
         key = "purpose" if kind == "purpose" else "name"
         if (key, name) not in self._prompts:
-            found = await self._service.engine.call_part("pooling", "prompt", {key: name})
+            found = await self._service.engine.plugins.call_part("pooling", "prompt", {key: name})
             self._prompts[key, name] = found
         if prefix := self._prompts[key, name]:
             for place, text in texts.items():

@@ -35,13 +35,13 @@ _CHANGES = "changes of adapters"
 class AdapterEngine(Protocol):
     """The calls of an engine that holds adapters."""
 
-    async def add_lora(self, request: LoRARequest) -> Any:
+    async def add(self, request: LoRARequest) -> Any:
         """Load an adapter; one of the same name is replaced for the requests that follow."""
 
-    async def remove_lora(self, number: int, mode: str = ...) -> Any:
+    async def remove(self, number: int, mode: str = ...) -> Any:
         """Unload an adapter."""
 
-    async def resolve_adapter(self, name: str) -> Path | LoRARequest | None:
+    async def resolve(self, name: str) -> Path | LoRARequest | None:
         """Return the adapter that the enabled resolvers find for a name; None if there is none.
 
         Raises:
@@ -49,7 +49,7 @@ class AdapterEngine(Protocol):
             PluginFaultError: one failed, or took too long.
         """
 
-    async def list_loras(self) -> Collection[LoRARequest]:
+    async def list(self) -> Collection[LoRARequest]:
         """Return the loaded adapters."""
 
 
@@ -74,7 +74,8 @@ class UnloadAdapter(Strict):
     Attributes:
         lora_name: its name.
         lora_int_id: its number; another one than it has is an error.
-        mode: what happens to requests that use it, see `AsyncLLM.remove_lora`; None is its default.
+        mode: what happens to requests that use it, see
+            `AsyncLLM.adapters.remove`; None is its default.
     """
 
     lora_name: str
@@ -114,7 +115,7 @@ class ServedAdapters:
         """
         self._counts = counts or Counts()
         self._seen = 0
-        self._engine, self._names = engine, names
+        self._adapters, self._names = engine.adapters, names
         self._folders = folders
         self._loaded: dict[str, Loaded] = {}
         self._looked_up: dict[str, asyncio.Task[LoRARequest | None]] = {}
@@ -134,7 +135,7 @@ class ServedAdapters:
             RequestError: a resolver refuses the name, or the adapter cannot be loaded.
             PluginFaultError: a resolver failed.
         """
-        if not isinstance(self._engine, AdapterEngine):
+        if not isinstance(self._adapters, AdapterEngine):
             return None
         if self._counts.total(_CHANGES) != self._seen:  # by another worker
             await self._refresh()
@@ -154,7 +155,7 @@ class ServedAdapters:
         await self._refresh()
         if (loaded := self._loaded.get(name)) is not None:
             return loaded.request
-        found = await self._check_engine().resolve_adapter(name)
+        found = await self._check_engine().resolve(name)
         if found is None:
             return None
         path = found.path if isinstance(found, LoRARequest) else str(found)
@@ -220,7 +221,7 @@ class ServedAdapters:
         self._changed()
         self._leaving.add(number)
         try:
-            await engine.remove_lora(number, *([] if asked.mode is None else [asked.mode]))
+            await engine.remove(number, *([] if asked.mode is None else [asked.mode]))
         finally:
             self._leaving.discard(number)
             self._changed()
@@ -240,7 +241,7 @@ class ServedAdapters:
         self._last_number += 1 + (column - self._last_number - 1) % width
         request = LoRARequest(name, self._last_number, path, content_hash)
         try:
-            added = await engine.add_lora(request)
+            added = await engine.add(request)
         except ModelError as error:
             raise AnswerError(400, str(error), param=param, code="invalid_adapter") from error
         request = added if isinstance(added, LoRARequest) else request
@@ -255,10 +256,10 @@ class ServedAdapters:
 
     async def _refresh(self) -> None:
         """Take over what the engine holds by now."""
-        if not isinstance(self._engine, AdapterEngine):
+        if not isinstance(self._adapters, AdapterEngine):
             return
         changes, seen = self._changes, self._counts.total(_CHANGES)
-        listed = await self._engine.list_loras()
+        listed = await self._adapters.list()
         self._last_number = max(self._last_number, *(request.id for request in listed), 0)
         if changes != self._changes:  # the answer is older than what is known
             return
@@ -272,9 +273,9 @@ class ServedAdapters:
         }  # fmt: skip
 
     def _check_engine(self) -> AdapterEngine:
-        if not isinstance(self._engine, AdapterEngine):
+        if not isinstance(self._adapters, AdapterEngine):
             raise RequestError("lora_name: expected none, because this engine holds no adapters")
-        return self._engine
+        return self._adapters
 
     def _allowed(self, given: str) -> Path:
         """Return the folder of an adapter, without links.

@@ -144,7 +144,7 @@ def _first_of_plugin(
 def _sources(engine: AsyncGenerator) -> dict[str, tuple[str, str]]:
     """Return the plugins that are not the server's own, by their modules and packages."""
     found: dict[str, tuple[str, str]] = {}
-    for entry in engine.manifest.entries:
+    for entry in engine.plugins.manifest.entries:
         module = entry.value.partition(":")[0]
         package = module.partition(".")[0]
         if package != _OWN:

@@ -53,9 +53,9 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
         )
     body: dict[str, Any] = {"drain_seconds": options.drain_seconds}
     if options.retire is None:
-        answer = _post(address, "/scale", body | {"engines": options.engines})
+        answer = _post(address, "/engines/scale", body | {"engines": options.engines})
     else:
-        answer = _post(address, "/retire", body | {"ranks": _ranks(options.retire)})
+        answer = _post(address, "/engines/retire", body | {"ranks": _ranks(options.retire)})
     if options.json:
         print(json.dumps(answer))
     else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 from starlette.requests import Request
@@ -33,10 +34,25 @@ from .settings import (
 
 _log = logging.getLogger("hardpoint")
 
-_OF_SERVER = frozenset({"/drain", "/log_level"})
+_OF_SERVER = frozenset({"/drain", "/debug/log_level"})
 """Routes that work without an engine."""
 
+OLD_PATHS = {
+    "/stats": "/engines/stats",
+    "/settings": "/engines/settings",
+    "/scale": "/engines/scale",
+    "/retire": "/engines/retire",
+    "/update_weights": "/weights/update",
+    "/policy": "/plugins/policy",
+    "/log_level": "/debug/log_level",
+}
+"""New paths of routes by the old ones, which work until 0.3 with a header `Deprecation`."""
+
+_DEPRECATED = "@1795737600"  # 27 November 2026, as RFC 9745 writes it
+
 T = TypeVar("T", bound=msgspec.Struct)
+
+_Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Nothing(Strict):
@@ -50,7 +66,7 @@ class AbortRequests(Strict):
 
 
 class Pause(Strict):
-    """A pause, see `AsyncLLM.pause`."""
+    """A pause, see `AsyncLLM.engines.pause`."""
 
     mode: Literal["abort", "wait", "keep"] = "abort"
     clear_cache: bool = True
@@ -76,7 +92,7 @@ class ResetPrefixCache(Strict):
 
 
 class UpdateWeights(Strict):
-    """Files of other weights, see `AsyncLLM.update_weights`."""
+    """Files of other weights, see `AsyncLLM.weights.update`."""
 
     path: str
     version: str | None = None
@@ -85,14 +101,14 @@ class UpdateWeights(Strict):
 
 
 class Scale(Strict):
-    """A number of engines, see `AsyncLLM.scale`."""
+    """A number of engines, see `AsyncLLM.engines.scale`."""
 
     engines: int
     drain_seconds: float = 30.0
 
 
 class Retire(Strict):
-    """Engines that go, by their ranks, see `AsyncLLM.retire`."""
+    """Engines that go, by their ranks, see `AsyncLLM.engines.retire`."""
 
     ranks: list[int]
     drain_seconds: float = 30.0
@@ -127,14 +143,43 @@ class AdminRoutes:
         """Steer what the service serves."""
         self._service = service
         self._engine = service.engine
+        self._reported: set[str] = set()  # old paths that the log has
         self._bodies = BodyReceiver(service.settings)  # its own: users cannot fill it
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
+        """Return the routes, and those of old paths."""
+        routes = self._routes()
+        return [
+            *routes,
+            *(
+                self._old(old, route)
+                for old, path in OLD_PATHS.items()
+                for route in routes
+                if route.path == path
+            ),
+        ]
+
+    def _old(self, path: str, route: Route) -> Route:
+        """Return the route of an old path, whose answers name the new path."""
+        notice = f"the path {path} is deprecated, and works until hardpoint 0.3; use {route.path}"
+
+        async def endpoint(request: Request) -> Response:
+            if path not in self._reported:
+                self._reported.add(path)
+                _log.warning("administrator %s: %s", request.state.client.name, notice)
+            response = await cast(_Endpoint, route.endpoint)(request)
+            response.headers["Deprecation"] = _DEPRECATED
+            response.headers["Link"] = f'<{route.path}>; rel="successor-version"'
+            return response
+
+        summary = f"Deprecated: use {route.path}."
+        return dataclasses.replace(route, path=path, endpoint=endpoint, summary=summary)
+
+    def _routes(self) -> list[Route]:
         return [
             self._get("/plugins", self.plugins, "List the plugins, their health and their cost."),
             self._get("/requests", self.requests, "List live requests, and why each waits."),
-            self._get("/stats", self.stats, "Return the state of the scheduler."),
+            self._get("/engines/stats", self.stats, "Return the state of the scheduler."),
             self._get("/is_paused", self.is_paused, "Return whether the engine is paused."),
             self._get("/is_sleeping", self.is_sleeping, "Return whether the engine is asleep."),
             self._post("/requests/abort", self.abort, AbortRequests, "End requests."),
@@ -155,18 +200,26 @@ class AdminRoutes:
                 "Clear the embeddings of images and the like.",
             ),
             self._post(
-                "/update_weights", self.update_weights, UpdateWeights, "Replace the weights."
+                "/weights/update", self.update_weights, UpdateWeights, "Replace the weights."
             ),
-            self._post("/scale", self.scale, Scale, "Change the number of engines."),
-            self._post("/retire", self.retire, Retire, "End engines by rank."),
-            self._get("/settings", self.settings, "Return the settings, and how each changes."),
+            self._post("/engines/scale", self.scale, Scale, "Change the number of engines."),
+            self._post("/engines/retire", self.retire, Retire, "End engines by rank."),
+            self._get(
+                "/engines/settings", self.settings, "Return the settings, and how each changes."
+            ),
             self._post(
-                "/settings", self.set_settings, SetSettings, "Change plugins and settings.", "PATCH"
+                "/engines/settings",
+                self.set_settings,
+                SetSettings,
+                "Change plugins and settings.",
+                "PATCH",
             ),
-            self._post("/policy", self.set_policy, SetPolicy, "Replace the scheduling policy."),
+            self._post(
+                "/plugins/policy", self.set_policy, SetPolicy, "Replace the scheduling policy."
+            ),
             self._post("/start_profile", self.start_profile, Nothing, "Profile the workers."),
             self._post("/stop_profile", self.stop_profile, Nothing, "Write the profiles."),
-            self._post("/log_level", self.set_log_level, SetLogLevel, "Change a log level."),
+            self._post("/debug/log_level", self.set_log_level, SetLogLevel, "Change a log level."),
             self._post("/collective_rpc", self.call_workers, WorkerCall, "Call all workers."),
             self._post(
                 "/v1/load_lora_adapter", self.load_adapter, LoadAdapter, "Load an adapter (LoRA)."
@@ -241,8 +294,8 @@ class AdminRoutes:
 
     async def plugins(self) -> dict[str, Any]:
         """List the plugins, their health and their cost."""
-        manifest = self._engine.manifest
-        health = await self._engine.health()
+        manifest = self._engine.plugins.manifest
+        health = await self._engine.plugins.health()
         return {
             "hardpoint": manifest.hardpoint,
             "generation": manifest.generation,
@@ -265,16 +318,16 @@ class AdminRoutes:
             "server_faults": self._service.faults.counts,
             "fallbacks": health.fallbacks,
             "slow": health.slow,
-            "meters": await self._engine.plugin_meters(),
+            "meters": await self._engine.plugins.meters(),
             "states": {
                 name: without_secrets(state)
-                for name, state in (await self._engine.plugin_states()).items()
+                for name, state in (await self._engine.plugins.states()).items()
             },
         }
 
     async def requests(self) -> dict[str, Any]:
         """List live requests, and why each waits."""
-        return {"requests": await self._engine.live_requests()}
+        return {"requests": await self._engine.engines.live_requests()}
 
     async def load_adapter(self, asked: LoadAdapter) -> dict[str, Any]:
         """Load an adapter from an allowed folder; requests may name it from now on."""
@@ -288,12 +341,12 @@ class AdminRoutes:
 
     async def stats(self) -> Any:
         """Return the state of the scheduler."""
-        return await self._engine.scheduler_stats()
+        return await self._engine.engines.scheduler_stats()
 
     async def abort(self, asked: AbortRequests) -> dict[str, Any]:
         """End requests; return which of them there were."""
         ids = set(asked.request_ids)
-        live = await self._engine.live_requests()
+        live = await self._engine.engines.live_requests()
         found = {
             request.external_id
             for request in live
@@ -304,24 +357,24 @@ class AdminRoutes:
 
     async def is_paused(self) -> dict[str, bool]:
         """Return whether the engine is paused."""
-        return {"is_paused": await self._engine.is_paused()}
+        return {"is_paused": await self._engine.engines.is_paused()}
 
     async def is_sleeping(self) -> dict[str, bool]:
         """Return whether the engine is asleep."""
-        return {"is_sleeping": await self._engine.is_sleeping()}
+        return {"is_sleeping": await self._engine.engines.is_sleeping()}
 
     async def pause(self, asked: Pause) -> dict[str, Any]:
         """Stop generating; requests are refused from now on."""
         self._service.paused = "the engine is paused by an administrator"
         try:
-            await self._engine.pause(asked.mode, clear_cache=asked.clear_cache)
+            await self._engine.engines.pause(asked.mode, clear_cache=asked.clear_cache)
         finally:
             state = await self._follow()
         return state
 
     async def resume(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
         """Continue after a pause."""
-        await self._engine.resume()
+        await self._engine.engines.resume()
         return await self._follow()
 
     async def sleep(self, asked: Sleep) -> dict[str, Any]:
@@ -340,7 +393,10 @@ class AdminRoutes:
 
     async def _follow(self) -> dict[str, Any]:
         """Refuse requests, or not, as the engine is now; return that."""
-        sleeping, paused = await self._engine.is_sleeping(), await self._engine.is_paused()
+        sleeping, paused = (
+            await self._engine.engines.is_sleeping(),
+            await self._engine.engines.is_paused(),
+        )
         if sleeping:
             self._service.paused = "the engine was put to sleep by an administrator"
         elif paused:
@@ -354,7 +410,7 @@ class AdminRoutes:
         folders = self._service.settings.weight_folders
         path = allowed_path(asked.path, folders, "path", "server.weight_folders")
         try:
-            version = await self._engine.update_weights(
+            version = await self._engine.weights.update(
                 path, version=asked.version, mode=asked.mode, recompute=asked.recompute
             )
         except ModelError as error:
@@ -363,11 +419,11 @@ class AdminRoutes:
 
     async def scale(self, asked: Scale) -> EngineSet:
         """Start or retire engines; return those that there are."""
-        return await self._engine.scale(asked.engines, drain_seconds=asked.drain_seconds)
+        return await self._engine.engines.scale(asked.engines, drain_seconds=asked.drain_seconds)
 
     async def retire(self, asked: Retire) -> EngineSet:
         """End engines; return those that are left."""
-        return await self._engine.retire(asked.ranks, drain_seconds=asked.drain_seconds)
+        return await self._engine.engines.retire(asked.ranks, drain_seconds=asked.drain_seconds)
 
     async def reset_prefix_cache(self, asked: ResetPrefixCache) -> dict[str, Any]:
         """Clear the prefix cache."""
@@ -376,7 +432,7 @@ class AdminRoutes:
 
     async def reset_encoder_cache(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
         """Clear the embeddings of images and the like."""
-        await self._engine.reset_encoder_cache()
+        await self._engine.engines.reset_encoder_cache()
         return {}
 
     async def set_policy(self, asked: SetPolicy, administrator: str) -> dict[str, Any]:
@@ -384,33 +440,33 @@ class AdminRoutes:
         for path, name in [("use", asked.use), *named_in("options", asked.options)]:
             check_name(path, name, self._engine.config)
         origin = f"administrator {administrator}"
-        await self._engine.set_policy(asked.use, asked.options, origin=origin)
+        await self._engine.plugins.set_policy(asked.use, asked.options, origin=origin)
         return {"policy": asked.use}
 
     async def settings(self) -> dict[str, Any]:
         """Return the settings, without secrets."""
-        return shown_settings(self._engine.settings())
+        return shown_settings(self._engine.engines.settings())
 
     async def set_settings(self, asked: SetSettings, administrator: str) -> dict[str, Any]:
         """Change plugins and settings; return their generation and fingerprint."""
         check_names(asked, self._engine.config)
-        manifest = await self._engine.set_plugins(
+        manifest = await self._engine.plugins.change(
             **msgspec.structs.asdict(asked.plugins),
             config=asked.config,
             running=asked.running,
             origin=f"administrator {administrator}",
         )
-        fingerprint = self._engine.settings().fingerprint
+        fingerprint = self._engine.engines.settings().fingerprint
         return {"generation": manifest.generation, "fingerprint": fingerprint}
 
     async def start_profile(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
         """Profile the workers."""
-        await self._engine.start_profile()
+        await self._engine.debug.start_profile()
         return {}
 
     async def stop_profile(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
         """Write the profiles."""
-        return {"files": await self._engine.stop_profile()}
+        return {"files": await self._engine.debug.stop_profile()}
 
     async def set_log_level(self, asked: SetLogLevel) -> dict[str, Any]:
         """Change a log level; return the one before."""

@@ -103,7 +103,7 @@ def check_images(engine: AsyncGenerator, messages: Sequence[Mapping[str, Any]], 
     Raises:
         RequestError: it takes none; the message names the first one.
     """
-    if engine.takes_images:
+    if engine.model.takes_images:
         return
     for message in messages:
         content = message.get("content")

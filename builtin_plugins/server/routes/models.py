@@ -57,7 +57,7 @@ class ModelCard(msgspec.Struct):
         root: the model as configured; of an adapter, the path of its files.
         parent: name of the model that an adapter is of; None for the model itself.
         default_sampling: sampling parameters of requests that give none.
-        weight_version: version of the weights, see `AsyncLLM.update_weights`.
+        weight_version: version of the weights, see `AsyncLLM.weights.update`.
         input_modalities: "text", and "image" if conversations may have images.
         images: limits of images; None without them.
     """
@@ -187,7 +187,7 @@ class StatusRoutes:
     async def _models(self) -> list[ModelCard]:
         config = self._service.engine.config
         length = config.max_model_len if isinstance(config.max_model_len, int) else None
-        defaults = self._service.engine.default_sampling_params()
+        defaults = self._service.engine.model.default_sampling_params()
         sampling = {name: getattr(defaults, name) for name in _SAMPLING}
         started = self._service.started
         names = self._service.names
@@ -213,7 +213,7 @@ class StatusRoutes:
 
     def _images(self) -> ImageLimits | None:
         engine = self._service.engine
-        if not engine.takes_images:
+        if not engine.model.takes_images:
             return None
         limits = engine.config.images
         return ImageLimits(
@@ -272,7 +272,7 @@ class StatusRoutes:
         """
         try:
             async with asyncio.timeout(_LONGEST_WAIT):
-                health = await self._service.engine.health()
+                health = await self._service.engine.plugins.health()
         except TimeoutError:
             return True
         self._is_ok = health.ok
@@ -301,7 +301,7 @@ class StatusRoutes:
         report: LoadReport | None = None
         with contextlib.suppress(HardpointError, TimeoutError):
             async with asyncio.timeout(_LONGEST_WAIT):
-                report = await self._service.engine.load()
+                report = await self._service.engine.engines.load()
         return json_response(ServerLoad(self._service.load.open, report))
 
     async def version(self, request: Request) -> Response:  # noqa: ARG002

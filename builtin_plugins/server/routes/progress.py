@@ -110,7 +110,7 @@ class _Watch:
         ids, self._ids = self._ids, set()
         found: dict[str, list[LiveRequest]] = {}
         with contextlib.suppress(HardpointError):  # the answers' own events report the error
-            for request in await self._engine.live_requests(list(ids)):
+            for request in await self._engine.engines.live_requests(list(ids)):
                 found.setdefault(request.external_id, []).append(request)
         return found
 

@@ -1,4 +1,4 @@
-"""The settings that `GET /settings` shows, and the changes that `PATCH /settings` allows."""
+"""The settings that `GET /engines/settings` shows, and the changes that `PATCH` allows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMING = ("scheduler.policy", "parallel.balancer", "stats.sinks")
 
 
 class ChangedPlugins(Strict):
-    """Changes of plugins, see `AsyncLLM.set_plugins`; all names have to be in `plugins.live`."""
+    """Changes of plugins, see `AsyncLLM.plugins.change`; all names have to be in `plugins.live`."""
 
     enable: list[str] = []
     disable: list[str] = []

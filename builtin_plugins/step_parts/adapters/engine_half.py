@@ -132,8 +132,8 @@ class AdapterSlots(EngineHalf):
             raise RequestError(f"lora.scale: expected a finite number, got {scale}")
         if not content:
             raise RequestError(
-                f"lora.content_hash: expected that of a loaded adapter, as LLM.add_lora returns "
-                f"it, got none for {name!r}"
+                f"lora.content_hash: expected that of a loaded adapter, as LLM.adapters.add "
+                f"returns it, got none for {name!r}"
             )
         if content not in self._paths or content in self._leaving:
             raise RequestError(
@@ -236,7 +236,7 @@ class AdapterSlots(EngineHalf):
     # Calls of programs
 
     def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Answer a call of `LLM.add_lora` and the like.
+        """Answer a call of `LLM.adapters.add` and the like.
 
         Raises:
             RequestError: there is no such method or adapter, or arguments are wrong.

@@ -40,7 +40,7 @@ def test_beams_need_a_limit_and_no_request_is_left(tmp_path: Path):
             found = await beam_search(llm, [1, 2], params, search)
             again = await beam_search(llm, [1, 2], params, search)
             assert [beam.token_ids for beam in found] == [beam.token_ids for beam in again]
-            stats = await llm.scheduler_stats()
+            stats = await llm.engines.scheduler_stats()
             assert (len(found), stats.num_waiting) == (3, 0)
 
     asyncio.run(search())

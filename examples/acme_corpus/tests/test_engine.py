@@ -27,7 +27,7 @@ def test_a_quotation_takes_fewer_steps(folder):
     params = SamplingParams(temperature=0.0, max_tokens=100)
     with LLM(config=config(folder)) as llm:
         (output,) = llm.generate(["may I?"], params)
-        stats = llm.scheduler_stats()
+        stats = llm.engines.scheduler_stats()
     assert output.outputs[0].text == SAYS
     assert stats.num_accepted_drafts > 0.6 * len(TERMS)  # a token is a byte
 

@@ -50,7 +50,7 @@ def answering(model, path):
             return output.outputs[0].token_ids, output.num_cached_tokens
 
         yield answer
-        assert not llm.health().fallbacks
+        assert not llm.plugins.health().fallbacks
 
 
 def until_loaded(answer, expected):

@@ -28,7 +28,7 @@ def config(model, **options):
 
 def test_spans_cover_the_document_and_the_best_come_first(model):
     with LLM(config=config(model, size=50, overlap=10)) as llm:
-        whole = llm.process({"text": TEXT, "vectors": True}, "spans")
+        whole = llm.plugins.process({"text": TEXT, "vectors": True}, "spans")
         texts = [span.text for span in whole.spans]
         assert texts[0] + "".join(text[10:] for text in texts[1:]) == TEXT
         vectors = np.array([span.vector for span in whole.spans])
@@ -38,7 +38,7 @@ def test_spans_cover_the_document_and_the_best_come_first(model):
         assert np.allclose(whole.vector, mean / np.linalg.norm(mean))
 
         (query,) = llm.embed("of a long")
-        best = llm.process(Document(text=TEXT, query="of a long", top_n=3))
+        best = llm.plugins.process(Document(text=TEXT, query="of a long", top_n=3))
         expected = sorted(vectors @ query.outputs, reverse=True)[:3]
         assert np.allclose([span.score for span in best.spans], expected, atol=1e-6)
         assert best.spans[0].text == texts[best.spans[0].index]
@@ -47,14 +47,14 @@ def test_spans_cover_the_document_and_the_best_come_first(model):
 def test_what_is_wrong_is_named(model):
     with LLM(config=config(model, spans=3, size=50)) as llm:
         with pytest.raises(RequestError, match=r"^data.text: expected at most 3 spans, got \d+$"):
-            llm.process({"text": TEXT})
+            llm.plugins.process({"text": TEXT})
         with pytest.raises(RequestError, match="^data.text: missing, and it has no default$"):
-            llm.process({"query": "x"})
+            llm.plugins.process({"query": "x"})
         with pytest.raises(
             RequestError, match=r"^data.query: expected 1 to 512 tokens, got \d{4}$"
         ):
-            llm.process({"text": "a", "query": TEXT})
-        assert llm.health().faults == {}
+            llm.plugins.process({"text": "a", "query": TEXT})
+        assert llm.plugins.health().faults == {}
     with pytest.raises(ConfigError, match=r"plugin\.spans\.size: expected 17 to 512 tokens"):
         LLM(config=config(model, size=600))
 

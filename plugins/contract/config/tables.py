@@ -66,7 +66,7 @@ class PluginsConfig(Strict):
         quarantine_after: number of distinct requests that a third-party logits processor may end
             before requests that use it are refused; 0 is no limit.
         slow_seconds: time that a plugin's methods may take in one step, for which all requests
-            wait; a longer one is counted in `LLM.health()` and logged. 0 is no limit.
+            wait; a longer one is counted in `LLM.plugins.health()` and logged. 0 is no limit.
         foreign_groups: entry-point groups of other engines to search for logits processors,
             "vllm.logits_processors" for example.
         live: names of the plugins that a live change over HTTP may enable, as a replacement too;

@@ -253,7 +253,7 @@ class KVSchedulerContext:
             of a request, which its known tokens must fill. They are chained, and include its salt.
         clock: returns the engine's time, in seconds.
         world_size: number of ranks, each with a worker half.
-        report_fault: counts a fault in `LLM.health()`; called with what failed.
+        report_fault: counts a fault in `LLM.plugins.health()`; called with what failed.
     """
 
     block_size: int
@@ -280,7 +280,7 @@ class KVWorkerContext:
             `kv_connector.stores`, for buffers with these sizes, which the worker half closes. It
             gives up their calls after this time.
         report_fault: `report_fault(name, message)` counts a fault of a component, its own or that
-            of a store, in `LLM.health()`. For any thread.
+            of a store, in `LLM.plugins.health()`. For any thread.
         publish: publishes a KV event with the next step's result; None if there are no publishers.
             For any thread.
     """

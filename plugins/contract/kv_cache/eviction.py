@@ -105,7 +105,7 @@ class EvictionPolicy(Component):
 
     It decides among the candidates: cached blocks that no request uses. If a method raises, or
     `evict` returns a block that is no candidate, the least recently released one is evicted and
-    `LLM.health()` counts the fault.
+    `LLM.plugins.health()` counts the fault.
     """
 
     context: EvictionContext

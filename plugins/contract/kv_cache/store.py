@@ -84,7 +84,7 @@ class KVStoreContext(Context["KVStore"]):
             events. For any thread.
         host_memory: bytes of host memory that this process may still allocate; None is unknown.
         report_fault: called with a message when something failed that no caller gets to know, a
-            write in the background for example; it is counted in `LLM.health()`.
+            write in the background for example; it is counted in `LLM.plugins.health()`.
     """
 
     sizes: Sequence[int]

@@ -109,7 +109,7 @@ class LoadBalancer(Component):
     one engine serves, no balancer is asked.
 
     If `choose` raises or returns something else, the engine with the fewest requests in flight is
-    taken, and `LLM.health()` counts the fault.
+    taken, and `LLM.plugins.health()` counts the fault.
 
     Attributes:
         uses_cached_prefixes: whether it calls `EngineView.cached_prefix_tokens`; the engines then

@@ -76,8 +76,8 @@ class SchedulingPolicy(ComponentWithArguments):
 
     A request gives it arguments under `plugin_args[name]`; `request.arguments` has them.
 
-    If a method raises or returns an invalid value, `fcfs` makes that decision and `LLM.health()`
-    counts the fault.
+    If a method raises or returns an invalid value, `fcfs` makes that decision and
+    `LLM.plugins.health()` counts the fault.
 
     Attributes:
         state_format: name of the format of `export_state`. A policy that replaces another one of

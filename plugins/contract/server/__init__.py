@@ -41,7 +41,7 @@ from .generator import (
     OpenConversation,
     ServerContext,
 )
-from .generator import PauseModeName as PauseModeName
+from .groups import PauseModeName as PauseModeName
 from .hooks import (
     HookContext,
     hookimpl,

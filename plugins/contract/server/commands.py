@@ -15,6 +15,7 @@ from hardpoint.plugins.requests.outputs import PoolingRequestOutput, RequestOutp
 from hardpoint.plugins.requests.params import PoolingParams, Prompt, SamplingParams
 from hardpoint.typed.describing import FieldDoc
 
+from .groups import PromptControl
 from .journals import JournalUse
 
 if TYPE_CHECKING:
@@ -258,6 +259,17 @@ class PromptTrace(Protocol):
         """Return it as one HTML page."""
 
 
+class TraceControl(Protocol):
+    """Traces of prompts by an open model."""
+
+    def trace(self, prompt: Prompt, params: SamplingParams | None = None) -> PromptTrace:
+        """Complete a prompt; return how each token of its completions was chosen.
+
+        Raises:
+            RequestError: it is refused.
+        """
+
+
 class Generator(Protocol):
     """An open model."""
 
@@ -265,8 +277,13 @@ class Generator(Protocol):
     def config(self) -> EngineConfig:
         """The configuration, with the values that the engine chose filled in."""
 
-    def default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a prompt without any: those that the model's files recommend."""
+    @property
+    def debug(self) -> TraceControl:
+        """Traces of prompts."""
+
+    @property
+    def model(self) -> PromptControl:
+        """The model: default parameters, chat template."""
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -290,13 +307,6 @@ class Generator(Protocol):
         number. One that is refused yields its error, and the others go on.
         """
 
-    def trace(self, prompt: Prompt, params: SamplingParams | None = None) -> PromptTrace:
-        """Complete a prompt; return how each token of its completions was chosen.
-
-        Raises:
-            RequestError: it is refused.
-        """
-
     def embed(
         self,
         prompts: Sequence[Prompt],
@@ -307,13 +317,6 @@ class Generator(Protocol):
 
         Raises:
             RequestError: one is refused, or the model has no vectors; the message has its index.
-        """
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids.
-
-        Raises:
-            RequestError: the model has no chat template, or it refuses the messages.
         """
 
     def close(self) -> None:

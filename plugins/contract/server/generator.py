@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections.abc as c
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack
 
 import msgspec
@@ -16,16 +15,21 @@ import msgspec
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config.engine import EngineConfig
-from hardpoint.plugins.requests.options import ChatOptions, ChatRequestOptions, RequestOptions
+from hardpoint.plugins.requests.options import ChatRequestOptions, RequestOptions
 from hardpoint.plugins.requests.outputs import PoolingRequestOutput, RequestOutput
 from hardpoint.plugins.requests.params import PoolingParams, Prompt, SamplingParams
-from hardpoint.plugins.requests.stats import Health, PluginMeter, SchedulerStats
-from hardpoint.plugins.scheduling.step_record import LiveRequest
+from hardpoint.plugins.requests.stats import Health, PluginMeter
 from hardpoint.plugins.text.tokenizer import Tokenizer
 
-from .engine_set import EngineSet, LoadReport
 from .extension import Client, InstalledExtension
-from .settings import LiveSettings
+from .groups import (
+    AdapterControl,
+    DebugControl,
+    EngineControl,
+    ModelControl,
+    PauseModeName,
+    WeightControl,
+)
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
@@ -35,8 +39,6 @@ __all__ = ["AsyncGenerator", "OpenConversation", "ServerContext"]
 
 T = TypeVar("T")
 StructT = TypeVar("StructT", bound=msgspec.Struct)
-
-PauseModeName = Literal["abort", "wait", "keep"]
 
 
 class OpenConversation(Protocol):
@@ -61,27 +63,120 @@ class OpenConversation(Protocol):
         """End the conversation."""
 
 
-class AsyncGenerator(Protocol):
-    """An open model that generates for the tasks of one event loop; `AsyncLLM` is one.
+class PluginControl(Protocol):
+    """The plugins of an open model."""
 
-    `ControlCalls` of the engine documents the control calls, from `pause` on.
-    """
+    @property
+    def manifest(self) -> Manifest:
+        """The enabled plugins."""
+
+    async def change(
+        self,
+        *,
+        enable: Sequence[str] = (),
+        disable: Sequence[str] = (),
+        replace: Mapping[str, str] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        config: Mapping[str, Any] | None = None,
+        running: Literal["finish", "end"] = "finish",
+        origin: str = "plugins.change()",
+    ) -> Manifest:
+        """Change plugins and settings while requests run: in all processes, or in none."""
+
+    async def set_policy(
+        self,
+        use: str | type[Any],
+        options: Mapping[str, Any] | None = None,
+        *,
+        origin: str = "set_policy()",
+    ) -> None:
+        """Replace the scheduling policy by a plugin or a `SchedulingPolicy`; no request is lost."""
+
+    async def health(self) -> Health:
+        """Return the faults of plugins, the quarantined plugins, and the number of restarts.
+
+        Raises:
+            EngineDeadError: the engine is dead and is not restarted.
+        """
+
+    async def meters(self) -> dict[str, PluginMeter]:
+        """Return the cost of each logits processor, by name."""
+
+    async def states(self) -> dict[str, dict[str, Any]]:
+        """Return the states of components that have one, by name; see `Component.dump_state`."""
+
+    async def call_part(
+        self, part: str, method: str, arguments: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a step part that answers calls; return what it answers."""
+
+    async def process(
+        self,
+        data: Any,
+        io_processor: str | None = None,
+        *,
+        as_json: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Any:
+        """Return the output of an IO processor for an input; its JSON with `as_json`.
+
+        Args:
+            io_processor: its name; None is the only one.
+
+        Raises:
+            RequestError: the input is wrong, or there is no such processor.
+            RequestEndedError: a request to the model ended without a result.
+            PluginFaultError: the processor failed.
+        """
+
+    def io_processor_schemas(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the JSON schema of the inputs of each enabled IO processor, by name."""
+
+    def argument_schemas(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the JSON schema of each enabled plugin's arguments, by the plugin's name."""
+
+    def server_extensions(self, server: ServerContext) -> Sequence[InstalledExtension]:
+        """Call the hook of the same name; return what plugins add, in order of enabling.
+
+        Raises:
+            PluginError: a plugin failed, or returned something else.
+        """
+
+
+class AsyncGenerator(Protocol):
+    """An open model that generates for the tasks of one event loop; `AsyncLLM` is one."""
+
+    @property
+    def adapters(self) -> AdapterControl:
+        """The adapters (LoRA)."""
+
+    @property
+    def engines(self) -> EngineControl:
+        """The engines: control calls, number, load and settings."""
+
+    @property
+    def weights(self) -> WeightControl:
+        """The weights."""
+
+    @property
+    def plugins(self) -> PluginControl:
+        """The plugins."""
+
+    @property
+    def debug(self) -> DebugControl:
+        """Profiles."""
+
+    @property
+    def model(self) -> ModelControl:
+        """The model: tasks, default parameters, tokens of prompts."""
 
     @property
     def config(self) -> EngineConfig:
         """The configuration, with the values that the engine chose filled in."""
 
     @property
-    def manifest(self) -> Manifest:
-        """The enabled plugins."""
-
-    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-
-    @property
-    def takes_images(self) -> bool:
-        """Whether prompts and conversations may have images."""
 
     @property
     def is_running(self) -> bool:
@@ -90,9 +185,6 @@ class AsyncGenerator(Protocol):
     @property
     def dead_error(self) -> EngineDeadError | None:
         """The error that ended the engine, if it is dead and is not restarted."""
-
-    def default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a prompt without any: those that the model's files recommend."""
 
     def generate(
         self,
@@ -139,10 +231,6 @@ class AsyncGenerator(Protocol):
             OverloadedError: too many are open.
         """
 
-    @property
-    def supported_tasks(self) -> Sequence[str]:
-        """The tasks of the model, such as "generate" and "embed"."""
-
     def encode(
         self,
         prompt: Prompt,
@@ -151,28 +239,6 @@ class AsyncGenerator(Protocol):
         **options: Unpack[RequestOptions],
     ) -> c.AsyncGenerator[PoolingRequestOutput, None]:
         """Pool a prompt; yield one output. Errors are those of `generate`."""
-
-    async def process(
-        self,
-        data: Any,
-        io_processor: str | None = None,
-        *,
-        as_json: bool = False,
-        **options: Unpack[RequestOptions],
-    ) -> Any:
-        """Return the output of an IO processor for an input; its JSON with `as_json`.
-
-        Args:
-            io_processor: its name; None is the only one.
-
-        Raises:
-            RequestError: the input is wrong, or there is no such processor.
-            RequestEndedError: a request to the model ended without a result.
-            PluginFaultError: the processor failed.
-        """
-
-    def io_processor_schemas(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the JSON schema of the inputs of each enabled IO processor, by name."""
 
     async def encode_batch(
         self,
@@ -184,11 +250,6 @@ class AsyncGenerator(Protocol):
     ) -> list[PoolingRequestOutput]:
         """Pool the prompts of one call, in one message; errors call them by `names`."""
 
-    async def call_part(
-        self, part: str, method: str, arguments: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Call a step part that answers calls; return what it answers."""
-
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -198,90 +259,14 @@ class AsyncGenerator(Protocol):
     ) -> c.AsyncGenerator[RequestOutput, None]:
         """Answer a conversation by the model's chat template; yield outputs as they come."""
 
-    async def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
-    ) -> Mapping[str, Any]:
-        """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids."""
-
-    async def prompt_tokens(self, prompt: Mapping[str, Any]) -> list[int]:
-        """Return the tokens that a prompt would have, those of images included.
-
-        Raises:
-            RequestError: it is malformed.
-        """
-
-    async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's tokens; a long text is tokenised in another thread."""
-
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by their ids; unknown ids are ignored."""
-
-    async def set_policy(
-        self,
-        use: str | type[Any],
-        options: Mapping[str, Any] | None = None,
-        *,
-        origin: str = "set_policy()",
-    ) -> None:
-        """Replace the scheduling policy by a plugin or a `SchedulingPolicy`; no request is lost."""
-
-    async def set_plugins(
-        self,
-        *,
-        enable: Sequence[str] = (),
-        disable: Sequence[str] = (),
-        replace: Mapping[str, str] | None = None,
-        options: Mapping[str, Mapping[str, Any]] | None = None,
-        config: Mapping[str, Any] | None = None,
-        running: Literal["finish", "end"] = "finish",
-        origin: str = "set_plugins()",
-    ) -> Manifest:
-        """Change plugins and settings while requests run: in all processes, or in none."""
-
-    def settings(self) -> LiveSettings:
-        """Return the settings, with the origin of each, and the generation of the plugins."""
-
-    async def update_weights(
-        self,
-        weights: str | PathLike[str] | Mapping[str, Any],
-        *,
-        version: str | None = None,
-        mode: PauseModeName = "keep",
-        recompute: bool = True,
-    ) -> str:
-        """Replace weights of the model; return their version."""
-
-    async def health(self) -> Health:
-        """Return the faults of plugins, the quarantined plugins, and the number of restarts.
-
-        Raises:
-            EngineDeadError: the engine is dead and is not restarted.
-        """
 
     async def metrics(self) -> str:
         """Return the exports of the enabled stat sinks, in Prometheus's text format."""
 
-    def server_extensions(self, server: ServerContext) -> Sequence[InstalledExtension]:
-        """Call the hook of the same name; return what plugins add, in order of enabling.
-
-        Raises:
-            PluginError: a plugin failed, or returned something else.
-        """
-
-    def argument_schemas(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the JSON schema of each enabled plugin's arguments, by the plugin's name."""
-
     async def aclose(self) -> None:
         """End the engine; callers that wait for it get EngineClosedError."""
-
-    async def pause(self, mode: PauseModeName = "abort", *, clear_cache: bool = True) -> None:
-        """Stop generating until `resume`; return once no step is under way."""
-
-    async def resume(self) -> None:
-        """Continue after a pause."""
-
-    async def is_paused(self) -> bool:
-        """Return whether the engine is paused."""
 
     async def sleep(self, level: int = 1, mode: PauseModeName = "abort") -> None:
         """Pause, then release memory until `wake_up`."""
@@ -289,46 +274,13 @@ class AsyncGenerator(Protocol):
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Reallocate memory that `sleep` released."""
 
-    async def is_sleeping(self) -> bool:
-        """Return whether the engine is asleep."""
-
     async def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
         """Clear the prefix cache."""
-
-    async def reset_encoder_cache(self) -> None:
-        """Clear the embeddings of images and the like."""
 
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: Sequence[Any] = ()
     ) -> list[Any]:
         """Call a method of every worker; return the results in rank order."""
-
-    async def start_profile(self) -> None:
-        """Start profiling the workers."""
-
-    async def stop_profile(self) -> list[str]:
-        """Stop profiling; return the files that were written."""
-
-    async def plugin_states(self) -> dict[str, dict[str, Any]]:
-        """Return the states of components that have one, by name; see `Component.dump_state`."""
-
-    async def plugin_meters(self) -> dict[str, PluginMeter]:
-        """Return the cost of each logits processor, by name."""
-
-    async def scheduler_stats(self) -> SchedulerStats:
-        """Return how many requests run and wait, and the state of the KV cache."""
-
-    async def load(self) -> LoadReport:
-        """Return the load of each engine; usually without a question to them."""
-
-    async def scale(self, num_engines: int, *, drain_seconds: float = 30.0) -> EngineSet:
-        """Start or retire engines, so that there are so many; see `LLM.scale`."""
-
-    async def retire(self, ranks: Sequence[int], *, drain_seconds: float = 30.0) -> EngineSet:
-        """End engines by rank, once their requests have ended or the time is up."""
-
-    async def live_requests(self, external_ids: Sequence[str] | None = None) -> list[LiveRequest]:
-        """Return live completions: all, or those of some requests by the user's ids."""
 
 
 class ServerContext(Protocol):

@@ -67,7 +67,7 @@ class HookSpecs:
         """[engine] A step was planned and is about to run.
 
         Runs in every step, before the model, and should be fast. An error here ends nothing; it is
-        counted in `LLM.health()`. Without an implementation no record is made.
+        counted in `LLM.plugins.health()`. Without an implementation no record is made.
         """
 
     @_hookspec

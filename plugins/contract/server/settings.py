@@ -1,4 +1,4 @@
-"""The settings of an engine that runs, as `GET /settings` shows them."""
+"""The settings of an engine that runs, as `GET /engines/settings` shows them."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class StatSink(Component):
     """Receives statistics: for a log, a dashboard, a bill. Must not block.
 
     Calls do not overlap, but may come from different threads. A call that raises is counted in
-    `LLM.health()` and affects neither requests nor other sinks. `close` is the last call; a second
-    one, and a record after it, must do no harm.
+    `LLM.plugins.health()` and affects neither requests nor other sinks. `close` is the last call; a
+    second one, and a record after it, must do no harm.
     """
 
     context: StatSinkContext

@@ -29,7 +29,7 @@ class ComponentCalls(Protocol):
 
 
 class FaultCounter(Protocol):
-    """Counts the faults of the components that a part drives, for `LLM.health()`."""
+    """Counts the faults of the components that a part drives, for `LLM.plugins.health()`."""
 
     def reporter(
         self, source: Source, consequence: str

@@ -355,7 +355,7 @@ class EngineHalf:
         """
 
     def call(self, method: str, arguments: Mapping[str, Any]) -> Any | Future[Any]:  # noqa: ARG002
-        """Answer a call of a program, `LLM.call_part`; called between steps.
+        """Answer a call of a program, `LLM.plugins.call_part`; called between steps.
 
         Args:
             method: name of what is asked for.

@@ -279,7 +279,7 @@ class StepPart(ComponentWithArguments):
 
     @classmethod
     def merge_answers(cls, method: str, answers: Sequence[Any]) -> Any:
-        """Return one answer to `LLM.call_part` for those of several engines (`parallel.data`).
+        """Return one answer to `plugins.call_part` for those of several engines (`parallel.data`).
 
         The default is the answer that all of them give.
 

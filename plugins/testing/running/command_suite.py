@@ -63,6 +63,16 @@ class ScriptedGenerator:
 
     config = EngineConfig(max_model_len=512)
 
+    @property
+    def debug(self) -> ScriptedGenerator:
+        """Itself: traces of prompts."""
+        return self
+
+    @property
+    def model(self) -> ScriptedGenerator:
+        """Itself: default parameters, chat template."""
+        return self
+
     def default_sampling_params(self) -> SamplingParams:
         """Return the recommendations of a model without any."""
         return SamplingParams()

@@ -1,1 +1,1 @@
-"""Calls of LLM and AsyncLLM by what they are about; bases of these classes."""
+"""Groups of members of LLM and AsyncLLM, and the requests of their calls."""

@@ -8,7 +8,6 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 
 from hardpoint.core.frontend.engine_parts import Companion, Opening
-from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.errors import EngineClosedError, PluginFaultError
 from hardpoint.host.boundary.activity import PluginCalls
 from hardpoint.host.boundary.errors import close_all
@@ -109,22 +108,6 @@ class AdapterResolvers(Companion):
         resolvers, self._resolvers, self._is_closed = self._resolvers, [], True
         self._threads.shutdown(wait=False, cancel_futures=True)
         close_all([resolver for resolver, _ in resolvers])
-
-
-class SyncResolverCalls:
-    """The call for adapter resolvers of a program that waits for them."""
-
-    _engine: LLMEngine
-
-    def resolve_adapter(self, name: str) -> Path | LoRARequest | None:
-        """Return the adapter that a resolver finds for a name; None if no resolver knows it.
-
-        Raises:
-            RequestError: one refuses the name.
-            PluginFaultError: one failed, or took longer than `adapters.resolve_seconds`.
-            EngineClosedError: the engine is closed.
-        """
-        return self._engine.parts.companion(AdapterResolvers).wait_for(name)
 
 
 def _closed() -> EngineClosedError:

@@ -1,32 +1,39 @@
-"""Adapters in LLM and AsyncLLM: loading, unloading, and which one a request has."""
+"""The group `adapters` of LLM and AsyncLLM: load, unload, pin, list, resolve."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
 from hardpoint import typed
+from hardpoint.core.engine.utility_calls import EngineUtilities
+from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.errors import shown
-from hardpoint.plugins import EngineConfig, LoRARequest, RequestError
+from hardpoint.plugins import LoRARequest, RequestError
 from hardpoint.plugins.config_tables import absolute_path
 from hardpoint.typed import is_list
 
+from .adapter_resolvers import AdapterResolvers
 from .weights import TensorFolders, pauses
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AsyncAdapterCalls", "SyncAdapterCalls"]
+    from hardpoint.process.async_engine import AsyncEngine
+
+__all__ = ["AdapterGroup", "AsyncAdapterGroup", "with_adapters", "with_adapters_async"]
 
 RemoveMode = Literal["drain", "end"]
+
+LoRAs = list[LoRARequest]
+"""Loaded adapters; in the groups, `list` is a method."""
 
 _PART = "adapters"
 _TICKET_BITS = 60
@@ -38,49 +45,16 @@ _TYPE = {"peft_type": "LORA"}
 Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
 
 
-class _Engine(Protocol):
-    @property
-    def config(self) -> EngineConfig: ...
+class AdapterGroup:
+    """The adapters (LoRA) of an LLM: `llm.adapters`."""
 
-    @property
-    def _adapter_folders(self) -> TensorFolders: ...
+    def __init__(self, engine: LLMEngine) -> None:
+        """Load adapters into an engine."""
+        self._engine = engine
+        self._folders = TensorFolders(_PREFIX, "tensors")
 
-
-class _AdapterCaller(_Engine, Protocol):
-    def call_part(
-        self, part: str, method: str, arguments: Mapping[str, Any] | None = None
-    ) -> Any: ...
-
-    def add_lora(
+    def add(
         self,
-        lora: LoRARequest,
-        tensors: Tensors | None = None,
-        config: Mapping[str, Any] | None = None,
-    ) -> LoRARequest: ...
-
-
-class _AsyncAdapterCaller(_Engine, Protocol):
-    async def call_part(
-        self, part: str, method: str, arguments: Mapping[str, Any] | None = None
-    ) -> Any: ...
-
-    async def add_lora(
-        self,
-        lora: LoRARequest,
-        tensors: Tensors | None = None,
-        config: Mapping[str, Any] | None = None,
-    ) -> LoRARequest: ...
-
-
-class SyncAdapterCalls:
-    """The calls for adapters of a program that waits for them."""
-
-    @functools.cached_property
-    def _adapter_folders(self) -> TensorFolders:
-        return TensorFolders(_PREFIX, "tensors")
-
-    def add_lora(
-        self: _AdapterCaller,
         lora: LoRARequest,
         tensors: Tensors | None = None,
         config: Mapping[str, Any] | None = None,
@@ -92,7 +66,7 @@ class SyncAdapterCalls:
 
         Args:
             lora: name, number and folder, which this program's directory and user complete if it is
-                relative or begins with "~"; the number identifies it in `remove_lora`. With a
+                relative or begins with "~"; the number identifies it in `remove`. With a
                 `content_hash`, its files have to have that one.
             tensors: the adapter itself, without a folder, as PEFT's `get_peft_model_state_dict`
                 returns it; copied to shared memory, where it stays as long as it is needed.
@@ -104,17 +78,17 @@ class SyncAdapterCalls:
             ModelError: its files are missing or broken, or are not for this model; names file,
                 field and value. Nothing has changed then.
         """
-        _check_on(self.config, "lora")
-        arguments = _load_arguments(self._adapter_folders, lora, tensors, config)
-        with _until_loaded(self._adapter_folders, arguments):
-            ticket = self.call_part(_PART, "load", arguments)
+        _check_on(self._engine, "lora")
+        arguments = _load_arguments(self._folders, lora, tensors, config)
+        with _until_loaded(self._folders, arguments):
+            ticket = self._call("load", arguments)
             for pause in pauses():
-                if (added := self.call_part(_PART, "poll", {"ticket": ticket})) is not None:
+                if (added := self._call("poll", {"ticket": ticket})) is not None:
                     break
                 time.sleep(pause)
         return msgspec.convert(added, LoRARequest)
 
-    def remove_lora(self: _AdapterCaller, lora_id: int, mode: RemoveMode = "drain") -> bool:
+    def remove(self, lora_id: int, mode: RemoveMode = "drain") -> bool:
         """Unload an adapter; return whether there was one.
 
         Args:
@@ -125,110 +99,130 @@ class SyncAdapterCalls:
         Raises:
             RequestError: an unknown mode.
         """
-        if not self.config.adapters.max_loras:
-            return False
-        return bool(self.call_part(_PART, "remove", _number(lora_id) | {"mode": mode}))
+        return _has_adapters(self._engine) and bool(
+            self._call("remove", _number(lora_id) | {"mode": mode})
+        )
 
-    def list_loras(self: _AdapterCaller) -> list[LoRARequest]:
+    def list(self) -> LoRAs:
         """Return the loaded adapters, with the hashes of their contents."""
-        if not self.config.adapters.max_loras:
-            return []
-        return msgspec.convert(self.call_part(_PART, "list"), list[LoRARequest])
+        return msgspec.convert(self._call("list"), LoRAs) if _has_adapters(self._engine) else []
 
-    def pin_lora(self: _AdapterCaller, lora_id: int) -> bool:
+    def pin(self, lora_id: int) -> bool:
         """Keep an adapter in CPU memory until it is removed; return whether there is one.
 
         Raises:
             RequestError: `adapters.max_cpu_loras` are pinned already.
         """
-        if not self.config.adapters.max_loras:
-            return False
-        return bool(self.call_part(_PART, "pin", _number(lora_id)))
+        return _has_adapters(self._engine) and bool(self._call("pin", _number(lora_id)))
 
-    def _with_adapters(self: _AdapterCaller, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return options of requests, of which adapters have the hashes of their contents.
-
-        Those that are not loaded are loaded.
+    def resolve(self, name: str) -> Path | LoRARequest | None:
+        """Return the adapter that a resolver finds for a name; None if no resolver knows it.
 
         Raises:
-            RequestError, ModelError: one is unknown, or cannot be loaded.
+            RequestError: a resolver rejects the name.
+            PluginFaultError: one failed, or took longer than `adapters.resolve_seconds`.
+            EngineClosedError: the engine is closed.
         """
-        given, listed = _adapters_in(options)
-        if not listed:
-            return options
-        _check_on(self.config, _OPTION)
-        found = self.call_part(_PART, "resolve", {"loras": listed})
-        for index, content in enumerate(found):
-            if content is None:
-                found[index] = self.add_lora(
-                    msgspec.convert(listed[index], LoRARequest)
-                ).content_hash
-        return _resolved(options, given, listed, found)
+        return self._engine.parts.companion(AdapterResolvers).wait_for(name)
+
+    def _call(self, method: str, arguments: Mapping[str, Any] | None = None) -> Any:
+        call = self._engine.call_utility
+        return EngineUtilities.call_part.call(call, _PART, method, arguments)
 
 
-class AsyncAdapterCalls:
-    """The calls for adapters of a program that runs an event loop."""
+def with_adapters(adapters: AdapterGroup, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return options of requests, of which adapters have the hashes of their contents.
 
-    @functools.cached_property
-    def _adapter_folders(self) -> TensorFolders:
-        return TensorFolders(_PREFIX, "tensors")
+    Those that are not loaded are loaded.
 
-    async def add_lora(
-        self: _AsyncAdapterCaller,
+    Raises:
+        RequestError, ModelError: one is unknown, or cannot be loaded.
+    """
+    given, listed = _adapters_in(options)
+    if not listed:
+        return options
+    _check_on(adapters._engine, _OPTION)
+    contents = adapters._call("resolve", {"loras": listed})
+    for index, content in enumerate(contents):
+        if content is None:
+            added = adapters.add(msgspec.convert(listed[index], LoRARequest))
+            contents[index] = added.content_hash
+    return _resolved(options, given, listed, contents)
+
+
+class AsyncAdapterGroup:
+    """The adapters (LoRA) of an AsyncLLM: `llm.adapters`."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        """Load adapters into an engine."""
+        self._engine = engine
+        self._folders = TensorFolders(_PREFIX, "tensors")
+
+    async def add(
+        self,
         lora: LoRARequest,
         tensors: Tensors | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> LoRARequest:
-        """Do what `LLM.add_lora` does."""
-        _check_on(self.config, "lora")
+        """Load an adapter, as `LLM.adapters.add` does."""
+        _check_on(self._engine, "lora")
         given = lora, tensors, config
-        arguments = await asyncio.to_thread(_load_arguments, self._adapter_folders, *given)
-        with _until_loaded(self._adapter_folders, arguments):
-            ticket = await self.call_part(_PART, "load", arguments)
+        arguments = await asyncio.to_thread(_load_arguments, self._folders, *given)
+        with _until_loaded(self._folders, arguments):
+            ticket = await self._call("load", arguments)
             for pause in pauses():
-                if (added := await self.call_part(_PART, "poll", {"ticket": ticket})) is not None:
+                if (added := await self._call("poll", {"ticket": ticket})) is not None:
                     break
                 await asyncio.sleep(pause)
         return msgspec.convert(added, LoRARequest)
 
-    async def remove_lora(
-        self: _AsyncAdapterCaller, lora_id: int, mode: RemoveMode = "drain"
-    ) -> bool:
-        """Do what `LLM.remove_lora` does."""
-        if not self.config.adapters.max_loras:
-            return False
-        return bool(await self.call_part(_PART, "remove", _number(lora_id) | {"mode": mode}))
+    async def remove(self, lora_id: int, mode: RemoveMode = "drain") -> bool:
+        """Unload an adapter, as `LLM.adapters.remove` does."""
+        return _has_adapters(self._engine) and bool(
+            await self._call("remove", _number(lora_id) | {"mode": mode})
+        )
 
-    async def list_loras(self: _AsyncAdapterCaller) -> list[LoRARequest]:
-        """Do what `LLM.list_loras` does."""
-        if not self.config.adapters.max_loras:
+    async def list(self) -> LoRAs:
+        """Return the loaded adapters, as `LLM.adapters.list` does."""
+        if not _has_adapters(self._engine):
             return []
-        return msgspec.convert(await self.call_part(_PART, "list"), list[LoRARequest])
+        return msgspec.convert(await self._call("list"), LoRAs)
 
-    async def pin_lora(self: _AsyncAdapterCaller, lora_id: int) -> bool:
-        """Do what `LLM.pin_lora` does."""
-        if not self.config.adapters.max_loras:
-            return False
-        return bool(await self.call_part(_PART, "pin", _number(lora_id)))
+    async def pin(self, lora_id: int) -> bool:
+        """Keep an adapter in CPU memory, as `LLM.adapters.pin` does."""
+        return _has_adapters(self._engine) and bool(await self._call("pin", _number(lora_id)))
 
-    async def _with_adapters(
-        self: _AsyncAdapterCaller, options: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        """Do what `SyncAdapterCalls._with_adapters` does."""
-        given, listed = _adapters_in(options)
-        if not listed:
-            return options
-        _check_on(self.config, _OPTION)
-        found = await self.call_part(_PART, "resolve", {"loras": listed})
-        for index, content in enumerate(found):
-            if content is None:
-                added = await self.add_lora(msgspec.convert(listed[index], LoRARequest))
-                found[index] = added.content_hash
-        return _resolved(options, given, listed, found)
+    async def resolve(self, name: str) -> Path | LoRARequest | None:
+        """Return the adapter that a resolver finds for a name, as `LLM.adapters.resolve` does."""
+        return await self._engine.parts.companion(AdapterResolvers).resolve(name)
+
+    async def _call(self, method: str, arguments: Mapping[str, Any] | None = None) -> Any:
+        call = self._engine.call_utility
+        return await EngineUtilities.call_part.call_async(call, _PART, method, arguments)
 
 
-def _check_on(config: EngineConfig, field: str) -> None:
-    if not config.adapters.max_loras:
+async def with_adapters_async(
+    adapters: AsyncAdapterGroup, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return options with the contents of their adapters, as `with_adapters` does."""
+    given, listed = _adapters_in(options)
+    if not listed:
+        return options
+    _check_on(adapters._engine, _OPTION)
+    contents = await adapters._call("resolve", {"loras": listed})
+    for index, content in enumerate(contents):
+        if content is None:
+            added = await adapters.add(msgspec.convert(listed[index], LoRARequest))
+            contents[index] = added.content_hash
+    return _resolved(options, given, listed, contents)
+
+
+def _has_adapters(engine: LLMEngine | AsyncEngine) -> bool:
+    return engine.parts.config.adapters.max_loras > 0
+
+
+def _check_on(engine: LLMEngine | AsyncEngine, field: str) -> None:
+    if not _has_adapters(engine):
         raise RequestError(
             f"{field}: expected none, as adapters.max_loras is 0; set it to the number of adapters "
             f"that run at once"

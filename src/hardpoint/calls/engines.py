@@ -1,40 +1,52 @@
-"""The engines of LLM and AsyncLLM: one by one, and how many there are."""
+"""The group `engines` of LLM and AsyncLLM: control calls, number, load and settings."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload, runtime_checkable
 
 import msgspec
 
 from hardpoint.core.build import build_engine
 from hardpoint.core.client.base import EngineCoreClient
-from hardpoint.core.engine.utility_calls import AsyncControlCalls, SyncControlCalls
+from hardpoint.core.engine.utility_calls import (
+    AsyncControlCalls,
+    ControlCalls,
+    EngineUtilities,
+    SyncControlCalls,
+)
 from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.host.live.settings import ChangeRequest, Running
+from hardpoint.host.system.control_calls import AsyncCaller, SyncCaller
 from hardpoint.plugins import ConfigError, EngineConfig
+from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.requests.stats import SchedulerStats
 from hardpoint.plugins.scheduling.step_record import LiveRequest
 from hardpoint.plugins.server.engine_set import EngineSet, EngineStatus, LoadReport
+from hardpoint.plugins.server.settings import LiveSettings
+
+from .sessions import RELEASE, Released, release_arguments
 
 if TYPE_CHECKING:
     from hardpoint.process.async_engine import AsyncEngine
     from hardpoint.process.build import OpenRemoteClient
 
 __all__ = [
-    "AsyncEngineCalls",
+    "AsyncEngineGroup",
     "AsyncEngineHandle",
+    "EngineGroup",
     "EngineHandle",
     "Restart",
-    "SyncEngineCalls",
     "builder_of",
     "engines_of",
     "with_restart",
 ]
 
-_Handle = TypeVar("_Handle")
+Change = Callable[[ChangeRequest], Awaitable[Manifest]]
+"""Changes settings and plugins in all processes."""
 
 Restart = Literal["never", "on_failure"]
 """Whether another engine is started in the place of one that died."""
@@ -170,37 +182,57 @@ class AsyncEngineHandle(AsyncControlCalls):
         return await self._engine.call_utility(method, *args, rank=self.rank)
 
 
-class EngineList(list[_Handle]):
-    """The engines by rank, for control calls to one of them.
+class EngineGroup(Sequence[EngineHandle], SyncCaller):
+    """The engines of an LLM by rank (`parallel.data`): `llm.engines`.
 
-    Attributes:
-        join_address: address where engines of other machines join (`parallel.join_address`), with
-            the port that is used; None if no engine joins.
+    `llm.engines[1]` has the control calls of one engine; the calls here reach all of them.
     """
 
-    def __init__(self, handles: Iterable[_Handle], client: EngineCoreClient) -> None:
-        """List the engines of a client."""
-        super().__init__(handles)
-        self.join_address = client.join_address if isinstance(client, _MayBeJoined) else None
+    def __init__(self, engine: LLMEngine) -> None:
+        """Control the engines of a frontend."""
+        self._engine = engine
 
+    def __len__(self) -> int:
+        """Return the number of engines."""
+        return len(self._engine.ranks)
 
-class SyncEngineCalls:
-    """The calls about several engines of a program that waits for them."""
+    @overload
+    def __getitem__(self, index: int) -> EngineHandle: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[EngineHandle]: ...
+    def __getitem__(self, index: int | slice) -> EngineHandle | list[EngineHandle]:
+        """Return engines by their places, in order of rank."""
+        return [EngineHandle(self._engine, rank) for rank in self._engine.ranks][index]
 
-    _engine: LLMEngine
+    def __iter__(self) -> Iterator[EngineHandle]:
+        """Iterate over the engines of now."""
+        return iter(self[:])
 
     @property
-    def engines(self) -> EngineList[EngineHandle]:
-        """The engines by rank (`parallel.data`), for control calls to one of them."""
-        handles = (EngineHandle(self._engine, rank) for rank in self._engine.ranks)
-        return EngineList(handles, self._engine.parts.client)
+    def join_address(self) -> str | None:
+        """The address where engines of other machines join (`parallel.join_address`).
+
+        It has the port that is used; None if no engine joins.
+        """
+        return _join_address_of(self._engine.parts.client)
+
+    pause = ControlCalls.pause
+    resume = ControlCalls.resume
+    is_sleeping = ControlCalls.is_sleeping
+    scheduler_stats = ControlCalls.scheduler_stats
+    live_requests = ControlCalls.live_requests
+    reset_encoder_cache = ControlCalls.reset_encoder_cache
+
+    def is_paused(self) -> bool:
+        """Return whether the engine is paused; also of an engine that is closed."""
+        return self._engine.is_paused
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of live requests, each completion of a prompt counted."""
         return self._engine.get_num_unfinished_requests()
 
     def scale(self, num_engines: int, *, drain_seconds: float = 30.0) -> EngineSet:
-        """Start or retire engines, so that there are so many, while requests go on.
+        """Start or retire engines until there are `num_engines`, while requests go on.
 
         New ones have the lowest ranks that are free; those of the highest ranks go. Engines that
         share experts (`parallel.expert`) are all replaced by others, where their requests go on;
@@ -226,53 +258,161 @@ class SyncEngineCalls:
         """End engines by rank, as `scale` does.
 
         Raises:
-            RequestError: one is no engine, or none would be left; or, of engines that share
-                experts, they are not those of the highest ranks.
+            RequestError: a rank is not that of an engine, or no engine would be left; or, of
+                engines that share experts, the ranks are not the highest ones.
             HardpointError: as `scale`.
         """
         return self._engine.parts.client.retire(ranks, drain_seconds)
 
     def load(self) -> LoadReport:
-        """Return the load of each engine, and the time that the prompts which wait will take.
+        """Return the load of each engine, and the time that the waiting prompts will take.
 
         Several engines, or one that may be restarted, are not asked, nor disturbed: these are the
         client's own counts, and the last reports. An engine that was started alone is asked.
         """
         if (report := _report_of(self._engine.parts.client)) is not None:
             return report
+        return _report_of_one(self.is_paused(), self.scheduler_stats(), self.live_requests())
+
+    def settings(self) -> LiveSettings:
+        """Return the settings, with the origin of each, and the generation of the plugins.
+
+        Options may be secrets, which the admin address hides and this does not.
+        """
+        return self._engine.parts.settings.shown()
+
+    def set_config(self, values: Mapping[str, Any], running: Running = "finish") -> Manifest:
+        """Change settings while requests run: in all processes, or in none.
+
+        Args:
+            values: by dotted path, `{"scheduler.max_waiting": 100}` for example; the reference of
+                the configuration lists which are live, and the others are rejected.
+            running: as for `plugins.change`.
+
+        Returns:
+            The plugins, in a new generation. An engine that is restarted has the new settings.
+
+        Raises:
+            ConfigError, PluginError: a value is wrong, or needs a restart; names its path.
+            BusyError: another change is under way.
+            HardpointError: a process failed, or took longer than `plugins.change_seconds`. Nothing
+                has changed.
+        """
+        return self._engine.change(_set_config(values, running))
+
+    def release_session(self, session: str, *, cache_salt: str | None = None) -> Released:
+        """Let the blocks that a session retains be evicted as others; return the outcome.
+
+        Args:
+            session: as in the requests of the conversation, `RequestOptions`.
+            cache_salt: salt of these requests.
+
+        Returns:
+            "accepted", or "missing" if no session with this salt retains anything.
+
+        Raises:
+            RequestError: a field is wrong.
+        """
+        arguments = release_arguments(session, cache_salt)
         call = self._engine.call_utility
-        return _report_of_one(call("is_paused"), call("scheduler_stats"), call("live_requests"))
+        released: Released = EngineUtilities.call_part.call(call, *RELEASE, arguments)
+        return released
+
+    def _call_utility(self, method: str, *args: Any) -> Any:
+        return self._engine.call_utility(method, *args)
 
 
-class AsyncEngineCalls:
-    """The calls about several engines of a program that runs an event loop."""
+class AsyncEngineGroup(Sequence[AsyncEngineHandle], AsyncCaller):
+    """The engines of an AsyncLLM by rank (`parallel.data`): `llm.engines`.
 
-    _engine: AsyncEngine
+    `llm.engines[1]` has the control calls of one engine; the calls here reach all of them.
+    """
+
+    def __init__(self, engine: AsyncEngine, change: Change) -> None:
+        """Control the engines of a frontend.
+
+        Args:
+            change: changes settings and plugins in all processes.
+        """
+        self._engine, self._change = engine, change
+
+    def __len__(self) -> int:
+        """Return the number of engines."""
+        return len(self._engine.ranks)
+
+    @overload
+    def __getitem__(self, index: int) -> AsyncEngineHandle: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[AsyncEngineHandle]: ...
+    def __getitem__(self, index: int | slice) -> AsyncEngineHandle | list[AsyncEngineHandle]:
+        """Return engines by their places, in order of rank."""
+        return [AsyncEngineHandle(self._engine, rank) for rank in self._engine.ranks][index]
+
+    def __iter__(self) -> Iterator[AsyncEngineHandle]:
+        """Iterate over the engines of now."""
+        return iter(self[:])
 
     @property
-    def engines(self) -> EngineList[AsyncEngineHandle]:
-        """The engines by rank (`parallel.data`), for control calls to one of them."""
-        handles = (AsyncEngineHandle(self._engine, rank) for rank in self._engine.ranks)
-        return EngineList(handles, self._engine.parts.client)
+    def join_address(self) -> str | None:
+        """The address where engines of other machines join, as of `LLM.engines`."""
+        return _join_address_of(self._engine.parts.client)
+
+    @property
+    def pid(self) -> int:
+        """The process id of the engine; another one after a restart."""
+        return self._engine.engine_pid
+
+    pause = ControlCalls.pause
+    resume = ControlCalls.resume
+    is_paused = ControlCalls.is_paused
+    is_sleeping = ControlCalls.is_sleeping
+    scheduler_stats = ControlCalls.scheduler_stats
+    live_requests = ControlCalls.live_requests
+    reset_encoder_cache = ControlCalls.reset_encoder_cache
 
     async def scale(self, num_engines: int, *, drain_seconds: float = 30.0) -> EngineSet:
-        """Do what `LLM.scale` does."""
+        """Start or retire engines, as `LLM.engines.scale` does."""
         client = self._engine.parts.client
         return await asyncio.to_thread(client.scale, num_engines, drain_seconds)
 
     async def retire(self, ranks: Sequence[int], *, drain_seconds: float = 30.0) -> EngineSet:
-        """Do what `LLM.retire` does."""
+        """End engines by rank, as `LLM.engines.retire` does."""
         client = self._engine.parts.client
         return await asyncio.to_thread(client.retire, ranks, drain_seconds)
 
     async def load(self) -> LoadReport:
-        """Do what `LLM.load` does."""
+        """Return the load of each engine, as `LLM.engines.load` does."""
         if (report := _report_of(self._engine.parts.client)) is not None:
             return report
-        call = self._engine.call_utility
         return _report_of_one(
-            await call("is_paused"), await call("scheduler_stats"), await call("live_requests")
+            await self.is_paused(), await self.scheduler_stats(), await self.live_requests()
         )
+
+    def settings(self) -> LiveSettings:
+        """Return the settings, as `LLM.engines.settings` does."""
+        return self._engine.parts.settings.shown()
+
+    async def set_config(self, values: Mapping[str, Any], running: Running = "finish") -> Manifest:
+        """Change settings while requests run, as `LLM.engines.set_config` does."""
+        return await self._change(_set_config(values, running))
+
+    async def release_session(self, session: str, *, cache_salt: str | None = None) -> Released:
+        """Let the blocks of a session be evicted, as `LLM.engines.release_session` does."""
+        arguments = release_arguments(session, cache_salt)
+        call = self._engine.call_utility
+        released: Released = await EngineUtilities.call_part.call_async(call, *RELEASE, arguments)
+        return released
+
+    async def _call_utility(self, method: str, *args: Any) -> Any:
+        return await self._engine.call_utility(method, *args)
+
+
+def _set_config(values: Mapping[str, Any], running: Running) -> ChangeRequest:
+    return ChangeRequest.of("engines.set_config()", config=values, running=running)
+
+
+def _join_address_of(client: EngineCoreClient) -> str | None:
+    return client.join_address if isinstance(client, _MayBeJoined) else None
 
 
 def _report_of(client: EngineCoreClient) -> LoadReport | None:

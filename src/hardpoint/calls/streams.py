@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from hardpoint import typed
+from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS
 from hardpoint.errors import EnginePausedError
 from hardpoint.plugins import EngineCoreRequest, RequestError, RequestOutput, SamplingParams
 from hardpoint.plugins.requests.resumed import ResumedOutputs
@@ -72,7 +73,7 @@ class OutputStream(Iterator[RequestOutput]):
 
     def __init__(self, calls: OpenCalls, request_id: str, family: RequestForks) -> None:
         """Own a request that was added, of a family that may be forked."""
-        self.family = family
+        self._family = family
         self._calls, self._id = calls, request_id
         self._outputs = calls.outputs([request_id])
         self._is_open = True
@@ -101,6 +102,25 @@ class OutputStream(Iterator[RequestOutput]):
         if output.finished:
             self.close()
         return output
+
+    def fork(self, token_ids: Sequence[int]) -> OutputStream:
+        """Go on with other outputs in a copy of the request; iterate over the outputs of the copy.
+
+        The copy is one more completion of the same prompt, as those of `n`: with the same
+        parameters and a number of its own, `outputs[0].index`. Logits processors and grammars get
+        `token_ids` as if they had been sampled; the prefix cache shares full blocks of them that
+        the source has computed. Closing either stream ends its own request alone.
+
+        Args:
+            token_ids: all output tokens before those to come. May be empty.
+
+        Raises:
+            RequestError: tokens are wrong, or end the request; a logits processor cannot go on
+                after outputs.
+            OverloadedError, EngineDeadError, EngineClosedError: as `LLM.stream`.
+        """
+        copied = self._family.fork(token_ids)
+        return open_stream(self._calls, (copied, None, NO_EXTRAS), self._family)
 
     def close(self) -> None:
         """End the request, if it has not ended. Closing twice does nothing."""

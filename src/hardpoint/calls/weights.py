@@ -1,11 +1,10 @@
-"""Weights that change in LLM and AsyncLLM: their files, and the calls that replace them."""
+"""The group `weights` of LLM and AsyncLLM: update weights, and own their files."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import fcntl
-import functools
 import os
 import shutil
 import tempfile
@@ -44,16 +43,23 @@ Weights: TypeAlias = "str | os.PathLike[str] | Mapping[str, torch.Tensor]"
 """Path of a safetensors file or a folder of them; or tensors by their names in the checkpoint."""
 
 
-class SyncWeightCalls:
-    """The call for weights of a program that waits for it."""
+class WeightGroup:
+    """The weights of an LLM: `llm.weights`."""
 
-    _engine: LLMEngine
+    def __init__(self, engine: LLMEngine, files: WeightFiles) -> None:
+        """Update the weights of an engine.
 
-    @functools.cached_property
-    def _weight_files(self) -> WeightFiles:
-        return WeightFiles()
+        Args:
+            files: the files that updates write; the caller removes them.
+        """
+        self._engine, self._files = engine, files
 
-    def update_weights(
+    @property
+    def version(self) -> str:
+        """The version of the weights in use."""
+        return self._engine.parts.config.load.version
+
+    def update(
         self,
         weights: Weights,
         *,
@@ -72,7 +78,7 @@ class SyncWeightCalls:
                 until the next update; or tensors by their names in the checkpoint, which are copied
                 to shared memory. Weights that are not among them stay as they are.
             version: name of the version; None is the number after the current one.
-            mode: what happens to requests in flight, as for `pause`.
+            mode: what happens to requests in flight, as for `engines.pause`.
             recompute: whether those that are kept compute their keys and values again. If not, they
                 go on with those of earlier weights, which `CompletionOutput.weight_runs` shows.
 
@@ -82,7 +88,7 @@ class SyncWeightCalls:
                 and value. Or memory is short.
             HardpointError: the engine sleeps or is about to, or the update was given up.
         """
-        engine, files, calls = self._engine, self._weight_files, EngineUtilities
+        engine, files, calls = self._engine, self._files, EngineUtilities
         with files.lock, files.kept_of(engine):
             load = files.after(engine.parts.config, weights, version)
             call, updates = engine.call_utility, list(load.updates)
@@ -101,20 +107,23 @@ class SyncWeightCalls:
         return load.version
 
 
-class AsyncWeightCalls:
-    """The call for weights of a program that runs an event loop."""
+class AsyncWeightGroup:
+    """The weights of an AsyncLLM: `llm.weights`."""
 
-    _engine: AsyncEngine
+    def __init__(self, engine: AsyncEngine, files: WeightFiles) -> None:
+        """Update the weights of an engine.
 
-    @functools.cached_property
-    def _weight_files(self) -> WeightFiles:
-        return WeightFiles()
+        Args:
+            files: the files that updates write; the caller removes them.
+        """
+        self._engine, self._files, self._lock = engine, files, asyncio.Lock()
 
-    @functools.cached_property
-    def _update_lock(self) -> asyncio.Lock:
-        return asyncio.Lock()
+    @property
+    def version(self) -> str:
+        """The version of the weights in use."""
+        return self._engine.parts.config.load.version
 
-    async def update_weights(
+    async def update(
         self,
         weights: Weights,
         *,
@@ -122,20 +131,19 @@ class AsyncWeightCalls:
         mode: PauseModeName = "keep",
         recompute: bool = True,
     ) -> str:
-        """Do what `LLM.update_weights` does.
+        """Replace weights of the model, as `LLM.weights.update` does.
 
         A task that is cancelled while the engine takes the weights ends once it has them.
         """
-        files = self._weight_files
-        async with self._update_lock:
-            with files.kept_of(self._engine):
+        async with self._lock:
+            with self._files.kept_of(self._engine):
                 return await self._update(weights, version, mode, recompute)
 
     async def _update(
         self, weights: Weights, version: str | None, mode: PauseModeName, recompute: bool
     ) -> str:
         engine, calls = self._engine, EngineUtilities
-        after = self._weight_files.after
+        after = self._files.after
         load = await asyncio.to_thread(after, engine.parts.config, weights, version)
         call, updates = engine.call_utility, list(load.updates)
 

@@ -14,9 +14,16 @@ from enum import Enum
 
 from hardpoint.errors import ConversationEndedError, PromptTooLongError
 from hardpoint.plugins import OverloadedError, RequestError
-from hardpoint.plugins.config.engine import ConversationsConfig
+from hardpoint.plugins.config.engine import ConversationsConfig, EngineConfig
 
-__all__ = ["TRANSITIONS", "ConversationEvent", "ConversationState", "History", "OpenConversations"]
+__all__ = [
+    "TRANSITIONS",
+    "ConversationEvent",
+    "ConversationState",
+    "History",
+    "OpenConversations",
+    "open_conversations",
+]
 
 
 class ConversationState(Enum):
@@ -222,6 +229,12 @@ class OpenConversations:
                 f"its lease of {self._config.lease_seconds:g} s has run out "
                 "(conversations.lease_seconds)"
             )
+
+
+def open_conversations(config: EngineConfig, clock: Callable[[], float]) -> OpenConversations:
+    """Return the conversations of an engine, none yet."""
+    assert isinstance(config.max_model_len, int), "the engine has chosen it"
+    return OpenConversations(config.conversations, config.max_model_len, clock)
 
 
 class History:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -15,19 +16,20 @@ from typing import Any
 import msgspec
 
 from hardpoint.async_llm import AsyncLLM
-from hardpoint.calls.engines import with_restart
-from hardpoint.calls.weights import Weights
+from hardpoint.calls.engines import AsyncEngineGroup, with_restart
+from hardpoint.calls.groups import COMPANIONS
+from hardpoint.calls.weights import AsyncWeightGroup, WeightFiles, Weights
 from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.core.frontend.frontend import listed_ids
 from hardpoint.errors import PluginFaultError, reason_of
 from hardpoint.host.live.settings import ChangeRequest
 from hardpoint.journal import with_journal
-from hardpoint.open_model import COMPANIONS
 from hardpoint.plugins import EngineConfig, IterationStats
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.scheduling.step_record import LiveRequest
 from hardpoint.plugins.server.workers import WorkerPlan
+from hardpoint.process.async_engine import AsyncEngine
 from hardpoint.replicas.relay.frontends import asked_of
 from hardpoint.replicas.relay.messages import SEPARATOR, Notice
 from hardpoint.replicas.relay.owner import Link, SharedEngines
@@ -43,6 +45,37 @@ _PAUSE_S = 5.0
 
 _ENDED = 3
 """Exit code where workers end too often."""
+
+
+class OwnedEngines(AsyncEngineGroup):
+    """The engines of the process that owns them."""
+
+    async def live_requests(self, external_ids: Sequence[str] | None = None) -> list[LiveRequest]:
+        """Return the live completions of all frontends, as `AsyncLLM` does."""
+        return own_requests(await super().live_requests(external_ids))
+
+
+class OwnedWeights(AsyncWeightGroup):
+    """The weights of the engines of the process that owns them."""
+
+    def __init__(self, engine: AsyncEngine, files: WeightFiles, shared: SharedEngines) -> None:
+        """Update the weights, and notify all frontends."""
+        super().__init__(engine, files)
+        self._shared = shared
+
+    async def update(
+        self,
+        weights: Weights,
+        *,
+        version: str | None = None,
+        mode: PauseModeName = "keep",
+        recompute: bool = True,
+    ) -> str:
+        """Replace weights of the model, as `AsyncLLM` does, and notify all frontends."""
+        used = await super().update(weights, version=version, mode=mode, recompute=recompute)
+        load = self._engine.parts.config.load
+        self._shared.notify(Notice("load", msgspec.to_builtins(load)))
+        return used
 
 
 class OwnerLLM(AsyncLLM):
@@ -65,36 +98,22 @@ class OwnerLLM(AsyncLLM):
         faults = llm._engine.parts.companion(SharedFaults)
         faults.health.notify = lambda *fault: llm.shared.notify(Notice("fault", fault), keep=False)
         llm.shared.faults = faults.notices
+        llm._groups = dataclasses.replace(
+            llm._groups,
+            engines=OwnedEngines(llm._engine, llm._engine.change),
+            weights=OwnedWeights(llm._engine, llm._files, llm.shared),
+        )
         return llm
 
     async def change(self, asked: ChangeRequest) -> Manifest:
         """Change plugins and settings in all processes."""
-        return await self._change(asked)
-
-    async def update_weights(
-        self,
-        weights: Weights,
-        *,
-        version: str | None = None,
-        mode: PauseModeName = "keep",
-        recompute: bool = True,
-    ) -> str:
-        """Give the model other weights, as `AsyncLLM` does, and notify all frontends."""
-        used = await super().update_weights(
-            weights, version=version, mode=mode, recompute=recompute
-        )
-        self.shared.notify(Notice("load", msgspec.to_builtins(self.config.load)))
-        return used
+        return await self._engine.change(asked)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests of all frontends by their ids, as `AsyncLLM` does."""
         listed = listed_ids(request_ids)
         await super().abort(listed)
         self.shared.notify(Notice("abort", listed), keep=False)
-
-    async def live_requests(self, external_ids: Sequence[str] | None = None) -> list[LiveRequest]:
-        """Return the live completions of all frontends, as `AsyncLLM` does."""
-        return own_requests(await super().live_requests(external_ids))
 
     def add_fault(self, link: Link, plugin: str, message: str, request_id: str | None) -> None:
         """Record a fault that a frontend has noticed, and notify the others."""
@@ -318,24 +337,24 @@ class Workers:
     async def _answer_update_weights(
         self, _: int, weights: str, version: str | None, mode: Any, recompute: bool
     ) -> str:
-        return await self.engine.update_weights(
+        return await self.engine.weights.update(
             weights, version=version, mode=mode, recompute=recompute
         )
 
     async def _answer_health(self, _: int) -> Any:
-        return await self.engine.health()
+        return await self.engine.plugins.health()
 
     async def _answer_metrics(self, _: int) -> str:
         return await self.engine.metrics()
 
     async def _answer_load(self, _: int) -> Any:
-        return await self.engine.load()
+        return await self.engine.engines.load()
 
     async def _answer_scale(self, _: int, num_engines: int, drain_s: float) -> Any:
-        return await self.engine.scale(num_engines, drain_seconds=drain_s)
+        return await self.engine.engines.scale(num_engines, drain_seconds=drain_s)
 
     async def _answer_retire(self, _: int, ranks: list[int], drain_s: float) -> Any:
-        return await self.engine.retire(ranks, drain_seconds=drain_s)
+        return await self.engine.engines.retire(ranks, drain_seconds=drain_s)
 
 
 def open_workers(config: EngineConfig, config_sources: ConfigSources, restart: Any) -> Workers:

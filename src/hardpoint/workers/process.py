@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import importlib
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ from typing import Any
 import msgspec
 
 from hardpoint.async_llm import AsyncLLM
-from hardpoint.calls.weights import Weights
+from hardpoint.calls.engines import AsyncEngineGroup, Change
+from hardpoint.calls.groups import COMPANIONS
+from hardpoint.calls.plugins import AsyncPluginGroup
+from hardpoint.calls.running import AsyncRequests
+from hardpoint.calls.weights import AsyncWeightGroup, WeightFiles, Weights
 from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.core.frontend.engine_parts import Companion, Opening
 from hardpoint.errors import BusyError, shown
@@ -30,7 +35,6 @@ from hardpoint.host.system.process.child import ParentWatch
 from hardpoint.host.system.process.launch import ChildLaunch, decode_launch
 from hardpoint.host.system.process.naming import log_to_stderr, name_process
 from hardpoint.host.system.process.process import ChildProcess
-from hardpoint.open_model import COMPANIONS
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
@@ -38,6 +42,7 @@ from hardpoint.plugins.config_tables import LoadConfig
 from hardpoint.plugins.requests.stats import Health
 from hardpoint.plugins.scheduling.step_record import LiveRequest
 from hardpoint.plugins.server.engine_set import LoadReport
+from hardpoint.process.async_engine import AsyncEngine
 from hardpoint.replicas.relay.client import Figures, OpenRelayed
 from hardpoint.replicas.relay.frontends import CHANGE, REPLAY, asked_of
 from hardpoint.replicas.relay.messages import EnginesSummary, Notice, own_id
@@ -103,6 +108,72 @@ class SharedFaults(Companion):
         return [Notice("fault", fault) for fault in (*deadly, *ended)]
 
 
+Ask = Callable[..., Awaitable[Any]]
+"""Calls a method of the owner of the engines by name."""
+
+
+class RelayedEngines(AsyncEngineGroup):
+    """The engines of a worker, which their owner changes for all frontends."""
+
+    def __init__(self, engine: AsyncEngine, change: Change, ask: Ask) -> None:
+        """Call the owner of the engines by `ask`."""
+        super().__init__(engine, change)
+        self._ask = ask
+
+    async def live_requests(self, external_ids: Sequence[str] | None = None) -> list[LiveRequest]:
+        """Return the live completions of all frontends, as `AsyncLLM` does."""
+        return own_requests(await super().live_requests(external_ids))
+
+    async def load(self) -> LoadReport:
+        """Return the load of the engines."""
+        return msgspec.convert(await self._ask("load"), LoadReport)
+
+
+class RelayedWeights(AsyncWeightGroup):
+    """The weights of a worker's engines, which their owner updates for all frontends."""
+
+    def __init__(self, engine: AsyncEngine, files: WeightFiles, ask: Ask) -> None:
+        """Call the owner of the engines by `ask`."""
+        super().__init__(engine, files)
+        self._ask = ask
+
+    async def update(
+        self,
+        weights: Weights,
+        *,
+        version: str | None = None,
+        mode: PauseModeName = "keep",
+        recompute: bool = True,
+    ) -> str:
+        """Replace weights of the model, as `AsyncLLM.weights.update` does, from a path.
+
+        Raises:
+            RequestError: the weights are not a path.
+        """
+        if not isinstance(weights, str | Path):
+            raise RequestError(
+                f"weights: expected a path in a worker process, got {shown(weights)}"
+            )
+        used: str = await self._ask("update_weights", str(weights), version, str(mode), recompute)
+        return used
+
+
+class RelayedPlugins(AsyncPluginGroup):
+    """The plugins of all frontends of a worker's engines."""
+
+    def __init__(
+        self, engine: AsyncEngine, requests: AsyncRequests, change: Change, ask: Ask
+    ) -> None:
+        """Call the owner of the engines by `ask`."""
+        super().__init__(engine, requests, change)
+        self._ask = ask
+
+    async def health(self) -> Health:
+        """Return the faults of plugins in all processes, and the number of restarts."""
+        await self._engine.health()  # raises the error that ended the engines
+        return msgspec.convert(await self._ask("health"), Health)
+
+
 class WorkerLLM(AsyncLLM):
     """The model of a worker: its own frontend, and the engines of the process that started it."""
 
@@ -131,6 +202,14 @@ class WorkerLLM(AsyncLLM):
         )
         health = llm._engine.parts.companion(SharedFaults).health
         health.notify = lambda *fault: llm._post("fault", *fault)
+        engine, ask = llm._engine, opened_caller(opened)
+        change = functools.partial(change_at_owner, ask)
+        llm._groups = dataclasses.replace(
+            llm._groups,
+            engines=RelayedEngines(engine, change, ask),
+            weights=RelayedWeights(engine, llm._files, ask),
+            plugins=RelayedPlugins(engine, llm._requests, change, ask),
+        )
         return llm
 
     def _post(self, method: str, *arguments: Any) -> None:
@@ -211,51 +290,26 @@ class WorkerLLM(AsyncLLM):
     async def _read_load(self, notice: Notice) -> None:
         self._engine.set_load(msgspec.convert(notice.value, LoadConfig))
 
-    # What the owner of the engines does for all frontends
-
-    async def _change(self, asked: ChangeRequest) -> Manifest:
-        """Change plugins and settings, as `AsyncLLM` does, in all processes."""
-        return msgspec.convert(await self._ask("live_change", msgspec.to_builtins(asked)), Manifest)
-
-    async def update_weights(
-        self,
-        weights: Weights,
-        *,
-        version: str | None = None,
-        mode: PauseModeName = "keep",
-        recompute: bool = True,
-    ) -> str:
-        """Give the model other weights, as `AsyncLLM.update_weights` does, from a path.
-
-        Raises:
-            RequestError: the weights are no path.
-        """
-        if not isinstance(weights, str | Path):
-            raise RequestError(
-                f"weights: expected a path in a worker process, got {shown(weights)}"
-            )
-        found: str = await self._ask("update_weights", str(weights), version, str(mode), recompute)
-        return found
-
-    async def live_requests(self, external_ids: Sequence[str] | None = None) -> list[LiveRequest]:
-        """Return the live completions of all frontends, as `AsyncLLM` does."""
-        return own_requests(await super().live_requests(external_ids))
-
-    async def health(self) -> Health:
-        """Return the faults of plugins in all processes, and the number of restarts."""
-        await self._engine.health()  # raises what ended the engines
-        return msgspec.convert(await self._ask("health"), Health)
-
-    async def load(self) -> LoadReport:
-        """Return the load of the engines."""
-        return msgspec.convert(await self._ask("load"), LoadReport)
-
     async def metrics(self) -> str:
         """Return the exports of the sinks, which have the figures of all frontends."""
         if (stats := self._figures.sinks.pop()) is not None:
             await self._ask("figures", msgspec.to_builtins(stats))
         found: str = await self._ask("metrics")
         return found
+
+
+def opened_caller(opened: OpenRelayed) -> Ask:
+    """Return a function that calls the owner of a worker's engines."""
+
+    async def ask(method: str, *arguments: Any) -> Any:
+        return await asyncio.wrap_future(opened.client.ask(method, *arguments))
+
+    return ask
+
+
+async def change_at_owner(ask: Ask, asked: ChangeRequest) -> Manifest:
+    """Change plugins and settings in all processes."""
+    return msgspec.convert(await ask("live_change", msgspec.to_builtins(asked)), Manifest)
 
 
 def own_requests(found: Sequence[LiveRequest]) -> list[LiveRequest]:

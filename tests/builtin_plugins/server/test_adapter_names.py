@@ -51,23 +51,23 @@ class AdapterEngine(FakeEngine):
         while not self.gate.is_set():
             await asyncio.sleep(0.005)
 
-    async def add_lora(self, request):
+    async def add(self, request):
         self.did.append(("add", request))
         await asyncio.sleep(0.01)
         if self.wrong is not None:
             raise self.wrong
         self.held[request.name] = request
 
-    async def remove_lora(self, adapter_id, mode="drain"):
+    async def remove(self, adapter_id, mode="drain"):
         self.did.append(("remove", adapter_id, mode))
         await self._passed()
         (name,) = [name for name, held in self.held.items() if held.id == adapter_id]
         del self.held[name]
 
-    async def list_loras(self):
+    async def list(self):
         return list(self.held.values())
 
-    async def resolve_adapter(self, name):
+    async def resolve(self, name):
         self.did.append(("resolve", name))
         await self._passed()
         found = self.found.get(name)
@@ -338,10 +338,10 @@ def test_workers_know_what_others_load_and_unload():
 def test_defective_files_are_the_error_of_a_request(server, folder, resolved):
     message = f"{folder / 'sql' / 'adapter_config.json'}: r: expected a rank of at least 1, got 0"
 
-    async def add_lora(request):
+    async def add(request):
         raise ModelError(message)
 
-    server.engine.add_lora = add_lora
+    server.engine.add = add
     if resolved:
         server.engine.found["sql"] = folder / "sql"
         answer, field = complete(server, "sql"), "model"

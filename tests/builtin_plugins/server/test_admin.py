@@ -16,6 +16,7 @@ from support.http_server import client_of, running
 from support.processes import ROOT
 from support.waiting import PATIENCE_S, wait_until
 
+from hardpoint.builtin_plugins.server.routes.admin import OLD_PATHS
 from hardpoint.builtin_plugins.server.service import ServerPhase
 from hardpoint.errors import EngineTimeoutError, PluginNotFoundError
 from hardpoint.plugins import ConfigError, HardpointError, RequestError
@@ -67,7 +68,7 @@ def test_it_is_off_by_default():
 
 
 def test_users_have_none_of_its_routes(server):
-    for path in ("/plugins", "/requests", "/stats", "/is_paused"):
+    for path in ("/plugins", "/requests", "/engines/stats", "/is_paused"):
         assert server.client.get(path).status_code == 404
     for path in ("/pause", "/drain", "/collective_rpc", "/requests/abort"):
         assert server.client.post(path, json={}).status_code == 404
@@ -88,7 +89,7 @@ def test_plugins(server):
     async def meters():
         return {"acme": PluginMeter(steps=3, rows=6, seconds=0.5)}
 
-    server.engine.plugin_meters = meters
+    server.engine.meters = meters
     answer = server.admin.get("/plugins").json()
     (plugin,) = answer["plugins"]
     assert (plugin["kind"], plugin["name"], plugin["version"]) == (PLUGIN.kind, "acme", "1.0")
@@ -227,9 +228,17 @@ def test_errors_of_the_engine_are_answered(server, monkeypatch, error, status):
         ("/resume", {"x": 1}, "x"),
         ("/sleep", {"level": 3}, "level: expected"),
         ("/requests/abort", {}, "request_ids"),
-        ("/policy", {"use": "fair"}, "use: 'fair' is not among the plugins that may change over"),
-        ("/log_level", {"level": "LOUD"}, "level: expected"),
-        ("/log_level", {"level": "INFO", "logger": "root"}, 'logger: expected "hardpoint" or'),
+        (
+            "/plugins/policy",
+            {"use": "fair"},
+            "use: 'fair' is not among the plugins that may change over",
+        ),
+        ("/debug/log_level", {"level": "LOUD"}, "level: expected"),
+        (
+            "/debug/log_level",
+            {"level": "INFO", "logger": "root"},
+            'logger: expected "hardpoint" or',
+        ),
         ("/collective_rpc", {"method": 3}, "method: expected"),
     ],
 )
@@ -256,14 +265,14 @@ def test_a_page_of_somebody_else_may_not_use_it(server):
 
 def test_log_level(server):
     logger = logging.getLogger("hardpoint.some")
-    answer = post(server, "/log_level", {"logger": "hardpoint.some", "level": "DEBUG"})
+    answer = post(server, "/debug/log_level", {"logger": "hardpoint.some", "level": "DEBUG"})
     assert answer.json() == {"logger": "hardpoint.some", "level": "DEBUG", "before": "NOTSET"}
     assert logger.level == logging.DEBUG
     logger.setLevel(logging.NOTSET)
 
 
 def test_stats_health_metrics_and_version(server):
-    assert server.admin.get("/stats").json()["num_running"] == 0
+    assert server.admin.get("/engines/stats").json()["num_running"] == 0
     assert server.admin.get("/health").json() == {"status": "ok"}
     assert server.admin.get("/version").json() == {"version": "9.9"}
     assert "hardpoint:http_requests_total" in server.admin.get("/metrics").text
@@ -319,14 +328,15 @@ def test_admin_routes_of_plugins_are_there_and_nowhere_else(tmp_path):
         config=configured(admin=f"unix:{tmp_path}/a"),
         extensions=(
             ("acme", Route(path="/acme", endpoint=hello, admin=True)),
-            ("acme", Route(path="/stats", endpoint=hello)),  # of users: no clash with the admin's
+            # Of users: no clash with the admin's.
+            ("acme", Route(path="/engines/stats", endpoint=hello)),
         ),
     )
     with running(engine) as server:
         assert server.admin.get("/acme").text == "administrator"
         assert server.client.get("/acme").status_code == 404
-        assert server.client.get("/stats").text == "anybody"
-        assert server.admin.get("/stats").json()["num_running"] == 0
+        assert server.client.get("/engines/stats").text == "anybody"
+        assert server.admin.get("/engines/stats").json()["num_running"] == 0
 
 
 def keys(**clients):
@@ -395,15 +405,15 @@ def test_every_route_has_a_summary(server):
 
 def test_the_number_of_engines(server):
     server.engine.utilities.clear()
-    scaled = post(server, "/scale", {"engines": 2})
+    scaled = post(server, "/engines/scale", {"engines": 2})
     assert scaled.json() == {"epoch": 3, "ranks": [0, 1]}
-    retired = post(server, "/retire", {"ranks": [1], "drain_seconds": 2.5})
+    retired = post(server, "/engines/retire", {"ranks": [1], "drain_seconds": 2.5})
     assert retired.json() == {"epoch": 4, "ranks": [0]}
     assert server.engine.utilities == [("scale", 2, 30.0), ("retire", [1], 2.5)]
     for path, body, message in (
-        ("/scale", {}, "engines: missing, and it has no default"),
-        ("/scale", {"engines": "2"}, "engines: expected a whole number, got '2'"),
-        ("/retire", {"ranks": 1}, "ranks: expected a list, got 1"),
+        ("/engines/scale", {}, "engines: missing, and it has no default"),
+        ("/engines/scale", {"engines": "2"}, "engines: expected a whole number, got '2'"),
+        ("/engines/retire", {"ranks": 1}, "ranks: expected a list, got 1"),
     ):
         refused = post(server, path, body)
         assert (refused.status_code, refused.json()["error"]["message"]) == (400, message)
@@ -418,10 +428,9 @@ def test_the_page_about_them_lists_all_routes(server):
 
     page = (ROOT / "docs" / "admin.md").read_text()
     listed = set(re.findall(r"^\| `(GET|POST|PATCH) (/\S+)` \|", page, re.MULTILINE))
-    assert listed == {
-        (method, route.path) for route in admin_routes(server.service) for method in route.methods
-    }
-    for route in admin_routes(server.service):
+    routes = [route for route in admin_routes(server.service) if route.path not in OLD_PATHS]
+    assert listed == {(method, route.path) for route in routes for method in route.methods}
+    for route in routes:
         if route.request_type is not None:
             (line,) = [
                 x
@@ -430,6 +439,39 @@ def test_the_page_about_them_lists_all_routes(server):
             ]
             for field in route.request_type.__struct_fields__:
                 assert f"`{field}`" in line
+
+
+def test_old_paths_answer_as_the_new_ones_do(server, caplog):
+    caplog.set_level(logging.WARNING, logger="hardpoint")
+    bodies = {
+        "/settings": None,
+        "/stats": None,
+        "/scale": {"engines": 2},
+        "/retire": {"ranks": [1]},
+        "/update_weights": {"path": "/no/such/folder"},
+        "/policy": {"use": "no such policy"},
+        "/log_level": {"level": "DEBUG", "logger": "hardpoint.of_a_test"},
+    }
+    assert bodies.keys() == OLD_PATHS.keys()
+    for old, new in OLD_PATHS.items():
+        caplog.clear()
+        method = "GET" if bodies[old] is None else "POST"
+        answers = [server.admin.request(method, path, json=bodies[old]) for path in (new, old, old)]
+        statuses = {answer.status_code for answer in answers}
+        assert len(statuses) == 1
+        assert 404 not in statuses
+        assert answers[1].json().keys() == answers[0].json().keys()
+        if statuses == {200}:
+            assert "deprecation" not in answers[0].headers
+            assert answers[1].headers["deprecation"].startswith("@")
+            assert answers[1].headers["link"] == f'<{new}>; rel="successor-version"'
+        notice = f"the path {old} is deprecated, and works until hardpoint 0.3; use {new}"
+        assert [notice in message for message in caplog.messages].count(True) == 1
+    changed = server.admin.patch("/settings", json={"running": "never"})
+    assert (
+        changed.json() == server.admin.patch("/engines/settings", json={"running": "never"}).json()
+    )
+    logging.getLogger("hardpoint.of_a_test").setLevel(logging.NOTSET)
 
 
 def test_the_client_of_a_unix_socket_needs_no_host(server):

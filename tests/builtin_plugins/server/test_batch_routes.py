@@ -358,14 +358,14 @@ class TestBatches:
 def test_users_come_before_batches():
     waiting = [1]
 
-    class Engine:
+    class Engines:
         async def load(self):
             if waiting[0] is None:
                 raise EngineDeadError("it restarts")
             return SimpleNamespace(num_waiting=waiting[0])
 
     async def scenario():
-        slots, begun = Slots(Engine(), 2), []
+        slots, begun = Slots(SimpleNamespace(engines=Engines()), 2), []
 
         async def line(number):
             async with slots.one():
@@ -426,7 +426,7 @@ def test_inputs_of_deleted_files_count_while_their_batches_run(tmp_path):
     lines = [line(number, prompt="x" * 1000) for number in range(40)]
     with batch_server(tmp_path, owner_bytes=100_000) as server:
         client = client_of(server)
-        server.call(server.engine.pause)
+        server.call(server.engine.engines.pause)
         for _ in range(2):
             client.files.delete(begin(client, lines).input_file_id)
         with pytest.raises(openai.BadRequestError, match="expected at most 100000 bytes in all f"):
@@ -453,9 +453,9 @@ def test_answers_of_several_batches_stay_within_the_bytes_of_a_key(tmp_path):
     lines = [line(number, max_tokens=20, logprobs=5) for number in range(40)]
     with batch_server(tmp_path, owner_bytes=40_000) as server:
         client = client_of(server)
-        server.call(server.engine.pause)
+        server.call(server.engine.engines.pause)
         begun = [begin(client, lines) for _ in range(2)]
-        server.call(server.engine.resume)
+        server.call(server.engine.engines.resume)
         done = [ended(client, batch) for batch in begun]
         assert kept_bytes(tmp_path) <= 40_000
         assert "failed" in {batch.status for batch in done}

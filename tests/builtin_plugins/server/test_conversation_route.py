@@ -240,7 +240,7 @@ def test_the_client_goes_in_the_middle_of_a_turn(server):
     wait_until(
         lambda: not server.service.load.open and not len(open_conversations_of(server.engine))
     )
-    stats = server.call(server.engine.scheduler_stats)
+    stats = server.call(server.engine.engines.scheduler_stats)
     assert (stats.num_running, stats.num_waiting) == (0, 0)
 
 

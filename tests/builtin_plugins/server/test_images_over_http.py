@@ -399,13 +399,13 @@ def server_with_keys(tmp_path_factory):
 def test_images_belong_to_the_key_of_their_request(server_with_keys, route, monkeypatch):
     field, part = ROUTES[route]
     engine, seen = server_with_keys.engine, []
-    render = engine.apply_chat_template
+    render = engine.model.apply_chat_template
 
     async def recorded(messages, **options):
         seen.append(messages)
         return await render(messages, **options)
 
-    monkeypatch.setattr(engine, "apply_chat_template", recorded)
+    monkeypatch.setattr(engine.model, "apply_chat_template", recorded)
     item = {"role": "user", "content": [part("https://example.com/a.png")]}
     body = {field: [item]} | ({"max_tokens": 4} if route == "/v1/messages" else {})
     if route == "/v1/responses":

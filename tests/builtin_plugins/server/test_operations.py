@@ -308,7 +308,7 @@ def test_an_engine_that_is_killed_under_load_is_replaced(endless, monkeypatch):
         ]
         whole = Reader(server.client, LONG, COMPLETIONS)
         wait_until(lambda: server.service.load.open == 5)
-        pid = llm.engine_pid
+        pid = llm.engines.pid
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: server.client.get("/health").status_code == 503)
         refused = server.post(COMPLETIONS, SAY)
@@ -320,9 +320,9 @@ def test_an_engine_that_is_killed_under_load_is_replaced(endless, monkeypatch):
         grown = [len(stream.text) for stream in streams]
         wait_until(lambda: all(len(s.text) > n for s, n in zip(streams, grown, strict=True)))
         assert whole.status is None  # its engine died, and it goes on
-        assert llm.engine_pid != pid
+        assert llm.engines.pid != pid
 
-        os.kill(llm.engine_pid, signal.SIGKILL)  # more often than engine.max_resumes
+        os.kill(llm.engines.pid, signal.SIGKILL)  # more often than engine.max_resumes
         for stream in streams:
             error = stream.last_event()["error"]
             assert error["type"] == "unavailable_error"
@@ -340,9 +340,9 @@ def test_a_client_that_goes_frees_its_request_in_the_engine(endless):
     with engine_served(endless, "never") as (llm, server):
         with server.client.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as response:
             next(response.iter_raw())
-        wait_until(lambda: server.call(llm.live_requests) == [])
-        assert server.call(llm.scheduler_stats).kv_cache_usage == 0.0
-        os.kill(llm.engine_pid, signal.SIGKILL)
+        wait_until(lambda: server.call(llm.engines.live_requests) == [])
+        assert server.call(llm.engines.scheduler_stats).kv_cache_usage == 0.0
+        os.kill(llm.engines.pid, signal.SIGKILL)
         server.thread.join(PATIENCE_S)
         assert server.code == 3
 
@@ -383,11 +383,11 @@ def test_the_program_serves_a_real_model_and_drains(scripted, tmp_path):
                 assert administrator.post(path, json=body).status_code == 200
             assert client.post(COMPLETIONS, json=SAY).status_code == 503
             assert administrator.post("/wake_up", json={}).status_code == 200
-            assert administrator.post("/policy", json={"use": "fair"}).status_code == 200
-            assert administrator.post("/policy", json={"use": "no-such"}).status_code == 400
-            assert administrator.post("/policy", json={"use": "fcfs"}).status_code == 400
+            assert administrator.post("/plugins/policy", json={"use": "fair"}).status_code == 200
+            assert administrator.post("/plugins/policy", json={"use": "no-such"}).status_code == 400
+            assert administrator.post("/plugins/policy", json={"use": "fcfs"}).status_code == 400
             assert administrator.post("/reset_encoder_cache", json={}).status_code == 409
-            assert administrator.get("/stats").json()["num_running"] == 0
+            assert administrator.get("/engines/stats").json()["num_running"] == 0
             assert administrator.get("/requests").json() == {"requests": []}
             call = {"method": "plugin_meters"}
             assert administrator.post("/collective_rpc", json=call).status_code in (200, 409)

@@ -53,7 +53,7 @@ def test_a_slow_reader_gets_fewer_and_longer_events(server):
     assert connection.recv(15) == b"HTTP/1.1 200 OK"
 
     async def until_done():
-        while await server.engine.live_requests():
+        while await server.engine.engines.live_requests():
             await asyncio.sleep(0.05)
 
     server.call(until_done)
@@ -79,9 +79,9 @@ def test_a_disconnect_frees_the_blocks_at_once(server):
     connection.close()
 
     async def until_free():
-        while (await server.engine.scheduler_stats()).kv_cache_usage > 0:
+        while (await server.engine.engines.scheduler_stats()).kv_cache_usage > 0:
             await asyncio.sleep(0.001)
-        assert await server.engine.live_requests() == []
+        assert await server.engine.engines.live_requests() == []
 
     server.call(until_free)
     wait_until(lambda: server.service.load.open == 0)

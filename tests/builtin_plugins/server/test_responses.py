@@ -394,7 +394,7 @@ def test_large_events_at_the_end_leave_other_requests_their_turn(monkeypatch):
             top_p=1.0,
         )
         stream = responses_events.ResponseAnswer(engine.tokenizer, response, 1)
-        params = engine.default_sampling_params()
+        params = engine.model.default_sampling_params()
         params = msgspec.structs.replace(params, logprobs=1, output_kind=RequestOutputKind.DELTA)
         async for written in stream.events(engine.generate("Hi", params)):
             seen.append((turns, written))

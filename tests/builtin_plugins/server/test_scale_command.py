@@ -114,7 +114,7 @@ def test_nobody_there(tmp_path):
 
 def test_somebody_else(server):
     host, port = server.client.base_url.host, server.client.base_url.port
-    with pytest.raises(HardpointError, match=r"there is no route '/scale'.*\(404\)$"):
+    with pytest.raises(HardpointError, match=r"there is no route '/engines/scale'.*\(404\)$"):
         scale("1", "--admin", f"{host}:{port}")
 
 

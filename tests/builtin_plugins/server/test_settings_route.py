@@ -21,11 +21,11 @@ def server(tmp_path_factory):
 
 
 def patch(server, body):
-    return server.admin.patch("/settings", json=body)
+    return server.admin.patch("/engines/settings", json=body)
 
 
 def test_each_setting_is_shown_without_secrets(server):
-    answer = server.admin.get("/settings")
+    answer = server.admin.get("/engines/settings")
     body = answer.json()
     settings = body["settings"]
     assert settings["scheduler.max_waiting_tokens"] == {
@@ -47,8 +47,8 @@ def test_states_are_shown_without_secrets(server):
 
 
 def test_users_have_no_such_route(server):
-    assert server.client.get("/settings").status_code == 404
-    assert server.client.patch("/settings", json={}).status_code == 404
+    assert server.client.get("/engines/settings").status_code == 404
+    assert server.client.patch("/engines/settings", json={}).status_code == 404
 
 
 def test_a_change_reaches_the_engine_with_its_author(server):
@@ -61,7 +61,7 @@ def test_a_change_reaches_the_engine_with_its_author(server):
     assert answer.status_code == 200, answer.text
     assert answer.json().keys() == {"generation", "fingerprint"}
     call, asked = server.engine.utilities[-1]
-    assert call == "set_plugins"
+    assert call == "change"
     assert asked.pop("origin").startswith("administrator ")
     assert asked == {
         "enable": ["mirostat"],
@@ -116,7 +116,7 @@ def test_what_is_not_allowed_is_refused_before_the_engine(server, body, words):
 
 
 def test_a_policy_reaches_the_engine_with_its_author(server):
-    answer = server.admin.post("/policy", json={"use": "fair", "options": {"tag": "x"}})
+    answer = server.admin.post("/plugins/policy", json={"use": "fair", "options": {"tag": "x"}})
     assert answer.json() == {"policy": "fair"}
     *call, origin = server.engine.utilities[-1]
     assert call == ["set_policy", "fair", {"tag": "x"}]
@@ -136,7 +136,7 @@ def test_a_policy_reaches_the_engine_with_its_author(server):
 )
 def test_policies_are_those_that_settings_may_name(server, use, words):
     before = len(server.engine.utilities)
-    answer = server.admin.post("/policy", json={"use": use, "options": {"wraps": "a:B"}})
+    answer = server.admin.post("/plugins/policy", json={"use": use, "options": {"wraps": "a:B"}})
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
     assert len(server.engine.utilities) == before
@@ -153,6 +153,6 @@ def test_errors_of_a_change_are_answered(server, monkeypatch, error, status):
     async def fail(**_):
         raise error
 
-    monkeypatch.setattr(server.engine, "set_plugins", fail, raising=False)
+    monkeypatch.setattr(server.engine, "change", fail, raising=False)
     answer = patch(server, {})
     assert (answer.status_code, answer.json()["error"]["message"]) == (status, str(error))

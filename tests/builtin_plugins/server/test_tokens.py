@@ -174,7 +174,7 @@ class Slow(FakeEngine):
 
     busy = 0
 
-    async def tokenise(self, text, *, add_special_tokens=True):
+    async def tokenize(self, text, *, add_special_tokens=True):
         self.busy += 1
         try:
             await asyncio.sleep(self.delay)

@@ -43,7 +43,7 @@ def server(tmp_path_factory):
 
 
 def update(server, path, **fields):
-    return server.admin.post("/update_weights", json={"path": str(path), **fields})
+    return server.admin.post("/weights/update", json={"path": str(path), **fields})
 
 
 def versions(server, route):
@@ -68,7 +68,7 @@ def test_users_see_the_version(server):
     for route in ROUTES:
         assert versions(server, route) == ["step 7"]
     assert 'version="step 7"} 1' in server.client.get("/metrics").text
-    assert server.client.post("/update_weights", json={}).status_code == 404
+    assert server.client.post("/weights/update", json={}).status_code == 404
 
 
 def test_paths_outside_of_the_folders_are_refused(server):

@@ -305,9 +305,9 @@ def test_administrators_steer_all_workers(server):
     assert refusals[0].json()["error"]["code"] == "paused"
     assert admin(server, "POST", "/resume").status_code == 200
     assert {text_of(ask(server)) for _ in range(8)} == {TEXT}
-    assert admin(server, "POST", "/policy", use="priority").json() == {"policy": "priority"}
+    assert admin(server, "POST", "/plugins/policy", use="priority").json() == {"policy": "priority"}
     assert {text_of(ask(server, priority=1)) for _ in range(8)} == {TEXT}
-    settings = admin(server, "GET", "/settings").json()["settings"]
+    settings = admin(server, "GET", "/engines/settings").json()["settings"]
     assert settings["scheduler.policy"]["origin"].startswith("administrator ")
     listed = admin(server, "GET", "/plugins").json()["plugins"]
     assert "priority" in [one["name"] for one in listed if one["kind"] == "scheduling_policies"]
@@ -315,26 +315,33 @@ def test_administrators_steer_all_workers(server):
 
 def test_live_changes_reach_all_workers(server):
     """Each worker admits requests itself, so the plugin must be on in all of them, or in none."""
-    before = admin(server, "GET", "/settings").json()
+    before = admin(server, "GET", "/engines/settings").json()
     use = {"plugin_args": {"sized": {}}}
     assert {ask(server, **use).status_code for _ in range(8)} == {200}
-    changed = admin(server, "PATCH", "/settings", plugins={"options": {"sized": {"size": 3}}})
+    changed = admin(
+        server, "PATCH", "/engines/settings", plugins={"options": {"sized": {"size": 3}}}
+    )
     assert changed.status_code == 200, changed.text
     assert changed.json()["generation"] == before["generation"] + 1
     assert admin(server, "GET", "/plugins").json()["states"]["sized"] == {"size": 3}
     assert {ask(server, **use).status_code for _ in range(8)} == {200}
-    wrong = admin(server, "PATCH", "/settings", plugins={"options": {"sized": {"size": "x"}}})
+    wrong = admin(
+        server, "PATCH", "/engines/settings", plugins={"options": {"sized": {"size": "x"}}}
+    )
     assert "plugin.sized.size: expected" in wrong.json()["error"]["message"]
-    refused = admin(server, "PATCH", "/settings", plugins={"disable": ["broken"]})
+    refused = admin(server, "PATCH", "/engines/settings", plugins={"disable": ["broken"]})
     assert "'broken' is not among the plugins" in refused.json()["error"]["message"]
-    assert admin(server, "PATCH", "/settings", plugins={"disable": ["sized"]}).status_code == 200
+    assert (
+        admin(server, "PATCH", "/engines/settings", plugins={"disable": ["sized"]}).status_code
+        == 200
+    )
 
     def all_refuse():
         return {ask(server, **use).status_code for _ in range(8)} == {400}
 
     wait_until(all_refuse)  # a worker switches once it has read the notice
     assert "'sized' was switched off" in ask(server, **use).json()["error"]["message"]
-    listed = {admin(server, "GET", "/settings").json()["generation"] for _ in range(4)}
+    listed = {admin(server, "GET", "/engines/settings").json()["generation"] for _ in range(4)}
     assert listed == {before["generation"] + 2}
 
 

@@ -51,7 +51,7 @@ def tokens(path, **config):
     extra = {"dtype": "float32", "weight_cache": {"path": "off"}, **config}
     with LLM(str(path), config=extra) as llm:
         found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
-        assert llm.health().fallbacks == {}
+        assert llm.plugins.health().fallbacks == {}
     return [list(ids) for ids in found]
 
 

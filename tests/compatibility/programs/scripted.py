@@ -39,7 +39,7 @@ class Opened:
         return self.llm
 
     def __exit__(self, *_):
-        health = self.llm.health()
+        health = self.llm.plugins.health()
         FAULTS.extend([*health.fallbacks.values(), *health.quarantined])
         self.llm.close()
 

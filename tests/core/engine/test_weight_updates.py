@@ -70,12 +70,12 @@ def test_an_updated_engine_is_one_of_the_new_weights(folders, expected, given):
     with opened(first) as llm:
         for _ in range(4):  # steps are recorded by now
             assert results(llm) == expected[0]
-        assert llm.update_weights(weights[given]) == "1"
+        assert llm.weights.update(weights[given]) == "1"
         for _ in range(4):
             assert results(llm) == expected[1]
-        assert llm.update_weights(file_of(first), version="back") == "back"
+        assert llm.weights.update(file_of(first), version="back") == "back"
         assert results(llm) == expected[0]
-        assert llm.scheduler_stats().weight_version == "back"
+        assert llm.engines.scheduler_stats().weight_version == "back"
         llm.sleep(2)
         llm.wake_up()
         assert results(llm) == expected[0]
@@ -87,10 +87,10 @@ def test_some_tensors_are_enough_and_later_ones_win(folders, expected, tmp_path)
     names = sorted(tensors)
     save_file({name: tensors[name] for name in names[:9]}, tmp_path / "some.safetensors")
     with opened(first) as llm:
-        llm.update_weights(tmp_path / "some.safetensors")
+        llm.weights.update(tmp_path / "some.safetensors")
         changed = results(llm)
         assert changed not in expected
-        llm.update_weights({name: tensors[name] for name in names[5:]})
+        llm.weights.update({name: tensors[name] for name in names[5:]})
         assert results(llm) == expected[1]
         load = engine_of(llm).parts.config.load
         assert [Path(path).name for path in load.updates] == [
@@ -98,7 +98,7 @@ def test_some_tensors_are_enough_and_later_ones_win(folders, expected, tmp_path)
             "weights.safetensors",
         ]
         held = Path(load.updates[1])
-        llm.update_weights(tensors)  # all of them: neither of the earlier files is needed
+        llm.weights.update(tensors)  # all of them: neither of the earlier files is needed
         (last,) = engine_of(llm).parts.config.load.updates
         assert not held.exists()
         assert Path(last).exists()
@@ -112,7 +112,7 @@ def test_few_bits_follow(folders, use):
         expected = results(llm)
     with opened(first, quantization={"use": use}) as llm:
         assert results(llm) != expected
-        llm.update_weights(second)
+        llm.weights.update(second)
         assert results(llm) == expected
 
 
@@ -126,7 +126,7 @@ def test_kept_requests_go_on_as_with_the_new_weights_from_the_start(folders):
         with opened(first) as changing:
             stream = changing.stream(PROMPTS[0], PARAMS)
             tokens = [token for _ in range(4) for token in next(stream).outputs[0].token_ids]
-            changing.update_weights(second)
+            changing.weights.update(second)
             last = None
             for last in stream:
                 tokens += last.outputs[0].token_ids
@@ -143,7 +143,7 @@ def test_keys_and_values_that_are_kept_are_marked_and_shared_with_nobody(folders
         stream = llm.stream(PROMPTS[0], PARAMS)
         for _ in range(3):
             next(stream)
-        llm.update_weights(second, recompute=False)
+        llm.weights.update(second, recompute=False)
         *_, last = stream
         assert [run[1:] for run in runs(last)] == [("0", "0"), ("1", "0")]
         assert results(llm) == expected[1]  # the first prompt is the one that was kept
@@ -160,7 +160,7 @@ def test_keys_and_values_that_are_kept_are_marked_and_shared_with_nobody(folders
 )
 def test_versions_of_tokens_of_another_engine(folders, given, expected):
     with opened(folders[0]) as llm:
-        llm.update_weights(folders[1])
+        llm.weights.update(folders[1])
         before = [WeightRun(0, *versions) for versions in given]
         for name, max_tokens in (("many", 10), ("last", 5)):
             request = EngineCoreRequest(
@@ -182,24 +182,24 @@ def test_requests_that_an_update_ends(folders):
     with opened(first) as llm:
         stream = llm.stream(PROMPTS[0], PARAMS)
         next(stream)
-        llm.update_weights(second, mode="abort")
+        llm.weights.update(second, mode="abort")
         *_, last = stream
         assert last.outputs[0].finish_reason == "abort"
         with pytest.raises(RequestError, match="mode: expected 'abort' or 'keep' in an engine"):
-            llm.update_weights(first, mode="wait")
+            llm.weights.update(first, mode="wait")
 
 
 def test_a_paused_engine_stays_paused(folders, expected):
     first, second = folders
     with opened(first) as llm:
-        llm.pause()
-        llm.update_weights(second)
-        assert llm.is_paused()
-        llm.resume()
+        llm.engines.pause()
+        llm.weights.update(second)
+        assert llm.engines.is_paused()
+        llm.engines.resume()
         assert results(llm) == expected[1]
         llm.sleep()
         with pytest.raises(HardpointError, match=r"the engine sleeps \(weights, kv_cache\); call"):
-            llm.update_weights(first)
+            llm.weights.update(first)
         llm.wake_up()
         assert results(llm) == expected[1]
 
@@ -213,7 +213,7 @@ def test_earlier_weights_are_released(folders):
     with opened(first) as llm:
         results(llm)
         earlier = [weakref.ref(model) for model in models()]
-        llm.update_weights(second)
+        llm.weights.update(second)
         results(llm)
         count = len(models())
         assert count <= len(earlier)
@@ -288,9 +288,9 @@ def test_wrong_tensors_change_nothing(folders, expected, tmp_path, case):
     save_file(change(load_file(file_of(folders[1]))), tmp_path / "bad.safetensors")
     with opened(folders[0]) as llm:
         with pytest.raises(ModelError, match=message):
-            llm.update_weights(tmp_path / "bad.safetensors")
+            llm.weights.update(tmp_path / "bad.safetensors")
         assert results(llm) == expected[0]
-        assert llm.update_weights(folders[1]) == "1"
+        assert llm.weights.update(folders[1]) == "1"
         assert results(llm) == expected[1]
 
 
@@ -304,11 +304,11 @@ def test_what_the_start_left_out_is_left_out_again(folders, expected, tmp_path):
     with opened(tmp_path / "first") as llm:
         wrong = {"mtp.fc.bias": torch.ones(2)}
         with pytest.raises(ModelError, match=r"the model has no weight 'mtp.fc.bias'"):
-            llm.update_weights(wrong)
+            llm.weights.update(wrong)
         with pytest.raises(ModelError, match=r"no weights of the model: .* lacks 1 .*mtp.fc.bias"):
-            llm.update_weights(wrong | extra)
+            llm.weights.update(wrong | extra)
         assert results(llm) == expected[0]
-        llm.update_weights(tmp_path / "second")
+        llm.weights.update(tmp_path / "second")
         assert results(llm) == expected[1]
 
 
@@ -327,22 +327,22 @@ def test_what_is_no_weights_is_refused_by_field(folders, expected, tmp_path):
     with opened(folders[0]) as llm:
         for path, message in bad.items():
             with pytest.raises(ModelError, match=message):
-                llm.update_weights(path)
+                llm.weights.update(path)
         with pytest.raises(RequestError, match="weights: expected tensors by their names, got no"):
-            llm.update_weights({})
+            llm.weights.update({})
         with pytest.raises(
             RequestError, match="weights: expected tensors by their names, got 1 for"
         ):
-            llm.update_weights({"a": 1})
+            llm.weights.update({"a": 1})
         with pytest.raises(RequestError, match="weights: expected a path, or tensors by their"):
-            llm.update_weights(7)
+            llm.weights.update(7)
         with pytest.raises(RequestError, match=r"version: .*length"):
-            llm.update_weights(folders[1], version="")
+            llm.weights.update(folders[1], version="")
         with pytest.raises(RequestError, match='mode: expected "abort" or "wait" or'):
-            llm.update_weights(folders[1], mode="later")
-        llm.update_weights(folders[1], version="a name")
+            llm.weights.update(folders[1], mode="later")
+        llm.weights.update(folders[1], version="a name")
         with pytest.raises(RequestError, match="version: expected one, since the current version"):
-            llm.update_weights(folders[0])
+            llm.weights.update(folders[0])
         assert results(llm) == expected[1]
 
 
@@ -355,7 +355,7 @@ def test_memory_is_checked_before_anything_is_read(folders, expected, monkeypatc
         with pytest.raises(
             ModelError, match=r"weights: .* are needed in addition to those in use, 1.* \(a"
         ):
-            llm.update_weights(folders[1])
+            llm.weights.update(folders[1])
         assert results(llm) == expected[0]
 
 
@@ -365,10 +365,10 @@ def test_a_head_that_is_the_table_is_taken_once(tmp_path):
     settings = SETTINGS
     with LLM(str(tmp_path / "tied"), config=settings, max_model_len=128) as llm:
         before = results(llm)
-        llm.update_weights({"model.embed_tokens.weight": table, "lm_head.weight": table})
+        llm.weights.update({"model.embed_tokens.weight": table, "lm_head.weight": table})
         assert results(llm) != before
         with pytest.raises(ModelError, match="'lm_head.weight': the model's head is 'model.embed"):
-            llm.update_weights({"lm_head.weight": table * 2})
+            llm.weights.update({"lm_head.weight": table * 2})
 
 
 def test_an_engine_starts_with_updates(folders, expected):
@@ -376,7 +376,7 @@ def test_an_engine_starts_with_updates(folders, expected):
     with opened(folders[0], load=load) as llm:
         assert results(llm) == expected[1]
         assert runs(llm.generate([PROMPTS[0]], PARAMS)[0]) == [(0, "7", "7")]
-        assert llm.update_weights(folders[0]) == "8"
+        assert llm.weights.update(folders[0]) == "8"
 
 
 def test_stored_blocks_of_earlier_weights_are_not_found(folders, expected):
@@ -385,8 +385,8 @@ def test_stored_blocks_of_earlier_weights_are_not_found(folders, expected):
         for _ in range(2):
             assert results(llm) == expected[0]
         with pytest.raises(RequestError, match="recompute: expected true: a kv_connector would"):
-            llm.update_weights(folders[1], recompute=False)
+            llm.weights.update(folders[1], recompute=False)
         for folder, of in ((folders[1], expected[1]), (folders[0], expected[0])) * 2:
-            llm.update_weights(folder)
+            llm.weights.update(folder)
             for _ in range(2):
                 assert results(llm) == of

@@ -95,7 +95,7 @@ def test_the_same_tokens(folder, expected, extra, caplog):
         for _ in range(2):  # the second round finds blocks of the first one
             assert results(llm.generate(PROMPTS, PARAMS)) == expected
         assert "a repeated step gave other hidden states" not in caplog.text
-        hits = llm.scheduler_stats().prefix_cache.hit_tokens
+        hits = llm.engines.scheduler_stats().prefix_cache.hit_tokens
         assert (hits > 0) == extra.get("kv_cache", {}).get("prefix_caching", True)
 
 
@@ -104,7 +104,7 @@ def test_the_same_tokens_when_blocks_run_out(folder, expected):
     with opened(folder, groups=True, **CHUNKED, **extra) as llm:
         for _ in range(2):
             assert results(llm.generate(PROMPTS, PARAMS)) == expected
-        stats = llm.scheduler_stats()
+        stats = llm.engines.scheduler_stats()
         assert stats.num_preemptions > 3
         assert stats.kv_cache_usage == 0
 
@@ -115,10 +115,10 @@ def test_the_same_tokens_after_sleeps_and_a_reset(folder, expected):
             llm.sleep(level)
             llm.wake_up()
             assert results(llm.generate(PROMPTS, PARAMS)) == expected
-        hits = llm.scheduler_stats().prefix_cache.hit_tokens
+        hits = llm.engines.scheduler_stats().prefix_cache.hit_tokens
         llm.reset_prefix_cache()
         assert results(llm.generate(PROMPTS[:1], PARAMS)) == expected[:2]
-        assert llm.scheduler_stats().prefix_cache.hit_tokens == hits
+        assert llm.engines.scheduler_stats().prefix_cache.hit_tokens == hits
 
 
 def test_blocks_that_a_window_has_passed_are_not_read(folder, expected, monkeypatch):

@@ -86,11 +86,11 @@ def test_a_tokenizer_is_asked_for_one_text_at_a_time(run, monkeypatch):
 
 def test_a_cancelled_call_is_given_up(run, monkeypatch):
     async def main(llm):
-        await llm.health()
+        await llm.plugins.health()
         pending: Future = Future()
         called = threading.Event()
         monkeypatch.setattr(client_of(llm), "call", lambda *_, **__: called.set() or pending)
-        task = asyncio.create_task(llm.scheduler_stats())
+        task = asyncio.create_task(llm.engines.scheduler_stats())
         await until(called.is_set, "the call")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -103,7 +103,7 @@ def test_a_cancelled_call_is_given_up(run, monkeypatch):
 
 def test_one_cancelled_while_it_is_sent_counts_as_aborted(run, monkeypatch):
     async def main(llm):
-        await llm.health()
+        await llm.plugins.health()
         Ends.reasons.clear()
         with monkeypatch.context() as patch:
             patch.setattr(client_of(llm), "offer_requests", lambda _: lambda: False)
@@ -121,7 +121,7 @@ def test_one_cancelled_while_it_is_sent_counts_as_aborted(run, monkeypatch):
 def test_why_it_is_dead_does_not_depend_on_what_was_asked_first(scripted):
     llm = AsyncLLM(config=scripted_config(scripted))
     assert llm.dead_error is None
-    os.kill(llm.engine_pid, signal.SIGKILL)
+    os.kill(llm.engines.pid, signal.SIGKILL)
     wait_until(lambda: not llm.is_running, PATIENCE_S, "the word of its death")
     assert "was killed by signal 9" in str(llm.dead_error)
     assert llm.errored

@@ -126,10 +126,10 @@ def test_in_an_event_loop_too_and_an_error_of_the_frontend_ends_the_process(scri
             assert "sent again" not in str(told.value)  # nobody here would serve it
             await asyncio.gather(other, return_exceptions=True)
             assert llm.errored
-            pid = llm.engine_pid
+            pid = llm.engines.pid
             await until(lambda: not psutil.pid_exists(pid), "its end, without anybody closing it")
             with pytest.raises(EngineFaultError, match="it broke"):
-                await llm.scheduler_stats()
+                await llm.engines.scheduler_stats()
 
     asyncio.run(main())
 
@@ -138,10 +138,10 @@ def test_a_call_in_flight_hears_why_it_ended(scripted):
     async def main():
         async with AsyncLLM(config=scripted_config(scripted)) as llm:
             engine = engine_of(llm)
-            await llm.health()
+            await llm.plugins.health()
             engine._client.call = lambda *_, **__: pending
             pending = Future()
-            call = asyncio.create_task(llm.scheduler_stats())
+            call = asyncio.create_task(llm.engines.scheduler_stats())
             await asyncio.sleep(0)
             engine._engine_died(RuntimeError("a sink broke"), final=True)
             pending.set_exception(EngineDeadError("the engine was closed"))

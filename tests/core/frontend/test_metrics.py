@@ -102,14 +102,14 @@ def rows(text):
 
 
 async def kill_while_it_hangs(llm, stream, known, monkeypatch):
-    os.kill(llm.engine_pid, signal.SIGSTOP)
+    os.kill(llm.engines.pid, signal.SIGSTOP)
     began = time.monotonic()
     with monkeypatch.context() as patch:
         hurry(patch)
         text = await llm.metrics()
     assert HURRY_S <= time.monotonic() - began < PATIENCE_S / 2
     assert (stopped(text), rows(text)) == (1, known)
-    os.kill(llm.engine_pid, signal.SIGKILL)
+    os.kill(llm.engines.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError):
         await collect(stream)
     text = await llm.metrics()
@@ -134,7 +134,7 @@ def test_an_engine_in_a_loop_always_answers(scripted, monkeypatch):
             text = await llm.metrics()
             assert value(text, "generation_tokens_total") > 13
             assert value(text, "num_requests_running") == 1
-            await llm.pause("keep")
+            await llm.engines.pause("keep")
             text = await llm.metrics()  # nothing was recorded since: pausing freed its blocks
             assert value(text, "num_requests_running") == 0
             assert value(text, "num_requests_waiting") == 1
@@ -146,7 +146,7 @@ def test_an_engine_in_a_loop_always_answers(scripted, monkeypatch):
             text = await llm.metrics()
             assert value(text, "engine_restarts_total") == 1
             assert (stopped(text), rows(text)) == (2, known)
-            os.kill(llm.engine_pid, signal.SIGKILL)
+            os.kill(llm.engines.pid, signal.SIGKILL)
             await until(lambda: llm.errored, "the end")
             began = time.monotonic()
             assert stopped(await llm.metrics()) == 2
@@ -192,7 +192,7 @@ def test_a_sink_that_fails_leaves_out_its_own_text(scripted, reports):
     with LLM(config=scripted_config(scripted, extra)) as llm:
         assert llm.metrics() == "exported 1\n"
         assert llm.metrics() == "exported 2\n"
-        fallbacks = llm.health().fallbacks
+        fallbacks = llm.plugins.health().fallbacks
     assert {name: fault.count for name, fault in fallbacks.items()} == {
         "fails": 2,
         "returns_bytes": 2,

@@ -34,7 +34,7 @@ ENDLESS = SamplingParams(
 
 
 def pid_of(llm) -> int:
-    return llm.engine_pid
+    return llm.engines.pid
 
 
 async def kill(llm) -> None:
@@ -58,8 +58,8 @@ def test_requests_in_flight_fail_and_the_next_are_served(scripted):
             },
         )
         async with AsyncLLM(config=config, restart="on_failure") as llm:
-            await llm.set_policy("fair", {"tag": "team", "weights": {"a": 3.0}})
-            manifest, first = llm.manifest, pid_of(llm)
+            await llm.plugins.set_policy("fair", {"tag": "team", "weights": {"a": 3.0}})
+            manifest, first = llm.plugins.manifest, pid_of(llm)
             streams = [llm.generate([i + 1] * 3, ENDLESS) for i in range(8)]
             await asyncio.gather(*(anext(stream) for stream in streams))
             tasks = [asyncio.create_task(collect(stream)) for stream in streams]
@@ -80,17 +80,17 @@ def test_requests_in_flight_fail_and_the_next_are_served(scripted):
             assert all(await asyncio.gather(*(serves(llm) for _ in range(4))))
             assert pid_of(llm) != first
             assert llm.is_running
-            health = await llm.health()
+            health = await llm.plugins.health()
             assert (health.restarts, health.ok) == (1, True)
 
             # what was changed lives on, and can be changed again
-            assert llm.manifest == manifest
-            await llm.set_policy("priority")
-            assert llm.manifest.generation == manifest.generation + 1
+            assert llm.plugins.manifest == manifest
+            await llm.plugins.set_policy("priority")
+            assert llm.plugins.manifest.generation == manifest.generation + 1
             await kill(llm)
             assert await serves(llm)
             assert llm.config.scheduler.policy == "priority"
-            assert (await llm.health()).restarts == 2
+            assert (await llm.plugins.health()).restarts == 2
 
     asyncio.run(main())
 
@@ -105,7 +105,7 @@ def test_one_that_is_dead_when_a_request_comes_is_restarted(scripted):
             os.kill(first, signal.SIGKILL)
             wait_until(lambda: not llm.is_running, PATIENCE_S, "the report of its death")
             assert await serves(llm)
-            assert (await llm.health()).restarts == 1
+            assert (await llm.plugins.health()).restarts == 1
 
     asyncio.run(main())
 
@@ -121,7 +121,7 @@ def test_a_program_that_went_elsewhere_gets_the_same_engine_again(scripted, tmp_
             monkeypatch.setattr(sys, "path", [*sys.path, "/elsewhere"])
             await kill(llm)
             assert await serves(llm)
-            assert (await llm.health()).restarts == 1
+            assert (await llm.plugins.health()).restarts == 1
             assert os.readlink(f"/proc/{pid_of(llm)}/cwd") == str(tmp_path)
 
     asyncio.run(main())
@@ -138,7 +138,7 @@ def test_too_many_deaths_are_the_end(scripted, caplog):
             await kill(llm)
             await until(lambda: llm.errored, "the end of restarts")
             ended = rf"\(pid {last}\) was killed by signal 9 .*; {LIMIT}$"
-            for call in (llm.health(), serves(llm)):
+            for call in (llm.plugins.health(), serves(llm)):
                 with pytest.raises(EngineDeadError, match=ended):
                     await call
             assert re.search(ended, str(llm.dead_error))

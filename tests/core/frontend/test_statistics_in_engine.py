@@ -380,7 +380,7 @@ def test_reports_go_on_when_the_engine_is_started_anew(scripted):
         async with AsyncLLM(config=config, restart="on_failure") as llm:
             stream = llm.generate("x", SLOWLY, request_id="lost")
             await anext(stream)
-            os.kill(llm.engine_pid, signal.SIGKILL)
+            os.kill(llm.engines.pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError):
                 await last(stream)
             await until(finished, "a report of its end")

@@ -9,7 +9,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from support.internals import client_of, core_of, engine_of, output_processor_of
+from support.internals import client_of, core_of, engine_of, open_calls_of, output_processor_of
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
 from hardpoint.testing import scripted_config, scripted_engine
@@ -101,7 +101,7 @@ def test_an_interrupt_while_prompts_are_added_leaves_none_behind(llm, monkeypatc
         llm.generate(["a", "b", "c"], GREEDY)
     assert not engine.has_unfinished_requests()
     assert core_of(engine).num_unfinished_requests() == 0
-    assert len(llm._calls) == 0
+    assert len(open_calls_of(llm)) == 0
     monkeypatch.undo()
     assert llm.generate("a", GREEDY)[0].finished
 

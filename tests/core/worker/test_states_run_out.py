@@ -75,7 +75,7 @@ def test_tokens_are_the_same(opened, expected, num_keys, num_states, asynchronou
                 assert out.outputs[0].token_ids == expected[out.prompt][:20]
             check_all_free(llm, num_states)
         # Only those that generate lack keys; one that lacks states is not begun.
-        assert (llm.scheduler_stats().num_preemptions > 0) == (num_keys == 40)
+        assert (llm.engines.scheduler_stats().num_preemptions > 0) == (num_keys == 40)
 
 
 def test_the_reason_of_a_request_that_waits_counts_states(opened):
@@ -96,7 +96,7 @@ def test_a_prompt_in_pieces_is_not_begun_without_room_for_their_states(opened, e
     with opened(400, 6, max_num_batched_tokens=24) as llm:
         for out in llm.generate(prompts, params()):
             assert out.outputs[0].token_ids == expected[out.prompt][:20]
-        assert llm.scheduler_stats().num_preemptions == 0
+        assert llm.engines.scheduler_stats().num_preemptions == 0
 
 
 @pytest.mark.parametrize("model", [HybridModel, pytest.param(StateModel, marks=NIGHTLY)])

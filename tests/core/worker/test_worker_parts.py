@@ -72,7 +72,7 @@ def test_a_part_of_scope_step_is_left_out_of_the_step_and_counted(folder):
         assert [end.token_ids for end in ends(llm, {"part": "1"})] == [
             end.token_ids for end in without
         ]
-        assert llm.health().fallbacks["shift"].count == 3
+        assert llm.plugins.health().fallbacks["shift"].count == 3
 
 
 def test_a_part_of_scope_engine_ends_the_engine(folder):

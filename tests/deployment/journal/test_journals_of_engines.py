@@ -58,7 +58,7 @@ def test_each_engine_of_a_set_has_its_own(scripted, tmp_path):
     async def run():
         llm = AsyncLLM(config=config_of(scripted, tmp_path, 2))
         try:
-            await llm.set_plugins(enable=[Mark], config={"scheduler.policy": "fair"})
+            await llm.plugins.change(enable=[Mark], config={"scheduler.policy": "fair"})
             calls = [tokens_of(llm, f"{index} is") for index in range(NUM_REQUESTS)]
             return await asyncio.gather(*calls)
         finally:
@@ -90,11 +90,11 @@ def test_requests_that_go_on_at_an_engine_that_is_started_again(
     async def run():
         llm = AsyncLLM(config=config_of(scripted, tmp_path, num_engines), restart="on_failure")
         try:
-            await llm.set_plugins(enable=[Mark], options={"mark": {"mark": 2}})
+            await llm.plugins.change(enable=[Mark], options={"mark": {"mark": 2}})
             expected = await tokens_of(llm, "0 is")
             calls = [asyncio.ensure_future(tokens_of(llm, "0 is")) for _ in range(NUM_REQUESTS)]
             while not all(call.done() for call in calls):
-                if any(one.num_output_tokens for one in await llm.live_requests()):
+                if any(one.num_output_tokens for one in await llm.engines.live_requests()):
                     break
                 await asyncio.sleep(0.01)
             pid = llm.engines[-1].pid
@@ -124,10 +124,10 @@ def test_step_parts_that_change(scripted, tmp_path, in_process):
         engine = llm.llm_engine
         for number in range(3):
             change = {"options": {"mark": {"mark": number}}} if number else {"enable": [Mark]}
-            llm.set_plugins(**change)
+            llm.plugins.change(**change)
             engine.add_request(f"r{number}", "a", SHORT, extras)
             engine.step()
-        llm.set_plugins(disable=["mark"])
+        llm.plugins.change(disable=["mark"])
         engine.add_request("plain", "a", SHORT, extras)
         while engine.has_unfinished_requests():
             engine.step()

@@ -75,14 +75,14 @@ def generate(config) -> list:
     ]
     with LLM(config=config) as llm:
         outputs = llm.generate(prompts, params)
-        llm.set_policy("fair")
-        llm.set_plugins(enable=["support.broken.processors:Bias"])
+        llm.plugins.set_policy("fair")
+        llm.plugins.change(enable=["support.broken.processors:Bias"])
         biased = SamplingParams(max_tokens=9, plugin_args={"bias": {"by": 3.0}}, seed=4)
         outputs += llm.generate([[7] * 9], biased)
         outputs += llm.generate([[5] * 20] * 3, grammars * 3)
         llm.reset_prefix_cache()
         outputs += llm.generate(prompts[:8], params[:8])
-        assert llm.scheduler_stats().num_preemptions > 0
+        assert llm.engines.scheduler_stats().num_preemptions > 0
         return outputs
 
 
@@ -124,7 +124,7 @@ def held():
 
 
 def change_and_generate(llm, plugin) -> None:
-    llm.set_plugins(enable=[plugin])
+    llm.plugins.change(enable=[plugin])
     name = plugin.__name__.lower()
     params = SamplingParams(max_tokens=6, ignore_eos=True, plugin_args={name: {"step": 2}})
     llm.generate("a", params)
@@ -166,10 +166,10 @@ def test_a_change_that_was_given_up(scripted, tmp_path, held, is_sooner):
     tables = {"engine": {"journal": str(path)}, "plugins": {"change_seconds": 0.2}}
     with LLM(config=scripted_config(scripted, tables)) as llm:
         with pytest.raises(HardpointError, match=r"not prepared within 0\.2 s"):
-            llm.set_plugins(enable=[Held])
+            llm.plugins.change(enable=[Held])
         held.set()
-        llm.set_plugins(config={"plugins.change_seconds": PATIENCE_S})  # the next one has time
-        llm.set_policy("fair")
+        llm.plugins.change(config={"plugins.change_seconds": PATIENCE_S})  # the next one has time
+        llm.plugins.set_policy("fair")
         llm.generate("a", SamplingParams(max_tokens=6, ignore_eos=True))
     if not is_sooner:
         held.clear()

@@ -6,13 +6,14 @@ import logging
 import socket
 import stat
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from support.joining import HELLO, NO_PLUGINS, Head, free_address
 from support.waiting import PATIENCE_S, wait_until
 
-from hardpoint.calls.engines import EngineList
+from hardpoint.calls.engines import EngineGroup
 from hardpoint.errors import ConfigError, EngineClosedError, EngineDeadError, PluginLoadError
 from hardpoint.host.system.encoding import Encoder
 from hardpoint.plugins import EngineConfig, EngineCoreOutput, EngineCoreOutputs
@@ -507,7 +508,8 @@ def test_a_port_that_the_system_chooses_is_named(scripted, tmp_path, caplog, hos
         name, _, port = hosts.join_address.removeprefix("tcp://").rpartition(":")
         assert int(port) > 0
         assert file.read_text() == f"{hosts.join_address}\n"
-        assert EngineList([], JoinedClient(hosts)).join_address == hosts.join_address
+        engine = SimpleNamespace(parts=SimpleNamespace(client=JoinedClient(hosts)))
+        assert EngineGroup(engine).join_address == hosts.join_address
         assert f"engines may join at {hosts.join_address}" in caplog.text
         assert f"{host}:0" not in caplog.text
         with socket.create_connection((name, int(port)), timeout=PATIENCE_S):

@@ -86,7 +86,7 @@ def test_a_frontend_that_comes_later_gets_one_notice_per_plugin_and_topic(script
             assert len(second.notices) == 51
             for version in range(3):
                 owner.shared.notify(Notice("load", version))
-            assert (await owner.health()).faults == {"temperature": 100}
+            assert (await owner.plugins.health()).faults == {"temperature": 100}
             later = owner.shared.connect(None)
         finally:
             await owner.aclose()

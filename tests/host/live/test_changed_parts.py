@@ -52,30 +52,30 @@ def tokens(llm, params=PARAMS, tags=MARKED):
 
 def test_enabled_changed_replaced_and_disabled(llm):
     plain = tokens(llm)
-    llm.set_plugins(enable=[Mark])
+    llm.plugins.change(enable=[Mark])
     assert tokens(llm) == [FIRST] * 5
     assert tokens(llm, tags={}) == plain
-    llm.set_plugins(options={"mark": {"mark": 4}})
+    llm.plugins.change(options={"mark": {"mark": 4}})
     assert tokens(llm) == [FIRST + 4] * 5
-    states = llm.plugin_states()["mark"]
+    states = llm.plugins.states()["mark"]
     assert {name: state["mark"] for name, state in states.items()} == {
         "frontend": 4,
         "engine": 4,
         "worker": 4,
     }
-    llm.set_plugins(disable=["mark"])
+    llm.plugins.change(disable=["mark"])
     assert tokens(llm) == plain
 
 
 def test_requests_finish_with_theirs(llm):
     engine = llm.llm_engine
-    llm.set_plugins(enable=[Mark], options={"mark": {"mark": 1}})
+    llm.plugins.change(enable=[Mark], options={"mark": {"mark": 1}})
     engine.add_request("first", "a", WITH_FIGURES, EXTRAS)
     earlier = engine.step()
-    llm.set_plugins(options={"mark": {"mark": 2}})
+    llm.plugins.change(options={"mark": {"mark": 2}})
     engine.add_request("second", "a", WITH_FIGURES, EXTRAS)
     earlier += engine.step()
-    llm.set_plugins(disable=["mark"])
+    llm.plugins.change(disable=["mark"])
     engine.add_request("third", "a", PARAMS, EXTRAS)
     found = run(engine, earlier)
     assert found["first"].token_ids == [FIRST + 1] * 5
@@ -90,15 +90,15 @@ def test_what_no_request_uses_is_closed(scripted):
     changing_parts.CLOSED.clear()
     with LLM(config=scripted_config(scripted)) as llm:
         engine = llm.llm_engine
-        llm.set_plugins(enable=[Mark], options={"mark": {"mark": 1}})
+        llm.plugins.change(enable=[Mark], options={"mark": {"mark": 1}})
         engine.add_request("first", "a", PARAMS, EXTRAS)
         engine.step()
-        llm.set_plugins(options={"mark": {"mark": 2}})
+        llm.plugins.change(options={"mark": {"mark": 2}})
         assert changing_parts.CLOSED == []
         run(engine)
         engine.add_request("next", "a", PARAMS)  # its plan reports the end to the part
         run(engine)
-        llm.set_config({"scheduler.max_waiting": 7})
+        llm.engines.set_config({"scheduler.max_waiting": 7})
         assert changing_parts.CLOSED == [1, 1, 1]  # of engine, worker and frontend
     assert sorted(changing_parts.CLOSED) == [1, 1, 1, 2, 2, 2]
 
@@ -113,11 +113,11 @@ def test_what_no_request_uses_is_closed(scripted):
 )
 def test_one_that_cannot_be_changed_is_refused_by_name(scripted, part, error, words):
     with LLM(config=scripted_config(scripted)) as llm:
-        before = llm.settings()
+        before = llm.engines.settings()
         with pytest.raises(error, match=words):
-            llm.set_plugins(enable=[part])
-        assert llm.settings() == before
-        llm.set_plugins(enable=[Mark])
+            llm.plugins.change(enable=[part])
+        assert llm.engines.settings() == before
+        llm.plugins.change(enable=[Mark])
         assert tokens(llm) == [FIRST] * 5
 
 
@@ -127,7 +127,7 @@ def test_one_that_was_there_at_the_start(scripted):
         engine = llm.llm_engine
         engine.add_request("first", "a", PARAMS, EXTRAS)
         engine.step()
-        llm.set_plugins(options={"mark": {"mark": 3}})
+        llm.plugins.change(options={"mark": {"mark": 3}})
         engine.add_request("second", "a", PARAMS, EXTRAS)
         found = run(engine)
     assert found["first"].token_ids == [FIRST] * 5

@@ -79,24 +79,25 @@ def forced(delta, step=1, factor=1, tokens=4):
 
 class TestSettings:
     def test_a_limit_of_the_scheduler(self, llm):
-        assert llm.set_config({"scheduler.max_waiting": 1}).generation == 2
+        assert llm.engines.set_config({"scheduler.max_waiting": 1}).generation == 2
         assert llm.config.scheduler.max_waiting == 1
         engine = llm.llm_engine
         engine.add_request("1", "a", SamplingParams(max_tokens=2))
         with pytest.raises(RequestError, match=r"overloaded: 1 requests are waiting"):
             engine.add_request("2", "a", SamplingParams(max_tokens=2))
-        llm.set_config({"scheduler.max_waiting": None})
+        llm.engines.set_config({"scheduler.max_waiting": None})
         engine.add_request("4", "a", SamplingParams(max_tokens=2))
 
     def test_each_has_value_origin_and_scope(self, llm):
-        before = llm.settings()
-        llm.set_config({"engine.stream_interval": 3})
-        after = llm.settings()
+        before = llm.engines.settings()
+        llm.engines.set_config({"engine.stream_interval": 3})
+        after = llm.engines.settings()
         assert before.fingerprint != after.fingerprint
         setting = after.values["engine.stream_interval"]
-        assert (setting.value, setting.origin, setting.change) == (3, "set_config()", "live")
+        assert (setting.value, setting.change) == (3, "live")
+        assert setting.origin == "engines.set_config()"
         assert after.values["model"].change == "restart"
-        assert after.generation == before.generation + 1 == llm.manifest.generation
+        assert after.generation == before.generation + 1 == llm.plugins.manifest.generation
 
     @pytest.mark.parametrize(
         ("values", "words"),
@@ -112,7 +113,7 @@ class TestSettings:
             ({"scheduler.max_waiting": 0}, r"scheduler\.max_waiting: expected .*>= 1"),
             (
                 {"scheduler.policy": "fsfc"},
-                r"policy: no scheduling_pol.*from set_config",
+                r"policy: no scheduling_pol.*from engines.set_config",
             ),
             ({"plugin.pick.delta": 1}, r"plugin\.pick"),
             ({"stats.sinks": ["log"]}, r"stats\.sinks: this engine gathers no statistics"),
@@ -121,43 +122,43 @@ class TestSettings:
         ids=["restart", "unknown", "value", "name", "no plugin", "no statistics", "no table"],
     )
     def test_a_wrong_change_names_what_is_wrong(self, llm, values, words):
-        before = llm.settings()
+        before = llm.engines.settings()
         with pytest.raises(HardpointError, match=words):
-            llm.set_config(values)
-        assert llm.settings() == before
+            llm.engines.set_config(values)
+        assert llm.engines.settings() == before
 
     def test_a_policy_and_its_options(self, llm):
-        llm.set_config({"scheduler.policy": "fair", "plugin.fair.tag": "team"})
+        llm.engines.set_config({"scheduler.policy": "fair", "plugin.fair.tag": "team"})
         assert llm.config.plugin == {"fair": {"tag": "team"}}
-        llm.set_config({"scheduler.policy": "priority"})
+        llm.engines.set_config({"scheduler.policy": "priority"})
         assert llm.config.plugin == {}  # the options went with the policy
         with pytest.raises(ConfigError, match=r"^plugin\.fair"):
-            llm.set_config({"plugin.fair.tag": "team"})
+            llm.engines.set_config({"plugin.fair.tag": "team"})
 
     def test_sinks(self, opened):
         llm = opened({"stats": {"sinks": ["log"]}})
-        llm.set_config({"stats.sinks": ["log", "prometheus"]})
+        llm.engines.set_config({"stats.sinks": ["log", "prometheus"]})
         llm.generate("a", SamplingParams(max_tokens=2))
         assert "hardpoint" in llm.metrics()
-        llm.set_config({"stats.sinks": ["log"]})
+        llm.engines.set_config({"stats.sinks": ["log"]})
         assert llm.metrics() == ""
 
 
 class TestPlugins:
     def test_enable_replace_options_disable(self, llm):
-        llm.set_plugins(enable=[Pick])
+        llm.plugins.change(enable=[Pick])
         assert picked(llm) == forced(0)
-        llm.set_plugins(options={"pick": {"delta": 5}})
+        llm.plugins.change(options={"pick": {"delta": 5}})
         assert picked(llm) == forced(5)
-        llm.set_plugins(replace={"pick": Twice}, options={"pick": {"delta": 7}})
+        llm.plugins.change(replace={"pick": Twice}, options={"pick": {"delta": 7}})
         assert picked(llm) == forced(7, factor=2)
-        manifest = llm.set_plugins(disable=["pick"])
+        manifest = llm.plugins.change(disable=["pick"])
         assert manifest.generation == 5
         with pytest.raises(
             RequestError, match=r"^plugin_args\.pick: .*'pick' was switched off .*generation 4"
         ):
             picked(llm)
-        llm.set_plugins(enable=[Pick])
+        llm.plugins.change(enable=[Pick])
         assert picked(llm) == forced(0)  # the options went with it
 
     def test_a_batch_level_one_joins_a_running_batch(self, llm):
@@ -166,11 +167,11 @@ class TestPlugins:
         for index in range(3):
             engine.add_request(f"plain {index}", "a", params)
         engine.step()
-        llm.set_plugins(enable=[f"{MODULE}:Rows"], options={"rows": {"delta": 3}})
+        llm.plugins.change(enable=[f"{MODULE}:Rows"], options={"rows": {"delta": 3}})
         own = msgspec.structs.replace(params, plugin_args={"rows": {"step": 2}})
         engine.add_request("own", "a", own)
         engine.step()
-        llm.set_plugins(options={"rows": {"delta": 9}})
+        llm.plugins.change(options={"rows": {"delta": 9}})
         engine.add_request("next", "a", own)
         found = run(engine)
         assert found["own"] == forced(3, 2, tokens=6)
@@ -179,24 +180,24 @@ class TestPlugins:
 
     def test_live_requests_finish_with_theirs(self, llm):
         engine = llm.llm_engine
-        llm.set_plugins(enable=[Pick], options={"pick": {"delta": 1}})
+        llm.plugins.change(enable=[Pick], options={"pick": {"delta": 1}})
         params = SamplingParams(max_tokens=5, ignore_eos=True, plugin_args={"pick": {"step": 1}})
         engine.add_request("old", "a", params)
         engine.step()
-        llm.set_plugins(options={"pick": {"delta": 2}})
+        llm.plugins.change(options={"pick": {"delta": 2}})
         engine.add_request("new", "a", params)
         engine.step()
-        llm.set_plugins(disable=["pick"])
+        llm.plugins.change(disable=["pick"])
         assert run(engine) == {"old": forced(1, tokens=5), "new": forced(2, tokens=5)}
 
     def test_live_requests_end_by_choice(self, llm):
         engine = llm.llm_engine
-        llm.set_plugins(enable=[Pick])
+        llm.plugins.change(enable=[Pick])
         params = SamplingParams(max_tokens=5, ignore_eos=True, plugin_args={"pick": {"step": 1}})
         engine.add_request("old", "a", params)
         engine.add_request("plain", "a", SamplingParams(max_tokens=5, ignore_eos=True))
         engine.step()
-        llm.set_plugins(disable=["pick"], running="end")
+        llm.plugins.change(disable=["pick"], running="end")
         outputs = {}
         while engine.has_unfinished_requests():
             outputs |= {one.request_id: one.outputs[0] for one in engine.step()}
@@ -206,20 +207,20 @@ class TestPlugins:
     def test_what_no_request_uses_is_closed(self, llm, monkeypatch):
         closed = []
         monkeypatch.setattr(Pick, "close", lambda self: closed.append(self.options.delta))
-        llm.set_plugins(enable=[Pick], options={"pick": {"delta": 1}})
+        llm.plugins.change(enable=[Pick], options={"pick": {"delta": 1}})
         engine = llm.llm_engine
         params = SamplingParams(max_tokens=3, ignore_eos=True, plugin_args={"pick": {"step": 1}})
         engine.add_request("old", "a", params)
         engine.step()
-        llm.set_plugins(options={"pick": {"delta": 2}})
+        llm.plugins.change(options={"pick": {"delta": 2}})
         assert closed == []
         run(engine)
-        llm.set_config({"scheduler.max_waiting": 5})
+        llm.engines.set_config({"scheduler.max_waiting": 5})
         assert closed == [1]
 
     def test_states(self, llm):
-        llm.set_plugins(enable=[Pick], options={"pick": {"delta": 4}})
-        assert llm.plugin_states()["pick"] == {"delta": 4}
+        llm.plugins.change(enable=[Pick], options={"pick": {"delta": 4}})
+        assert llm.plugins.states()["pick"] == {"delta": 4}
 
     @pytest.mark.parametrize(
         ("state", "words"),
@@ -233,8 +234,8 @@ class TestPlugins:
     )
     def test_a_state_that_fails_hurts_nothing(self, llm, monkeypatch, state, words):
         monkeypatch.setattr(Pick, "dump_state", state)
-        llm.set_plugins(enable=[Pick])
-        assert words in llm.plugin_states()["pick"]["error"]
+        llm.plugins.change(enable=[Pick])
+        assert words in llm.plugins.states()["pick"]["error"]
 
     @pytest.mark.parametrize(
         ("change", "error", "words"),
@@ -254,25 +255,25 @@ class TestPlugins:
         ids=["broken", "unknown", "disable", "chosen", "restart", "option", "running"],
     )
     def test_a_wrong_change_names_the_plugin(self, llm, change, error, words):
-        before = llm.manifest
+        before = llm.plugins.manifest
         with pytest.raises(error, match=words):
-            llm.set_plugins(**change)
-        assert llm.manifest == before
-        llm.set_plugins(enable=[Pick])
+            llm.plugins.change(**change)
+        assert llm.plugins.manifest == before
+        llm.plugins.change(enable=[Pick])
         assert picked(llm) == forced(0)
 
 
 class TestUndo:
     def test_a_failed_commit_leaves_all_as_it_was(self, llm):
         """The new policy does not take the state over, when the rest is committed already."""
-        llm.set_plugins(enable=[Pick], options={"pick": {"delta": 1}})
-        llm.set_policy(f"{MODULE}:Keeper")
-        before = llm.settings()
+        llm.plugins.change(enable=[Pick], options={"pick": {"delta": 1}})
+        llm.plugins.set_policy(f"{MODULE}:Keeper")
+        before = llm.engines.settings()
         with pytest.raises(PluginFaultError, match=r"import_state\(\) failed: .*takes no state"):
-            llm.set_plugins(
+            llm.plugins.change(
                 options={"pick": {"delta": 2}}, config={"scheduler.policy": f"{MODULE}:Refusing"}
             )
-        assert llm.settings() == before
+        assert llm.engines.settings() == before
         assert picked(llm) == forced(1)
 
     @pytest.mark.parametrize("action", ["prepare", "state", "commit"])
@@ -288,13 +289,13 @@ class TestUndo:
         params = SamplingParams(max_tokens=6, ignore_eos=True, plugin_args={"pick": {"step": 1}})
         engine.add_request("old", "a", params)
         engine.step()
-        before = llm.settings()
+        before = llm.engines.settings()
         with pytest.raises(HardpointError, match=f"the workers fail to {action}"):
-            llm.set_plugins(
+            llm.plugins.change(
                 options={"pick": {"delta": 2}},
                 config={"scheduler.policy": "fair", "scheduler.max_waiting": 1},
             )
-        assert llm.settings() == before
+        assert llm.engines.settings() == before
         engine.add_request("new", "a", params)
         engine.add_request("more", "a", params)
         expected = forced(0, tokens=6)
@@ -306,9 +307,9 @@ class TestUndo:
         with monkeypatch.context() as patch:
             patch.setattr("hardpoint.host.live.driver.time", clock)
             with pytest.raises(HardpointError, match=r"not prepared within 7\.5 s .*worker 0; no"):
-                llm.set_plugins(enable=[waits])
+                llm.plugins.change(enable=[waits])
         waits.go.set()
-        llm.set_plugins(enable=[Pick])
+        llm.plugins.change(enable=[Pick])
         assert picked(llm) == forced(0)
 
     def test_an_interrupt_undoes_it(self, llm, waits, monkeypatch):
@@ -321,17 +322,17 @@ class TestUndo:
         clock = SimpleNamespace(sleep=interrupted)
         monkeypatch.setattr("hardpoint.core.frontend.llm_engine.time", clock)
         with pytest.raises(KeyboardInterrupt):
-            llm.set_plugins(enable=[waits])
+            llm.plugins.change(enable=[waits])
         waits.go.set()
-        llm.set_plugins(enable=[Pick])
+        llm.plugins.change(enable=[Pick])
         assert picked(llm) == forced(0)
 
     def test_a_second_change_meanwhile_is_busy(self, llm, waits):
         with ThreadPoolExecutor() as pool:
-            change = pool.submit(llm.set_plugins, enable=[waits])
+            change = pool.submit(llm.plugins.change, enable=[waits])
             assert waits.begun.wait(PATIENCE_S)
             with pytest.raises(BusyError, match="another live change is under way"):
-                llm.set_config({"scheduler.max_waiting": 9})
+                llm.engines.set_config({"scheduler.max_waiting": 9})
             waits.go.set()
             change.result(PATIENCE_S)
         assert picked(llm, name="waits") == forced(0)

@@ -27,13 +27,13 @@ def tables():
 
 def test_a_sink_and_a_parser(scripted, caplog):
     with LLM(config=scripted_config(scripted, tables())) as llm:
-        before = llm.plugin_states()
+        before = llm.plugins.states()
         assert before["telling"] == {"seen": False}
         assert before["plain"] == {"form": "plain"}
         (output,) = llm.generate("a", PARAMS)
         assert "no text today" in output.outputs[0].error
         llm.generate("a", PARAMS)
-        assert llm.plugin_states()["telling"] == {"seen": True}
+        assert llm.plugins.states()["telling"] == {"seen": True}
     logged = [one.getMessage() for one in caplog.records if STATE in one.getMessage()]
     assert sorted(text.split("'")[1] for text in logged) == ["plain", "telling"]
     assert any(text.endswith(f"{STATE}{{'form': 'plain'}}") for text in logged)
@@ -52,7 +52,7 @@ def test_a_balancer(scripted, caplog):
     config = {"parallel": {"data": 2, "balancer": f"{HERE}:First"}}
     with LLM(config=process_config(scripted, config)) as llm:
         llm.generate("a", PARAMS)
-        assert llm.plugin_states()["first"] == {"asked": 1}
+        assert llm.plugins.states()["first"] == {"asked": 1}
         llm.generate("a", PARAMS, tags={"fail": "yes"})
     (logged,) = [one.getMessage() for one in caplog.records if STATE in one.getMessage()]
     assert logged.endswith(f"{STATE}{{'asked': 2}}")
@@ -60,7 +60,7 @@ def test_a_balancer(scripted, caplog):
 
 def test_a_step_part_that_fails(scripted, caplog):
     with LLM(config=scripted_config(scripted)) as llm:
-        llm.set_plugins(enable=[telling.FailingMark], options={"failing_mark": {"mark": 3}})
+        llm.plugins.change(enable=[telling.FailingMark], options={"failing_mark": {"mark": 3}})
         (output,) = llm.generate("a", PARAMS, tags=MARKED)
         assert "its begin() failed: RuntimeError: no plan today" in output.outputs[0].error
         llm.generate("a", PARAMS, tags=MARKED)
@@ -70,14 +70,14 @@ def test_a_step_part_that_fails(scripted, caplog):
 
 def test_after_sleep_the_parts_are_those_of_the_latest_generation(scripted):
     with LLM(config=scripted_config(scripted)) as llm:
-        llm.set_plugins(enable=[Mark], options={"mark": {"mark": 1}})
-        llm.set_plugins(options={"mark": {"mark": 5}})
+        llm.plugins.change(enable=[Mark], options={"mark": {"mark": 1}})
+        llm.plugins.change(options={"mark": {"mark": 5}})
         llm.sleep(level=2)
         llm.wake_up()
         (output,) = llm.generate("a", PARAMS, tags=MARKED)
         assert output.outputs[0].token_ids == [FIRST + 5] * 4
-        assert llm.plugin_states()["mark"]["worker"]["mark"] == 5
-        llm.set_plugins(options={"mark": {"mark": 6}})
+        assert llm.plugins.states()["mark"]["worker"]["mark"] == 5
+        llm.plugins.change(options={"mark": {"mark": 6}})
         (output,) = llm.generate("a", PARAMS, tags=MARKED)
         assert output.outputs[0].token_ids == [FIRST + 6] * 4
 
@@ -85,11 +85,11 @@ def test_after_sleep_the_parts_are_those_of_the_latest_generation(scripted):
 def test_users_of_a_part_can_be_ended(scripted):
     with LLM(config=scripted_config(scripted)) as llm:
         engine = llm.llm_engine
-        llm.set_plugins(enable=[Mark])
+        llm.plugins.change(enable=[Mark])
         engine.add_request("user", "a", PARAMS, RequestExtras(tags=MARKED))
         engine.add_request("other", "a", PARAMS)
         found = {one.request_id: one.outputs[0] for one in engine.step()}
-        llm.set_plugins(disable=["mark"], running="end")
+        llm.plugins.change(disable=["mark"], running="end")
         while engine.has_unfinished_requests():
             found |= {one.request_id: one.outputs[0] for one in engine.step()}
     assert found["user"].finish_reason == "abort"
@@ -112,7 +112,7 @@ def test_users_of_a_part_can_be_ended(scripted):
 )
 def test_kinds_that_need_a_restart_are_refused_with_the_reason(scripted, change, words):
     with LLM(config=scripted_config(scripted)) as llm, pytest.raises(ConfigError, match=words):
-        llm.set_plugins(**change)
+        llm.plugins.change(**change)
 
 
 def test_changed_parts_leave_nothing_behind(scripted):
@@ -121,8 +121,8 @@ def test_changed_parts_leave_nothing_behind(scripted):
     with LLM(config=scripted_config(scripted)) as llm:
         for number in range(8):
             change = {"options": {"mark": {"mark": number}}} if number else {"enable": [Mark]}
-            llm.set_plugins(**change)
+            llm.plugins.change(**change)
             llm.generate("a", PARAMS, tags=MARKED)
-        llm.set_config({"scheduler.max_waiting": 9})
+        llm.engines.set_config({"scheduler.max_waiting": 9})
         assert changing_parts.CLOSED.count(5) == 3
     assert all(changing_parts.CLOSED.count(number) == 3 for number in range(8))

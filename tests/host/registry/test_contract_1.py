@@ -64,7 +64,7 @@ def test_it_runs_with_one_warning(scripted, plain, caplog, kind):
         with LLM(config=config_of(scripted, kind)) as llm:
             assert answers(llm) == plain
             llm.reset_prefix_cache() if kind == "eviction_policies" else None
-            assert not llm.health().fallbacks
+            assert not llm.plugins.health().fallbacks
     name, path = CASES[kind]
     (warning,) = [record.getMessage() for record in caplog.records]
     assert f"{HERE}:{name}), asked for by {path}" in warning

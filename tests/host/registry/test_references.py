@@ -66,8 +66,8 @@ def test_a_class_runs_as_by_its_fqcn(scripted, in_process):
         assert llm.generate("say abc", GREEDY)[0].outputs[0].text == "bbb"
         assert llm.config.plugins.enable[-1] == f"{HERE}:Only"
         assert llm.config.scheduler.policy == f"{HERE}:LastFirst"
-        llm.set_policy("fcfs")
-        llm.set_policy(LastFirst)
+        llm.plugins.set_policy("fcfs")
+        llm.plugins.set_policy(LastFirst)
         assert llm.config.scheduler.policy == f"{HERE}:LastFirst"
 
 

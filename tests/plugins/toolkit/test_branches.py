@@ -27,7 +27,7 @@ def run(scripted, program, **config):
 
 
 async def num_requests(llm):
-    stats = await llm.scheduler_stats()
+    stats = await llm.engines.scheduler_stats()
     return stats.num_running, stats.num_waiting
 
 

@@ -28,7 +28,7 @@ async function poll() {
   try {
     const [{ requests }, stats, { plugins, meters }, health] = await Promise.all([
       requestJson("requests"),
-      requestJson("stats"),
+      requestJson("engines/stats"),
       requestJson("plugins"),
       requestJson("health", { accept: [503] }),
     ]);

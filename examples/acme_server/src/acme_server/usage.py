@@ -72,5 +72,5 @@ class UsageRoute:
         name = caller.name if asked.client is None else asked.client
         if name != caller.name and not caller.admin:
             raise RequestError(f"client: expected your own name, {caller.name!r}, got {name!r}")
-        stats = await self._server.engine.scheduler_stats()
+        stats = await self._server.engine.engines.scheduler_stats()
         return UsageAnswer(name, self._requests[name], self._tokens[name], stats.num_waiting)

@@ -100,12 +100,12 @@ class Live:
 
 def test_a_running_request_keeps_its_adapter_when_the_name_gets_another(llm, adapters, expected):
     _, (first, second, *_) = adapters
-    old = llm.add_lora(lora("poet", 1, first))
+    old = llm.adapters.add(lora("poet", 1, first))
     before = Live(llm, old, (first, 0))
     assert before.step()
-    new = llm.add_lora(lora("poet", 2, second))
+    new = llm.adapters.add(lora("poet", 2, second))
     assert (new.name, new.content_hash != old.content_hash) == ("poet", True)
-    assert llm.list_loras() == [new]
+    assert llm.adapters.list() == [new]
     after = Live(llm, lora("poet", 2), (second, 0))
     late = Live(llm, old, (first, 1))  # a request with the hash that it was given before
     for live in (after, late, before):
@@ -115,16 +115,16 @@ def test_a_running_request_keeps_its_adapter_when_the_name_gets_another(llm, ada
 @pytest.mark.parametrize("mode", ["drain", "end"])
 def test_remove_while_requests_run_and_wait(llm, adapters, expected, mode):
     _, (first, second, third, *_) = adapters
-    one, two = llm.add_lora(lora("one", 1, first)), llm.add_lora(lora("two", 2, second))
-    three = llm.add_lora(lora("three", 3, third))
+    one, two = llm.adapters.add(lora("one", 1, first)), llm.adapters.add(lora("two", 2, second))
+    three = llm.adapters.add(lora("three", 3, third))
     lives = [Live(llm, one, (first, 0)), Live(llm, two, (second, 1)), Live(llm, three, (third, 2))]
     none = Live(llm, None, (None, 0))
     assert lives[0].step()
-    waiting = [live for live in llm.live_requests() if live.waits_for is not None]
+    waiting = [live for live in llm.engines.live_requests() if live.waits_for is not None]
     assert "2 others run (adapters.max_loras)" in waiting[0].waits_for.message
-    assert llm.scheduler_stats().num_requests_by_adapter == {"one": 1, "two": 1, "three": 0}
+    assert llm.engines.scheduler_stats().num_requests_by_adapter == {"one": 1, "two": 1, "three": 0}
     for number in (1, 3):  # one that runs, and the one that waits
-        assert llm.remove_lora(number, mode)
+        assert llm.adapters.remove(number, mode)
     for name in ("one", "three"):
         with pytest.raises(RequestError, match=f"expected one of 'two', .* got '{name}'"):
             llm.generate([[1]], lora_request=lora(name, 1))
@@ -134,41 +134,41 @@ def test_remove_while_requests_run_and_wait(llm, adapters, expected, mode):
         assert (live.error is not None) == (mode == "end")
     for live in (lives[1], none):
         live.finish(expected)
-    assert [x.name for x in llm.list_loras()] == ["two"]
+    assert [x.name for x in llm.adapters.list()] == ["two"]
 
 
 def test_an_end_concerns_all_requests_of_a_name_and_no_others(llm, adapters, expected):
     """Also those that have what the name stood for before, and what another name stands for."""
     _, (first, second, *_) = adapters
-    llm.add_lora(lora("poet", 1, first))
+    llm.adapters.add(lora("poet", 1, first))
     old = Live(llm, lora("poet", 1), (first, 0))
     assert old.step()
-    llm.add_lora(lora("poet", 1, second))
-    llm.add_lora(lora("other", 2, second))
+    llm.adapters.add(lora("poet", 1, second))
+    llm.adapters.add(lora("other", 2, second))
     new, other = Live(llm, lora("poet", 1), (second, 0)), Live(llm, lora("other", 2), (second, 1))
-    assert llm.pin_lora(2)
-    assert llm.remove_lora(1, "end")
+    assert llm.adapters.pin(2)
+    assert llm.adapters.remove(1, "end")
     for live in (old, new):
         live.is_ended = True
         live.finish(expected)
         assert live.error is not None
     other.finish(expected)
-    assert llm.remove_lora(2)
+    assert llm.adapters.remove(2)
 
 
 def test_a_pin_goes_with_its_name(llm, adapters, expected):
     _, (first, second, *_) = adapters
     for _ in range(3):
         for folder in (first, second):
-            llm.add_lora(lora("poet", 1, folder))
-            assert llm.pin_lora(1)
-    assert llm.remove_lora(1)
+            llm.adapters.add(lora("poet", 1, folder))
+            assert llm.adapters.pin(1)
+    assert llm.adapters.remove(1)
 
 
 def test_an_adapter_that_is_read_again_is_the_same_or_an_error(llm, adapters, expected, tmp_path):
     _, folders = adapters
     copy = shutil.copytree(folders[0], tmp_path / "copy")
-    llm.add_lora(lora("copied", 9, copy))
+    llm.adapters.add(lora("copied", 9, copy))
     for index, folder in enumerate(folders[1:]):  # more than are kept in CPU memory
         Live(llm, lora(f"a{index}", index + 1, folder), (folder, 0)).finish(expected)
     Live(llm, lora("copied", 9), (folders[0], 1)).finish(expected)
@@ -179,7 +179,7 @@ def test_an_adapter_that_is_read_again_is_the_same_or_an_error(llm, adapters, ex
     (output,) = llm.generate([PROMPTS[2]], PARAMS, lora_request=lora("copied", 9))
     assert "copy: its files have changed since the adapter was added" in output.outputs[0].error
     other.finish(expected)
-    llm.add_lora(lora("copied", 9, copy))
+    llm.adapters.add(lora("copied", 9, copy))
     Live(llm, lora("copied", 9), (folders[1], 2)).finish(expected)
 
 
@@ -224,7 +224,7 @@ class Schedule:
         for live in self.lives:
             live.finish(self.expected)
         for name in self.names:
-            assert self.llm.remove_lora(ord(name))
+            assert self.llm.adapters.remove(ord(name))
 
     def request(self):
         name, prompt = self.rng.choice([None, *self.names]), self.rng.randrange(len(PROMPTS))
@@ -242,7 +242,7 @@ class Schedule:
 
     def load(self):
         name, folder = self.rng.choice("abcd"), self.rng.choice(self.folders)
-        self.llm.add_lora(lora(name, ord(name), folder))
+        self.llm.adapters.add(lora(name, ord(name), folder))
         self.names[name] = folder
 
     def remove(self):
@@ -250,7 +250,7 @@ class Schedule:
             return
         name, mode = self.rng.choice(sorted(self.names)), self.rng.choice(["drain", "end"])
         del self.names[name]
-        assert self.llm.remove_lora(ord(name), mode)
+        assert self.llm.adapters.remove(ord(name), mode)
         if mode == "end":
             for live in self.lives:
                 live.is_ended |= live.name == name
@@ -268,8 +268,8 @@ def test_random_schedules(adapters, opened, cache, seed):
     _, folders = adapters
     llm, expected = opened(cache)
     Schedule(llm, random.Random(seed), folders, expected).run(40)
-    assert llm.list_loras() == []
-    assert llm.scheduler_stats().num_running == 0
+    assert llm.adapters.list() == []
+    assert llm.engines.scheduler_stats().num_running == 0
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def test_scales_share_a_slot_and_are_as_each_alone(folders, form):
         for index in range(0, len(jobs), 1 if form == "plain" else 3):
             (alone,) = llm.generate([prompts[index]], params, lora_request=chosen[index])
             assert logprobs_of(alone) == logprobs_of(together[index]), index
-        assert [x.scale for x in llm.list_loras()] == [1.0]
+        assert [x.scale for x in llm.adapters.list()] == [1.0]
     for (prompt, scale), output in zip(jobs, together, strict=True):
         assert difference(output, prompt, merged[scale]) < NEAR, scale
         assert (output.lora_request and output.lora_request.scale) == scale
@@ -160,17 +160,17 @@ def test_a_wrong_scale_names_field_and_value(llm, folders, case):
         llm.generate(
             [PROMPT], SamplingParams(max_tokens=1), lora_request=of_scale(folders[1], scale)
         )
-    assert llm.list_loras() == []
+    assert llm.adapters.list() == []
 
 
 def test_a_scale_is_of_requests(llm, folders):
     _, adapter, _ = folders
     with pytest.raises(RequestError, match=r"lora.scale: expected 1.0, as each request .* got 0.5"):
-        llm.add_lora(of_scale(adapter, 0.5))
-    assert llm.list_loras() == []
-    added = llm.add_lora(lora("poet", 1, adapter))
+        llm.adapters.add(of_scale(adapter, 0.5))
+    assert llm.adapters.list() == []
+    added = llm.adapters.add(lora("poet", 1, adapter))
     half = msgspec.structs.replace(added, scale=0.5)
     (output,) = llm.generate([PROMPT], SamplingParams(max_tokens=1), lora_request=half)
     assert output.lora_request == half
-    assert llm.list_loras() == [added]
-    assert llm.remove_lora(1)
+    assert llm.adapters.list() == [added]
+    assert llm.adapters.remove(1)

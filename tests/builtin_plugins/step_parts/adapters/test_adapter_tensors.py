@@ -59,10 +59,10 @@ def test_tensors_are_found_again_and_freed(base, form):
     model, (first, second, third) = base
     with LLM(model, config=settings_of(form), max_model_len=64) as llm:
         mine = {name: tensor.clone() for name, tensor in first.tensors.items()}
-        one = llm.add_lora(lora("one", 1), mine, first.config)
+        one = llm.adapters.add(lora("one", 1), mine, first.config)
         for tensor in mine.values():  # which are the program's again
             tensor.fill_(torch.nan)
-        two = llm.add_lora(lora("two", 2), second.tensors, second.config)
+        two = llm.adapters.add(lora("two", 2), second.tensors, second.config)
         assert one.content_hash != two.content_hash
         folders = [Path(one.path), Path(two.path)]
         assert all(folder.is_dir() for folder in folders)
@@ -73,23 +73,23 @@ def test_tensors_are_found_again_and_freed(base, form):
             llm.sleep(level)
             llm.wake_up()
             check(llm, "one", first)
-        assert llm.remove_lora(2)
+        assert llm.adapters.remove(2)
         assert not folders[1].exists()
         llm.generate([PROMPT], SamplingParams(max_tokens=1))  # whose plan reports the end of "one"
-        again = llm.add_lora(lora("one", 1), third.tensors, third.config)  # takes its place
+        again = llm.adapters.add(lora("one", 1), third.tensors, third.config)  # takes its place
         check(llm, "one", third)
         assert not folders[0].exists()
-        assert llm.list_loras() == [again]
+        assert llm.adapters.list() == [again]
     assert not Path(again.path).exists()
 
 
 def test_a_request_keeps_removed_tensors_to_its_end(base):
     model, (first, *_) = base
     with LLM(model, config=settings_of(), max_model_len=64) as llm:
-        one = llm.add_lora(lora("one", 1), first.tensors, first.config)
+        one = llm.adapters.add(lora("one", 1), first.tensors, first.config)
         stream = llm.stream(PROMPT, SamplingParams(max_tokens=9, temperature=0), lora_request=one)
         next(stream)
-        assert llm.remove_lora(1)
+        assert llm.adapters.remove(1)
         assert Path(one.path).exists()
         llm.sleep(2, "keep")
         llm.wake_up()
@@ -103,16 +103,16 @@ def test_each_engine_keeps_tensors_as_long_as_it_needs_them(base):
     model, (first, second, _) = base
     several = {"parallel": {"data": 2}, "engine": {"in_process": False}}
     with LLM(model, config=settings_of(**several), max_model_len=64) as llm:
-        one = llm.add_lora(lora("one", 1), first.tensors, first.config)
+        one = llm.adapters.add(lora("one", 1), first.tensors, first.config)
         (folder,) = Path(one.path).parents[:1]
         assert len(list(folder.iterdir())) == 2
-        two = llm.add_lora(lora("two", 2), second.tensors, second.config)  # takes its place
+        two = llm.adapters.add(lora("two", 2), second.tensors, second.config)  # takes its place
         for output in llm.generate([PROMPT] * 4, all_logprobs(3), lora_request=two):
             assert difference(output, PROMPT, second.merged) < NEAR
-        llm.scale(1)
+        llm.engines.scale(1)
         assert len(list(folder.iterdir())) == 1
         check(llm, "one", first)
-        assert llm.remove_lora(1)
+        assert llm.adapters.remove(1)
         llm.generate([PROMPT], SamplingParams(max_tokens=1))
     assert not folder.exists()
 
@@ -121,10 +121,10 @@ def test_equal_tensors_are_one_content(base):
     model, (first, *_) = base
     backwards = dict(reversed(first.config.items()))
     with LLM(model, config=settings_of(), max_model_len=64) as llm:
-        one = llm.add_lora(lora("one", 1), first.tensors, first.config)
-        same = llm.add_lora(lora("same", 2), dict(reversed(first.tensors.items())), backwards)
+        one = llm.adapters.add(lora("one", 1), first.tensors, first.config)
+        same = llm.adapters.add(lora("same", 2), dict(reversed(first.tensors.items())), backwards)
         assert one.content_hash == same.content_hash
-        assert llm.remove_lora(2)
+        assert llm.adapters.remove(2)
         check(llm, "one", first)
     assert not Path(one.path).exists()
 
@@ -134,10 +134,10 @@ def test_async(base):
 
     async def run():
         async with AsyncLLM(model, config=settings_of(), max_model_len=64) as llm:
-            added = await llm.add_lora(lora("one", 1), first.tensors, first.config)
+            added = await llm.adapters.add(lora("one", 1), first.tensors, first.config)
             stream = llm.generate(PROMPT, all_logprobs(3), lora_request=lora("one", 1))
             outputs = [output async for output in stream]
-            assert await llm.remove_lora(1)
+            assert await llm.adapters.remove(1)
             return outputs[-1], Path(added.path)
 
     output, folder = asyncio.run(run())
@@ -244,8 +244,8 @@ def test_one_error_names_field_and_value(llm, base, tmp_path, monkeypatch, case)
     arguments, error, message = WRONG[case]
     fields, tensors, config = arguments(base[1][0])
     with pytest.raises(error, match=message):
-        llm.add_lora(lora("bad", 1, fields.get("path", "")), tensors, config)
-    assert llm.list_loras() == []
+        llm.adapters.add(lora("bad", 1, fields.get("path", "")), tensors, config)
+    assert llm.adapters.list() == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -256,8 +256,8 @@ def test_no_room_is_one_error(llm, base, monkeypatch):
     monkeypatch.setattr("hardpoint.calls.weights.write_tensors", full)
     given = base[1][0]
     with pytest.raises(Exception, match=r"tensors: .* cannot be written to .*: .*No space left"):
-        llm.add_lora(lora("bad", 1), given.tensors, given.config)
-    assert llm.list_loras() == []
+        llm.adapters.add(lora("bad", 1), given.tensors, given.config)
+    assert llm.adapters.list() == []
 
 
 def test_folders_go_with_a_program_that_closes_nothing(base, tmp_path, monkeypatch):

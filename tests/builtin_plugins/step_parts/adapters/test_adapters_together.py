@@ -90,9 +90,9 @@ def test_adapters_of_a_batch_are_as_each_alone(folders, form):
             alone = llm.generate([prompts[index]], params[index], lora_request=chosen[index])
             assert contents(alone) == contents([together[index]]), index
         if form == "preemption":
-            assert llm.scheduler_stats().num_preemptions > 0
+            assert llm.engines.scheduler_stats().num_preemptions > 0
         if form == "drafts":
-            assert llm.scheduler_stats().num_accepted_drafts > 0
+            assert llm.engines.scheduler_stats().num_accepted_drafts > 0
     models = [model, *merged.values()]
     for index, output in enumerate(together):
         if index % 8 != 7:
@@ -141,9 +141,9 @@ def test_async(folders):
                 return [output async for output in stream][-1]
 
             outputs = await asyncio.gather(*map(one, range(9)))
-            assert {x.name for x in await llm.list_loras()} == {x.name for x in chosen[1:]}
-            assert await llm.pin_lora(1)
-            assert [await llm.remove_lora(1), await llm.remove_lora(1)] == [True, False]
+            assert {x.name for x in await llm.adapters.list()} == {x.name for x in chosen[1:]}
+            assert await llm.adapters.pin(1)
+            assert [await llm.adapters.remove(1), await llm.adapters.remove(1)] == [True, False]
             return outputs
 
     outputs = asyncio.run(run())

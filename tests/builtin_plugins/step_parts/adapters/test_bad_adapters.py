@@ -179,23 +179,23 @@ def test_one_error_names_file_field_and_value(llm, base, tmp_path, case):
     shutil.copytree(base / "good", folder)
     change, message = CASES[case]
     change(folder)
-    before = llm.list_loras()
+    before = llm.adapters.list()
     with pytest.raises(ModelError, match=message):
-        llm.add_lora(lora("bad", 7, folder))
+        llm.adapters.add(lora("bad", 7, folder))
     with pytest.raises(RequestError, match="expected one of .*'bad'"):
         llm.generate([[1, 2]], SamplingParams(max_tokens=1), lora_request=lora("bad", 7))
-    assert llm.list_loras() == before
+    assert llm.adapters.list() == before
 
 
 def test_rank_above_the_limit(llm, base, tmp_path):
     write_adapter(tmp_path, write_model(tmp_path / "m"), r=5, target_modules=["q_proj"])
     with pytest.raises(ModelError, match=r"at most 4, adapters.max_lora_rank, got 5"):
-        llm.add_lora(lora("large", 7, tmp_path))
+        llm.adapters.add(lora("large", 7, tmp_path))
 
 
 def test_requests_and_calls(llm, base):
     good = base / "good"
-    added = llm.add_lora(lora("good", 1, good))
+    added = llm.adapters.add(lora("good", 1, good))
     prompt, params = [[1, 2, 3]], SamplingParams(max_tokens=1)
     for request, error, message in (
         ("good", RequestError, "lora_request: expected a LoRARequest, got 'good'"),
@@ -211,27 +211,31 @@ def test_requests_and_calls(llm, base):
     with pytest.raises(RequestError, match="lora_request: expected one or 1, one per"):
         llm.generate(prompt, params, lora_request=[None, None])
     with pytest.raises(ModelError, match="lora.content_hash: expected .*, got 0000"):
-        llm.add_lora(LoRARequest("good", 1, str(good), "0" * 64))
+        llm.adapters.add(LoRARequest("good", 1, str(good), "0" * 64))
     with pytest.raises(RequestError, match="lora.path: expected the folder of 'x'"):
-        llm.add_lora(lora("x", 2))
+        llm.adapters.add(lora("x", 2))
     with pytest.raises(RequestError, match='mode: expected "drain" or "end", got \'now\''):
-        llm.remove_lora(1, "now")
+        llm.adapters.remove(1, "now")
     with pytest.raises(RequestError, match="lora_id: "):
-        llm.remove_lora("good")
+        llm.adapters.remove("good")
     for method, arguments in (("rename", {}), ("load", {"name": 3}), ("poll", {"ticket": 0})):
         with pytest.raises(RequestError, match="method: |arguments: |ticket: "):
-            llm.call_part("adapters", method, arguments)
-    assert llm.list_loras() == [added]
-    assert (llm.pin_lora(1), llm.pin_lora(5)) == (True, False)
-    assert (llm.remove_lora(1), llm.list_loras()) == (True, [])
+            llm.plugins.call_part("adapters", method, arguments)
+    assert llm.adapters.list() == [added]
+    assert (llm.adapters.pin(1), llm.adapters.pin(5)) == (True, False)
+    assert (llm.adapters.remove(1), llm.adapters.list()) == (True, [])
 
 
 def test_the_error_of_an_engine_without_adapters_names_the_setting(base):
     with LLM(str(base / "model"), config={"kv_cache": {"num_blocks": 32}}) as llm:
-        for call in (llm.add_lora, lambda x: llm.generate([[1]], lora_request=x)):
+        for call in (llm.adapters.add, lambda x: llm.generate([[1]], lora_request=x)):
             with pytest.raises(RequestError, match="expected none, as adapters.max_loras is 0"):
                 call(lora("good", 1, base / "good"))
-        assert (llm.list_loras(), llm.remove_lora(1), llm.pin_lora(1)) == ([], False, False)
+        assert (llm.adapters.list(), llm.adapters.remove(1), llm.adapters.pin(1)) == (
+            [],
+            False,
+            False,
+        )
 
 
 def test_adapters_of_the_configuration(base, tmp_path):
@@ -241,7 +245,7 @@ def test_adapters_of_the_configuration(base, tmp_path):
         return {"adapters": {"max_loras": 1, **fields}, "kv_cache": {"num_blocks": 32}}
 
     with LLM(model, config=settings(paths={"good": good}), max_model_len=32) as llm:
-        (loaded,) = llm.list_loras()
+        (loaded,) = llm.adapters.list()
         assert (loaded.name, loaded.id, loaded.path) == ("good", 1, good)
         (output,) = llm.generate([[1, 2]], SamplingParams(max_tokens=2), lora_request=loaded)
         assert output.finished
@@ -290,9 +294,9 @@ def test_fields_that_change_nothing_are_accepted(llm, base, tmp_path):
         eva_config={"rho": 2},
         revision="1",
     )
-    added = llm.add_lora(lora("fields", 7, folder))
-    assert llm.list_loras() == [added]
-    assert llm.remove_lora(7)
+    added = llm.adapters.add(lora("fields", 7, folder))
+    assert llm.adapters.list() == [added]
+    assert llm.adapters.remove(7)
 
 
 @pytest.mark.parametrize("relative", ["good", "~/good"])
@@ -300,7 +304,7 @@ def test_a_relative_path_is_that_of_the_program(llm, base, tmp_path, monkeypatch
     monkeypatch.chdir(base)
     monkeypatch.setenv("HOME", str(base))
     request = lora("relative", 5, relative)
-    added = llm.add_lora(request)
+    added = llm.adapters.add(request)
     assert added.path == str(base / "good")
     with LLM(
         str(base / "model"),
@@ -308,11 +312,11 @@ def test_a_relative_path_is_that_of_the_program(llm, base, tmp_path, monkeypatch
         max_model_len=32,
     ) as other:
         monkeypatch.chdir(tmp_path)
-        assert [lora.path for lora in other.list_loras()] == [added.path]
+        assert [lora.path for lora in other.adapters.list()] == [added.path]
     monkeypatch.chdir(base)
     (output,) = llm.generate([[1, 2]], SamplingParams(max_tokens=1), lora_request=request)
     assert output.finished
-    assert llm.remove_lora(5)
+    assert llm.adapters.remove(5)
 
 
 OTHERS = {
@@ -339,5 +343,5 @@ def test_modules_that_are_no_layers_here_are_refused_by_name(tmp_path, case):
     )
     with LLM(str(model), config=settings, max_model_len=32) as llm:
         with pytest.raises(ModelError, match=message):
-            llm.add_lora(lora("other", 1, tmp_path / "adapter"))
-        assert llm.list_loras() == []
+            llm.adapters.add(lora("other", 1, tmp_path / "adapter"))
+        assert llm.adapters.list() == []

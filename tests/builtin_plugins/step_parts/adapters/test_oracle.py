@@ -51,7 +51,7 @@ def test_logprobs_are_those_of_the_merged_model(family, kind, tmp_path):
     modules = PHI3 if name == "Phi3" else ALL_LINEAR
     merged = write_adapter(tmp_path, model, target_modules=modules, **KINDS[kind])
     number = 1 + list(KINDS).index(kind)
-    adapted = llm.add_lora(lora(kind, number, tmp_path))
+    adapted = llm.adapters.add(lora(kind, number, tmp_path))
     assert len(adapted.content_hash) == 64
     changed, plain = llm.generate(
         [PROMPT, PROMPT], all_logprobs(), lora_request=[lora(kind, number), None]
@@ -68,7 +68,7 @@ def test_some_modules(family, tmp_path):
     request = lora("some", 99, tmp_path)  # loaded by its first request
     (changed,) = llm.generate([PROMPT], all_logprobs(), lora_request=request)
     assert difference(changed, PROMPT, merged) < NEAR
-    assert llm.remove_lora(99)
+    assert llm.adapters.remove(99)
 
 
 def test_a_base_of_few_bits(tmp_path):
@@ -96,4 +96,4 @@ def test_modules_of_the_text_model_of_a_larger_one(family, tmp_path, wrapped):
     save_file({name.replace(before, after): t for name, t in load_file(file).items()}, file)
     (changed,) = llm.generate([PROMPT], all_logprobs(), lora_request=lora("wrapped", 98, tmp_path))
     assert difference(changed, PROMPT, merged) < NEAR
-    assert llm.remove_lora(98)
+    assert llm.adapters.remove(98)

@@ -115,7 +115,7 @@ def test_preempted_requests_are_the_same_as_alone(folder):
     few = {**cache, "num_blocks": 37, "watermark": 0.0}
     with open_llm(folder, kv_cache=few, max_model_len=128) as llm:
         together = llm.generate(given, params)
-        assert llm.scheduler_stats().num_preemptions > 0
+        assert llm.engines.scheduler_stats().num_preemptions > 0
     assert [results(output) for output in together] == alone
 
 
@@ -174,7 +174,7 @@ def test_equal_images_are_encoded_once_and_kept_while_there_is_room(folder, monk
         assert len(encoded) == 2
         llm.generate(given, GREEDY)
         assert len(encoded) == 2
-        llm.reset_encoder_cache()
+        llm.engines.reset_encoder_cache()
         llm.generate(given, GREEDY)
         assert len(encoded) == 4
     encoded.clear()
@@ -194,7 +194,7 @@ def test_a_reset_of_the_encoder_cache_changes_no_request_that_runs(folder, alone
             engine.add_request(name, ALL[name], GREEDY)
         while engine.has_unfinished_requests():
             found |= {output.request_id: output for output in engine.step() if output.finished}
-            llm.reset_encoder_cache()
+            llm.engines.reset_encoder_cache()
             num_resets += 1
     assert num_resets > 8  # while prompts are computed, and afterwards
     assert {name: output.outputs[0].token_ids for name, output in found.items()} == {

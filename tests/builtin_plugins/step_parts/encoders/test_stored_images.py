@@ -49,7 +49,7 @@ def asked(llm: LLM, given: Any, expected: int) -> Any:
     deadline = time.monotonic() + 60
     while True:
         llm.reset_prefix_cache()
-        llm.reset_encoder_cache()
+        llm.engines.reset_encoder_cache()
         (output,) = llm.generate([given], GREEDY)
         if output.num_cached_tokens >= expected or time.monotonic() > deadline:
             return output

@@ -99,7 +99,7 @@ def test_other_weights_encode_images_again(folder, tmp_path):
         expected = results(llm.generate(PROMPTS, GREEDY))
     with open_llm(folder) as llm:
         before = results(llm.generate(PROMPTS, GREEDY))
-        llm.update_weights(str(changed), version="2")
+        llm.weights.update(str(changed), version="2")
         after = results(llm.generate(PROMPTS, GREEDY))
     assert after == expected
     assert after != before
@@ -207,7 +207,7 @@ def test_a_fault_of_the_encoder_ends_the_requests_with_images_alone(folder, monk
         expected = results(llm.generate(PROMPTS, GREEDY))
         other = results(llm.generate([LONG], GREEDY))
         llm.reset_prefix_cache()
-        llm.reset_encoder_cache()
+        llm.engines.reset_encoder_cache()
 
         def failing(self, modality, items):
             raise RuntimeError("no encoder today")

@@ -146,7 +146,7 @@ def test_windows_and_layers(tmp_path, groups):
         first = [[c.token_ids for c in x.outputs] for x in llm.generate(prompts, params)]
         llm.reset_prefix_cache()
         again = [[c.token_ids for c in x.outputs] for x in llm.generate(prompts, params)]
-        stats = llm.scheduler_stats()
+        stats = llm.engines.scheduler_stats()
         if not groups:  # blocks are stored in threads
             wait_until(lambda: num_loaded(llm, prompts, params), what="stored blocks")
     assert all(len(tokens) == 24 for one in first for tokens in one)
@@ -158,4 +158,4 @@ def num_loaded(llm, prompts, params):
     """Run prompts; return how many tokens were loaded from a store so far."""
     llm.reset_prefix_cache()
     llm.generate(prompts, params)
-    return llm.scheduler_stats().external_prefix_cache.hit_tokens
+    return llm.engines.scheduler_stats().external_prefix_cache.hit_tokens

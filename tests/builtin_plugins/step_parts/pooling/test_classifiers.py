@@ -40,7 +40,7 @@ def test_probabilities_and_logits_are_those_of_transformers(tmp_path, case):
     family, fields = CASES[case]
     model = write(tmp_path, family, **fields)
     with opened(tmp_path) as llm:
-        assert llm.supported_tasks == ("classify",)
+        assert llm.model.supported_tasks == ("classify",)
         raw = PoolingParams(task="classify", use_activation=False)
         both = zip(PROMPTS, llm.classify(PROMPTS), llm.classify(PROMPTS, raw), strict=True)
         for prompt, probabilities, logits in both:
@@ -50,7 +50,7 @@ def test_probabilities_and_logits_are_those_of_transformers(tmp_path, case):
             np.testing.assert_allclose(probabilities.outputs, softmax, atol=1e-5)
             (alone,) = llm.classify(prompt)
             np.testing.assert_array_equal(alone.outputs, probabilities.outputs)
-        assert llm.call_part("pooling", "describe")["labels"] == list(LABELS.values())
+        assert llm.plugins.call_part("pooling", "describe")["labels"] == list(LABELS.values())
         with pytest.raises(RequestError, match="embed: this model cannot do it; it can: classify"):
             llm.embed("a")
         with pytest.raises(RequestError, match="generate: this model cannot do it"):

@@ -36,7 +36,7 @@ def same(found, expected):
 def test_logits_are_those_of_transformers(tmp_path, family):
     model = write_classifier(tmp_path, family, 3)
     with opened(tmp_path) as llm:
-        assert llm.supported_tasks == ("classify",)
+        assert llm.model.supported_tasks == ("classify",)
         together = llm.classify(PROMPTS, RAW)
         for prompt, output in zip(PROMPTS, together, strict=True):
             same(output.outputs, logits_of(model, prompt))
@@ -66,7 +66,7 @@ def test_chunks_caches_and_ranks_change_no_bit(tmp_path):
 def test_pairs_are_scored_by_a_decoder(tmp_path):
     oracle = write_cross_encoder(tmp_path, "Qwen3")
     with opened(tmp_path / "model") as llm:
-        assert llm.supported_tasks == ("classify", "score")
+        assert llm.model.supported_tasks == ("classify", "score")
         found = [output.outputs for output in llm.score(*zip(*PAIRS, strict=True))]
         same(found, oracle.predict(PAIRS))
         (pair,) = llm.score("ab", "ba")

@@ -101,7 +101,7 @@ def test_vectors_are_those_of_transformers(models, family):
     folder, model = models[family]
     hidden = [hidden_states(model, prompt) for prompt in PROMPTS]
     with LLM(config=settings(folder)) as llm:
-        assert llm.supported_tasks == ("generate", "embed", "token_embed")
+        assert llm.model.supported_tasks == ("generate", "embed", "token_embed")
         for name, pooled in POOLED.items():
             for normalize in (True, False):
                 params = PoolingParams(pooler=name, normalize=normalize)
@@ -147,10 +147,10 @@ def test_vectors_are_the_same_bits_in_every_situation(folder, alone, situation):
                     np.testing.assert_array_equal(output.outputs, expected)
                 else:
                     np.testing.assert_allclose(output.outputs, expected, atol=1e-5)
-        stats = llm.scheduler_stats()
+        stats = llm.engines.scheduler_stats()
         assert (stats.num_preemptions > 0) == (situation == "preemptions")
         assert stats.num_running == stats.num_waiting == 0
-        assert not llm.health().fallbacks
+        assert not llm.plugins.health().fallbacks
 
 
 def test_every_length_up_to_the_limit_has_a_vector_and_one_more_has_an_error(folder):
@@ -176,13 +176,13 @@ def test_only_poolers_that_need_all_tokens_leave_the_prefix_cache_aside(folder):
     prompt = list(range(40))
     with LLM(config=settings(folder)) as llm:
         expected = llm.embed(prompt)[0].outputs
-        before = llm.scheduler_stats().prefix_cache.hit_tokens
+        before = llm.engines.scheduler_stats().prefix_cache.hit_tokens
         np.testing.assert_array_equal(llm.embed(prompt)[0].outputs, expected)
-        hits = llm.scheduler_stats().prefix_cache.hit_tokens
+        hits = llm.engines.scheduler_stats().prefix_cache.hit_tokens
         assert hits - before == 32
         llm.embed(prompt, PoolingParams(pooler="mean"))
         llm.encode(prompt, PoolingParams(task="token_embed"))
-        assert llm.scheduler_stats().prefix_cache.hit_tokens == hits
+        assert llm.engines.scheduler_stats().prefix_cache.hit_tokens == hits
         generated = llm.generate(prompt, SamplingParams(max_tokens=2))[0]
         assert generated.num_cached_tokens == 32  # what was pooled is cached for others
 

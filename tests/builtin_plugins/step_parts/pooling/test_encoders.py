@@ -47,7 +47,7 @@ def test_hidden_states_are_those_of_transformers(models, family, backend):
     folder, model = models[family]
     with opened(folder, backend=backend) as llm:
         assert llm.config.max_model_len == LIMIT
-        assert llm.supported_tasks == ("embed", "token_embed")
+        assert llm.model.supported_tasks == ("embed", "token_embed")
         for output, prompt in zip(llm.encode(PROMPTS, RAW), PROMPTS, strict=True):
             expected = hidden_states(model, prompt)
             np.testing.assert_allclose(output.outputs, expected, atol=1e-5, rtol=1e-5)

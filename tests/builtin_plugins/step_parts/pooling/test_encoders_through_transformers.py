@@ -64,7 +64,7 @@ def test_hidden_states_are_those_of_transformers_alone_and_in_batches(tmp_path, 
     model = write(tmp_path, family)
     with opened(tmp_path, use_of(family)) as llm, torch.inference_mode():
         assert llm.config.max_model_len == LIMIT
-        assert llm.supported_tasks == ("embed", "token_embed")
+        assert llm.model.supported_tasks == ("embed", "token_embed")
         for output in llm.encode(PROMPTS * 2, RAW):
             prompt = output.prompt_token_ids
             same(output.outputs, model(torch.tensor([prompt])).last_hidden_state[0].numpy())
@@ -79,7 +79,7 @@ def test_classes_are_those_of_transformers_alone_and_in_batches(tmp_path, family
     model = write(tmp_path, family, "ForSequenceClassification", **CLASSES)
     raw = PoolingParams(task="classify", use_activation=False)
     with opened(tmp_path, use_of(family)) as llm, torch.inference_mode():
-        assert llm.supported_tasks == ("classify",)
+        assert llm.model.supported_tasks == ("classify",)
         both = zip(llm.classify(PROMPTS, raw), llm.classify(PROMPTS), strict=True)
         for output, probabilities in both:
             prompt = output.prompt_token_ids

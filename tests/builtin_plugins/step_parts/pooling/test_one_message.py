@@ -74,7 +74,7 @@ def test_a_prompt_that_the_engine_refuses_ends_the_call(scripted, in_process):
     with LLM(config=settings(scripted, in_process=in_process, max_waiting=3)) as llm:
         with pytest.raises(OverloadedError, match=r"^prompts\[3\]: "):
             llm.embed(["a", "b", "c", "d", "e"])
-        assert llm.live_requests() == []
+        assert llm.engines.live_requests() == []
         assert len(llm.embed(["a", "b", "c"])) == 3  # which had no room if some had stayed
 
 
@@ -103,7 +103,7 @@ def test_an_event_loop_sends_one_message(scripted, messages):
             assert messages == []
             timed = await llm.encode_batch([[1] * 60] * 50, timeout=1e-6)
             assert {output.finish_reason for output in timed} == {"timeout"}
-            assert await llm.live_requests() == []
+            assert await llm.engines.live_requests() == []
 
     asyncio.run(run())
 
@@ -113,7 +113,7 @@ def test_an_event_loop_gets_the_refusal_of_the_engine(scripted):
         async with AsyncLLM(config=settings(scripted, max_waiting=3)) as llm:
             with pytest.raises(OverloadedError):
                 await llm.encode_batch(["a", "b", "c", "d", "e"])
-            assert await llm.live_requests() == []
+            assert await llm.engines.live_requests() == []
             assert len(await llm.encode_batch(["a", "b", "c"])) == 3
 
     asyncio.run(run())
@@ -122,7 +122,7 @@ def test_an_event_loop_gets_the_refusal_of_the_engine(scripted):
 def test_a_task_that_is_cancelled_and_an_abort_end_all(scripted, messages):
     async def run():
         async with AsyncLLM(config=settings(scripted)) as llm:
-            await llm.pause("keep")
+            await llm.engines.pause("keep")
             task = asyncio.create_task(llm.encode_batch(TEXTS))
             while not messages:
                 await asyncio.sleep(0.01)
@@ -136,6 +136,6 @@ def test_a_task_that_is_cancelled_and_an_abort_end_all(scripted, messages):
                 await asyncio.sleep(0.01)
             await llm.abort("mine")
             assert {output.finish_reason for output in await task} == {"abort"}
-            assert await llm.live_requests() == []
+            assert await llm.engines.live_requests() == []
 
     asyncio.run(run())

@@ -46,7 +46,7 @@ def test_scores_are_those_of_sentence_transformers(tmp_path, family):
     oracle = write_cross_encoder(tmp_path, family)
     firsts, seconds = zip(*PAIRS, strict=True)
     with opened(tmp_path / "model") as llm:
-        assert llm.supported_tasks == ("classify", "score")
+        assert llm.model.supported_tasks == ("classify", "score")
         outputs = llm.score(firsts, seconds)
         scores = numbers(outputs)
         same(scores, oracle.predict(PAIRS))
@@ -121,7 +121,7 @@ def test_several_classes_of_pairs(tmp_path):
     oracle = write_cross_encoder(tmp_path, "Bert", 3)
     pairs = [{"text": first, "text_pair": second} for first, second in PAIRS]
     with opened(tmp_path / "model") as llm:
-        assert llm.supported_tasks == ("classify",)
+        assert llm.model.supported_tasks == ("classify",)
         same(numbers(llm.classify(pairs)), oracle.predict(PAIRS))  # logits, as the folder has it
         asked = PoolingParams(task="classify", use_activation=True)
         softmax = oracle.predict(PAIRS, activation_fn=torch.nn.Identity(), apply_softmax=True)

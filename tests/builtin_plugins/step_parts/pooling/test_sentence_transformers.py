@@ -92,7 +92,7 @@ def test_vectors_are_those_of_sentence_transformers(tmp_path, case):
     oracle = write_folder(tmp_path, **CASES[case])
     expected = oracle.encode(TEXTS, convert_to_numpy=True)
     with opened(tmp_path) as llm:
-        assert llm.supported_tasks == ("embed", "token_embed")
+        assert llm.model.supported_tasks == ("embed", "token_embed")
         found = [output.outputs for output in llm.embed(TEXTS)]
         same(found, expected)
         one = oracle.encode("some text", prompt_name="query")
@@ -148,7 +148,7 @@ def test_prompts_and_what_the_part_states(tmp_path):
         same(llm.embed("a", prompt_name="document")[0].outputs, oracle.encode("a"))
         ids = llm.tokenizer.encode("a")
         same(llm.embed(ids)[0].outputs, oracle.encode("a"))
-        described = llm.call_part("pooling", "describe")
+        described = llm.plugins.call_part("pooling", "describe")
         assert described == {
             "pooler": "mean",
             "normalize": True,
@@ -161,7 +161,7 @@ def test_prompts_and_what_the_part_states(tmp_path):
         with pytest.raises(RequestError, match="prompt_name: expected one of document, query, got"):
             llm.embed("a", prompt_name="que")
         with pytest.raises(RequestError, match="method: expected .describe. or .prompt., got 'x'"):
-            llm.call_part("pooling", "x")
+            llm.plugins.call_part("pooling", "x")
 
 
 def test_older_configurations(tmp_path):

@@ -76,7 +76,7 @@ def test_tokens_are_those_of_ids(embedded, expected, situation):
             outputs = llm.generate([form for _, form in asked], GREEDY)
             for (ids, form), found in zip(asked, results(outputs), strict=True):
                 assert found == expected[tuple(ids)], (len(ids), sorted(form))
-        stats = llm.scheduler_stats()
+        stats = llm.engines.scheduler_stats()
     assert (situation == "preemptions") <= (stats.num_preemptions > 0)
 
 

@@ -59,20 +59,20 @@ def test_blocks_outlive_other_requests(folder):
         assert again.num_cached_tokens == 4 * BLOCKS
         assert again.outputs[0].part_figures is None
         assert again.outputs[0].token_ids == retained.outputs[0].token_ids
-        stats = llm.scheduler_stats()
+        stats = llm.engines.scheduler_stats()
         assert (stats.num_retained_blocks, stats.num_retained_hits) == (BLOCKS + 1, BLOCKS)
         assert stats.num_retained_evictions == 0
-        assert llm.health().fallbacks == {}
+        assert llm.plugins.health().fallbacks == {}
 
 
 def test_a_session_that_is_released_is_as_others(folder):
     with opened(folder) as llm:
         ask(llm, session="a", retain_seconds=60)
         ask(llm, "another session", session="b", retain_seconds=60)
-        assert llm.release_session("a", cache_salt="x") == "missing"
-        assert llm.release_session("a") == "accepted"
-        assert llm.release_session("a") == "missing"
-        assert 0 < llm.scheduler_stats().num_retained_blocks < BLOCKS  # of b
+        assert llm.engines.release_session("a", cache_salt="x") == "missing"
+        assert llm.engines.release_session("a") == "accepted"
+        assert llm.engines.release_session("a") == "missing"
+        assert 0 < llm.engines.scheduler_stats().num_retained_blocks < BLOCKS  # of b
         fill(llm)
         assert ask(llm).num_cached_tokens == 0
 
@@ -81,20 +81,20 @@ def test_what_two_sessions_share_stays_for_the_other(folder):
     with opened(folder) as llm:
         ask(llm, session="a", retain_seconds=60)
         ask(llm, session="b", retain_seconds=60)
-        assert llm.release_session("a") == "accepted"
+        assert llm.engines.release_session("a") == "accepted"
         fill(llm)
         assert ask(llm).num_cached_tokens == 4 * BLOCKS
-        assert llm.release_session("b") == "accepted"
-        assert llm.scheduler_stats().num_retained_blocks == 0
+        assert llm.engines.release_session("b") == "accepted"
+        assert llm.engines.scheduler_stats().num_retained_blocks == 0
 
 
 def test_time_ends_it(folder):
     with opened(folder) as llm:
         ask(llm, session="a", retain_seconds=0.01)
-        wait_until(lambda: not llm.scheduler_stats().num_retained_blocks)
+        wait_until(lambda: not llm.engines.scheduler_stats().num_retained_blocks)
         fill(llm)
         assert ask(llm).num_cached_tokens == 0
-        assert llm.release_session("a") == "missing"
+        assert llm.engines.release_session("a") == "missing"
 
 
 def test_the_share_of_a_salt_is_clipped_from_the_end(folder):
@@ -124,8 +124,8 @@ def test_nothing_is_retained_where_nothing_can_be(folder, settings):
     with opened(folder, **settings) as llm:
         refused = answer(ask(llm, session="a", retain_seconds=60))
         assert (refused["outcome"], refused["num_blocks"]) == ("rejected", 0)
-        assert llm.scheduler_stats().num_retained_blocks == 0
-        assert llm.release_session("a") == "missing"
+        assert llm.engines.scheduler_stats().num_retained_blocks == 0
+        assert llm.engines.release_session("a") == "missing"
 
 
 def test_a_wish_is_no_guarantee(folder):
@@ -133,7 +133,7 @@ def test_a_wish_is_no_guarantee(folder):
         ask(llm, session="a", retain_seconds=60)
         long = "a prompt that needs nearly all blocks, those of the session, too " * 2
         assert ask(llm, long).num_cached_tokens == 0
-        stats = llm.scheduler_stats()
+        stats = llm.engines.scheduler_stats()
         assert stats.num_retained_evictions > 0
         assert stats.num_retained_blocks + stats.num_retained_evictions == BLOCKS + 1
 
@@ -142,9 +142,9 @@ def test_a_reset_of_the_cache_ends_it(folder):
     with opened(folder) as llm:
         ask(llm, session="a", retain_seconds=60)
         llm.reset_prefix_cache()
-        assert llm.scheduler_stats().num_retained_blocks == 0
-        assert llm.scheduler_stats().num_retained_evictions == 0
-        assert llm.release_session("a") == "missing"
+        assert llm.engines.scheduler_stats().num_retained_blocks == 0
+        assert llm.engines.scheduler_stats().num_retained_evictions == 0
+        assert llm.engines.release_session("a") == "missing"
 
 
 def test_a_conversation_that_grows_keeps_all_of_it(folder):
@@ -169,7 +169,7 @@ def test_requests_in_a_batch_and_in_a_process_of_the_engine(folder):
         found = [output.outputs[0].part_figures for output in outputs]
         assert found[1] is None
         assert [found[i]["retention"]["seconds"] for i in (0, 2)] == [60.0, 30.0]
-        assert llm.release_session("c") == "accepted"
+        assert llm.engines.release_session("c") == "accepted"
 
 
 @pytest.mark.parametrize(
@@ -194,5 +194,5 @@ def test_wrong_wishes_are_refused_by_field(folder, options, message):
             ask(llm, **options)
         assert message in str(refused.value)
         with pytest.raises(RequestError, match="session: expected a text, got 5"):
-            llm.release_session(5)
+            llm.engines.release_session(5)
         assert ask(llm).num_cached_tokens == 0

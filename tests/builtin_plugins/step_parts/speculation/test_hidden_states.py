@@ -92,8 +92,8 @@ def test_a_head_of_a_model_with_random_weights_changes_no_token(random_model):
         with LLM(config=table | more) as llm:
             outputs = llm.generate(prompts, params) + llm.generate(prompts, params)
             found.append([output.outputs[0].token_ids for output in outputs])
-            assert bool(more) == bool(llm.scheduler_stats().num_drafts)
-            assert not llm.health().fallbacks
+            assert bool(more) == bool(llm.engines.scheduler_stats().num_drafts)
+            assert not llm.plugins.health().fallbacks
     assert found[0] == found[1] == found[2]
 
 
@@ -103,8 +103,8 @@ def test_a_head_drafts_in_the_last_stage_of_a_pipeline(scripted):
     more = settings(executor={"use": "multiproc"}, parallel={"pipeline": 2})
     with LLM(config=scripted_config(scripted, more)) as llm:
         found = [output.outputs[0].token_ids for output in llm.generate([PROMPT], GREEDY)]
-        stats = llm.scheduler_stats()
-        assert not llm.health().fallbacks
+        stats = llm.engines.scheduler_stats()
+        assert not llm.plugins.health().fallbacks
     assert found == expected
     assert stats.num_drafts == stats.num_accepted_drafts > 0
 

@@ -117,7 +117,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(scripted, in_process):
     for use in ([], ["ngram"]):
         with LLM(config=config | {"speculation": {"use": use}}) as llm:
             (output,) = llm.generate([text], params)
-            stats = llm.scheduler_stats()
+            stats = llm.engines.scheduler_stats()
         found[bool(use)] = output.outputs[0].token_ids
     assert found[True] == found[False]
     assert stats.num_accepted_drafts >= 6
@@ -228,9 +228,9 @@ def test_a_request_may_include_the_figures_of_its_drafts(scripted, end):
     asking = SamplingParams(temperature=0.0, max_tokens=20, include=["speculation"], **end)
     with LLM(config=config) as llm:
         (plain,) = llm.generate(["say abc"], SamplingParams(temperature=0.0, max_tokens=20))
-        before = llm.scheduler_stats()
+        before = llm.engines.scheduler_stats()
         (output,) = llm.generate(["say abc"], asking)
-        after = llm.scheduler_stats()
+        after = llm.engines.scheduler_stats()
     assert plain.outputs[0].part_figures is None
     figures = [completion.part_figures["speculation"] for completion in output.outputs]
     for name in ("num_drafts", "num_accepted_drafts", "num_verified_drafts"):
@@ -298,9 +298,9 @@ def test_requests_that_are_kept_have_drafts_after_a_sleep(tmp_path, level):
         engine.add_request("a", {"prompt_token_ids": [1, 2, 3, 4] * 20}, params)
         for _ in range(10):
             engine.step()
-        before = llm.scheduler_stats().num_drafts
+        before = llm.engines.scheduler_stats().num_drafts
         llm.sleep(level, mode="keep")
         llm.wake_up()
         while engine.has_unfinished_requests():
             engine.step()
-        assert llm.scheduler_stats().num_drafts > before > 0
+        assert llm.engines.scheduler_stats().num_drafts > before > 0

@@ -93,9 +93,9 @@ def test_taps_of_a_batch_are_as_each_alone(folder, reference, form):
             (alone,) = llm.generate([prompts[index]], params[index])
             assert contents(alone) == contents(together[index]), index
         if form == "preemption":
-            assert llm.scheduler_stats().num_preemptions > 0
+            assert llm.engines.scheduler_stats().num_preemptions > 0
         if form == "drafts":
-            assert llm.scheduler_stats().num_accepted_drafts > 0
+            assert llm.engines.scheduler_stats().num_accepted_drafts > 0
     for index, output in enumerate(together):
         ids = [*prompts[index], *output.outputs[0].token_ids]
         kind = KINDS[index % len(KINDS)]

@@ -21,7 +21,7 @@ def llm(scripted):
 
 def trace(llm, plugin_args=None, **fields):
     given = {"temperature": 0.0, "max_tokens": 4, "plugin_args": plugin_args or {}, **fields}
-    (found,) = llm.trace("say abc", SamplingParams(**given)).completions
+    (found,) = llm.debug.trace("say abc", SamplingParams(**given)).completions
     return found
 
 
@@ -98,7 +98,7 @@ def test_a_forced_token(llm):
 
 def test_a_mask_names_the_part_that_made_it(llm):
     params = SamplingParams(temperature=0.0, max_tokens=2)
-    (found,) = llm.trace("say abc", params, tags={"only": "digits"}).completions
+    (found,) = llm.debug.trace("say abc", params, tags={"only": "digits"}).completions
     assert found.text.isdigit()
     change = who_dropped_the_best(found.tokens[0])
     assert (change.phase, change.plugin, change.num_left) == ("mask", "digits", 10)

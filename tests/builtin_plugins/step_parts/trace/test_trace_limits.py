@@ -26,7 +26,7 @@ def opened(scripted, **options):
 
 def test_positions_beyond_the_limit(scripted):
     with opened(scripted, positions=2, candidates=1) as llm:
-        (found,) = llm.trace("say abc", SamplingParams(**GREEDY)).completions
+        (found,) = llm.debug.trace("say abc", SamplingParams(**GREEDY)).completions
     assert [token.position for token in found.tokens] == [0, 1]
     assert [len(token.candidates) for token in found.tokens] == [1, 1]
     assert found.notes == ["positions from 2 on have no record (plugin.trace.positions)"]
@@ -48,10 +48,10 @@ def test_rows_of_a_step_beyond_the_limit(scripted):
 
 def test_positions_of_another_engine(scripted):
     with opened(scripted) as llm:
-        (whole,) = llm.trace("say abc", SamplingParams(**GREEDY)).completions
+        (whole,) = llm.debug.trace("say abc", SamplingParams(**GREEDY)).completions
         ids = llm.tokenizer.encode("say abc")
         prompt = {"prompt_token_ids": ids, "output_token_ids": [whole.token_ids[:4]]}
-        (found,) = llm.trace(prompt, SamplingParams(**GREEDY)).completions
+        (found,) = llm.debug.trace(prompt, SamplingParams(**GREEDY)).completions
     assert found.token_ids == whole.token_ids
     assert [token.position for token in found.tokens] == [4, 5]
     assert found.notes == [
@@ -63,9 +63,9 @@ def test_positions_of_another_engine(scripted):
 def test_a_stop_string_ends_a_trace(scripted, n):
     """It is found in the frontend: the engine learns of it afterwards."""
     with opened(scripted) as llm:
-        (whole, *_) = llm.trace("say abc", SamplingParams(**GREEDY)).completions
+        (whole, *_) = llm.debug.trace("say abc", SamplingParams(**GREEDY)).completions
         params = SamplingParams(**GREEDY, n=n, stop=["bc"])
-        found = llm.trace("say abc", params).completions
+        found = llm.debug.trace("say abc", params).completions
     assert len(found) == n
     for completion in found:
         assert completion.finish_reason == "stop"
@@ -86,7 +86,7 @@ def test_a_request_asks_for_a_number_of_candidates(scripted):
         outputs = llm.generate(["say abc"] * 3, asked)
         traces = [trace_of(output).completions[0] for output in outputs]
         with pytest.raises(RequestError, match="plugin_args.trace.candidates: .*<= 20, got 21"):
-            llm.trace("a", SamplingParams(plugin_args={"trace": {"candidates": 21}}))
+            llm.debug.trace("a", SamplingParams(plugin_args={"trace": {"candidates": 21}}))
     for trace, number in zip(traces, (5, 5, 20), strict=True):
         assert {len(token.candidates) for token in trace.tokens} == {number}
         assert {len(token.changes[-1].tokens) for token in trace.tokens} == {number}
@@ -124,7 +124,7 @@ def test_a_request_that_did_not_ask_has_no_trace(scripted):
 
 def test_wrong_parameters_are_refused_as_ever(scripted):
     with opened(scripted) as llm, pytest.raises(RequestError, match="temperature: expected"):
-        llm.trace("say abc", SamplingParams(temperature=-1.0))
+        llm.debug.trace("say abc", SamplingParams(temperature=-1.0))
 
 
 def test_an_event_loop_gets_the_same(scripted):
@@ -132,10 +132,10 @@ def test_an_event_loop_gets_the_same(scripted):
 
     async def traced():
         async with AsyncLLM(config=scripted_config(scripted)) as llm:
-            return await llm.trace("say abc", params)
+            return await llm.debug.trace("say abc", params)
 
     with opened(scripted) as llm:
-        expected = llm.trace("say abc", params)
+        expected = llm.debug.trace("say abc", params)
     found = asyncio.run(traced())
     tokens = [[one.tokens for one in trace.completions] for trace in (found, expected)]
     assert tokens[0] == tokens[1]

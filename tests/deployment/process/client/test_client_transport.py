@@ -208,12 +208,12 @@ def roomy(tmp_path_factory):
 @contextlib.asynccontextmanager
 async def stopped(llm):
     """The engine process gets no time, until this is left."""
-    os.kill(llm.engine_pid, signal.SIGSTOP)
+    os.kill(llm.engines.pid, signal.SIGSTOP)
     try:
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):  # it may have been killed meanwhile
-            os.kill(llm.engine_pid, signal.SIGCONT)
+            os.kill(llm.engines.pid, signal.SIGCONT)
 
 
 class Pulse:
@@ -276,7 +276,7 @@ def serve(shared):
         await main(llm)
         for _ in range(2000):
             with contextlib.suppress(EngineTimeoutError):
-                stats = await llm.scheduler_stats()
+                stats = await llm.engines.scheduler_stats()
                 if (stats.num_running, stats.num_waiting) == (0, 0):
                     break
             await asyncio.sleep(0.05)
@@ -299,7 +299,7 @@ def test_a_stopped_engine_holds_up_nothing_but_its_requests(serve, monkeypatch):
             tasks = await until_it_takes_no_more(llm)
             pulse = Pulse()
             more = [asyncio.create_task(collect(llm, [7] * 8000)) for _ in range(5)]
-            asked = asyncio.create_task(llm.scheduler_stats())
+            asked = asyncio.create_task(llm.engines.scheduler_stats())
             await asyncio.sleep(0)
             assert not asked.done()  # it waits beside the loop
             with pytest.raises(EngineTimeoutError, match="did not answer scheduler_stats within"):
@@ -367,7 +367,7 @@ def test_those_that_wait_to_be_sent_hear_of_the_death(roomy):
                 tasks += [asyncio.create_task(collect(llm, [7] * 8000)) for _ in range(5)]
                 await until(lambda: send_queue_of(llm).num_waiting == 6, "all to wait")
                 began = time.monotonic()
-                os.kill(llm.engine_pid, signal.SIGKILL)
+                os.kill(llm.engines.pid, signal.SIGKILL)
                 ends = await asyncio.gather(*tasks, return_exceptions=True)
                 assert time.monotonic() - began < PATIENCE_S / 2
                 assert {type(end) for end in ends} == {EngineDeadError}

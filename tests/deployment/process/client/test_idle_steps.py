@@ -176,12 +176,12 @@ def test_a_task_is_woken_by_its_own_outputs_only(scripted):
                 assert all(each.outputs[0].token_ids or each.finished for each in among)
             assert tokens(among) == tokens(alone)
             assert len(tokens(among)) == 150
-            await llm.pause("keep")
+            await llm.engines.pause("keep")
             task = asyncio.create_task(anext(llm.generate("x", LONG)))
             with whispering(client_of(llm), 8):
                 await asyncio.sleep(0.3)
             assert not task.done()
-            await llm.resume()
+            await llm.engines.resume()
             assert (await asyncio.wait_for(task, PATIENCE_S)).outputs[0].token_ids
         finally:
             llm.close()

@@ -11,7 +11,7 @@ import time
 import msgspec
 import pytest
 from support.core.serial_engine import GREEDY, config, slowed, still_serves
-from support.internals import engine_of, output_processor_of, set_timeout, sockets_of
+from support.internals import engine_of, open_calls_of, output_processor_of, set_timeout, sockets_of
 from support.waiting import PATIENCE_S, HeldSteps, wait_until
 
 from hardpoint import (
@@ -111,19 +111,19 @@ class TestRefusals:
 
     def test_a_policy_that_cannot_be_built(self, llm):
         with pytest.raises(PluginLoadError) as error:
-            llm.set_policy(f"{__name__}:Unbuildable")
+            llm.plugins.set_policy(f"{__name__}:Unbuildable")
         assert type(error.value) is PluginLoadError
         assert "plugin 'unbuildable'" in str(error.value)
         assert "OSError: no such disk" in str(error.value)
         assert llm.config.scheduler.policy == "fcfs"
-        assert llm.manifest.generation == 1
+        assert llm.plugins.manifest.generation == 1
         assert still_serves(llm)
 
     def test_a_policy_with_options_that_it_has_not(self, llm):
         with pytest.raises(ConfigError, match=r"^plugin\.fair\.wieghts: unknown"):
-            llm.set_policy("fair", {"wieghts": {}})
+            llm.plugins.set_policy("fair", {"wieghts": {}})
         with pytest.raises(PluginError, match="no_such_policy"):
-            llm.set_policy("no_such_policy")
+            llm.plugins.set_policy("no_such_policy")
         assert still_serves(llm)
 
     def test_what_pools(self, llm):
@@ -162,13 +162,13 @@ def test_questions_over_the_wire(own):
     engine.step()
     assert engine.why_waiting("a") == {0: None}
     assert engine.why_waiting("b")[0].waiting_for.name == "SLOT"
-    stats = own.scheduler_stats()
+    stats = own.engines.scheduler_stats()
     assert (stats.num_running, stats.num_waiting) == (1, 1)
     engine.abort_requests(["a", "b"])
     own.reset_prefix_cache(recompute_running=True)
-    meters = own.plugin_meters()
+    meters = own.plugins.meters()
     assert meters["slow"].rows >= 1
-    assert own.health().ok
+    assert own.plugins.health().ok
 
 
 def test_only_what_is_declared_can_be_called(own):
@@ -196,12 +196,12 @@ def test_a_question_that_is_not_answered_in_time(scripted, tmp_path):
         wait_until(held.have_begun, PATIENCE_S, "the step")
         words = r"did not answer scheduler_stats within 0.2 s \(engine.call_timeout_seconds\)"
         with pytest.raises(EngineTimeoutError, match=words):
-            llm.scheduler_stats()
+            llm.engines.scheduler_stats()
         held.let_go()
         while llm.llm_engine.has_unfinished_requests():
             llm.llm_engine.step()
         set_timeout(llm.llm_engine.parts.client, PATIENCE_S)  # the engine answers from now on
-        assert llm.scheduler_stats().num_running == 0  # the late answer disturbs nobody
+        assert llm.engines.scheduler_stats().num_running == 0  # the late answer disturbs nobody
         assert still_serves(llm)
 
 
@@ -220,9 +220,9 @@ def test_ctrl_c_ends_the_requests_and_leaves_the_engine(own, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         own.generate(["x", "y"], slowed(held.slow(0.05)))
     assert not own.llm_engine.has_unfinished_requests()
-    assert len(own._calls) == 0
+    assert len(open_calls_of(own)) == 0
     assert still_serves(own)
-    stats = own.scheduler_stats()
+    stats = own.engines.scheduler_stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
 
 

@@ -1,0 +1,114 @@
+"""The group `model` of LLM and AsyncLLM: tasks, default parameters, prompts as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Unpack
+
+from hardpoint.chat import Chat, Messages
+from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.images import PromptImages
+from hardpoint.plugins import SamplingParams
+from hardpoint.plugins.request_options import ChatOptions
+from hardpoint.requests import takes_options
+
+from .running import AsyncRequests, SyncRequests
+
+if TYPE_CHECKING:
+    from hardpoint.process.async_engine import AsyncEngine
+
+__all__ = ["AsyncModelGroup", "ModelGroup"]
+
+
+class ModelGroup:
+    """The model of an LLM: `llm.model`."""
+
+    def __init__(self, engine: LLMEngine, requests: SyncRequests) -> None:
+        """Describe the model that an engine runs."""
+        self._engine, self._requests = engine, requests
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """The model's tasks, such as "generate", as the engine reported them at start."""
+        return self._engine.parts.supported_tasks
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have images."""
+        return bool(self._requests.images.tokens)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a prompt without any, as the model's files recommend."""
+        return self._engine.default_sampling_params()
+
+    @takes_options
+    def apply_chat_template(
+        self, messages: Messages, **options: Unpack[ChatOptions]
+    ) -> Mapping[str, Any]:
+        """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids.
+
+        Args:
+            messages: as for `chat`.
+            options: `ChatOptions`, of which `parallel_tool_calls` changes nothing.
+
+        Raises:
+            RequestError: the model has no chat template, or it rejects the messages.
+        """
+        return self._requests.rendered(messages, Chat(**options))
+
+
+class AsyncModelGroup:
+    """The model of an AsyncLLM: `llm.model`."""
+
+    def __init__(self, engine: AsyncEngine, requests: AsyncRequests) -> None:
+        """Describe the model that an engine runs."""
+        self._engine, self._requests = engine, requests
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """The model's tasks, such as "generate", as the engine reported them at start."""
+        return self._engine.parts.supported_tasks
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have images."""
+        return bool(PromptImages(self._engine.parts).tokens)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a prompt without any, as the model's files recommend."""
+        return self._engine.default_sampling_params()
+
+    @takes_options
+    async def apply_chat_template(
+        self, messages: Messages, **options: Unpack[ChatOptions]
+    ) -> Mapping[str, Any]:
+        """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids.
+
+        The template is rendered in another thread.
+
+        Args:
+            messages: as for `chat`.
+            options: `ChatOptions`, of which `parallel_tool_calls` changes nothing.
+
+        Raises:
+            RequestError: the model has no chat template, or it rejects the messages.
+        """
+        return await self._requests.rendered(messages, Chat(**options))
+
+    async def prompt_tokens(self, prompt: Mapping[str, Any]) -> list[int]:
+        """Return the tokens that a prompt would have, read as `generate` reads it.
+
+        Raises:
+            RequestError: it is malformed.
+        """
+        ids = prompt.get("prompt_token_ids")
+        is_empty = isinstance(ids, list) and not ids  # as that of a template may be
+        return [] if is_empty else await self._engine.prompt_tokens(prompt)
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return a text's tokens; a long text is tokenized in another thread.
+
+        Raises:
+            RequestError: the text cannot be encoded.
+        """
+        return await self._engine.tokenise(text, add_special_tokens=add_special_tokens)

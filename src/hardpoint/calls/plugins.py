@@ -1,0 +1,301 @@
+"""The group `plugins` of LLM and AsyncLLM: change, measure and call plugins."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
+
+from hardpoint.core.engine.utility_calls import ControlCalls, EngineUtilities
+from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.host.boundary.parts.states import joined_states
+from hardpoint.host.live.settings import ChangeRequest, Running
+from hardpoint.host.system.control_calls import AsyncCaller, SyncCaller
+from hardpoint.plugins import SchedulingPolicy
+from hardpoint.plugins.component.manifest import Manifest
+from hardpoint.plugins.config_tables import PluginUse
+from hardpoint.plugins.request_options import RequestOptions
+from hardpoint.plugins.requests.stats import Health
+from hardpoint.plugins.server import InstalledExtension, ServerContext
+from hardpoint.requests import takes_options
+
+from .engines import Change
+from .io_processors import IOProcessors
+from .running import AsyncRequests, SyncRequests
+
+if TYPE_CHECKING:
+    from hardpoint.process.async_engine import AsyncEngine
+
+__all__ = ["AsyncPluginGroup", "PluginGroup"]
+
+Use = str | type | PluginUse | Mapping[str, str]
+"""A component: an entry-point name, an FQCN, a class, or a table with `use` and `name`."""
+
+Options = Mapping[str, Mapping[str, Any]]
+"""Options of components, by name."""
+
+_CHANGE = "plugins.change()"
+
+
+class PluginGroup(SyncCaller):
+    """The plugins of an LLM: `llm.plugins`."""
+
+    def __init__(self, engine: LLMEngine, requests: SyncRequests) -> None:
+        """Change and call the plugins of an engine.
+
+        Args:
+            requests: runs the prompts of IO processors.
+        """
+        self._engine, self._requests = engine, requests
+
+    @property
+    def manifest(self) -> Manifest:
+        """The enabled plugins."""
+        return self._engine.parts.plugins.manifest
+
+    def enable(self, *uses: Use, options: Options | None = None) -> Manifest:
+        """Enable components while requests run; see `change`."""
+        return self.change(enable=uses, options=options)
+
+    def disable(self, *names: str) -> Manifest:
+        """Disable components by name while requests run; see `change`."""
+        return self.change(disable=names)
+
+    def change(
+        self,
+        *,
+        enable: Sequence[Use] = (),
+        disable: Sequence[str] = (),
+        replace: Mapping[str, Use] | None = None,
+        options: Options | None = None,
+        config: Mapping[str, Any] | None = None,
+        running: Running = "finish",
+        origin: str = _CHANGE,
+    ) -> Manifest:
+        """Change plugins while requests run: in all processes, or in none.
+
+        Args:
+            enable: components to enable in addition: names, FQCNs, classes, or tables with `use`
+                and `name`.
+            disable: names of enabled components.
+            replace: the component that takes an enabled component's place and name, by that name.
+            options: the options of components, by name; they replace the present ones.
+            config: settings that change together with them, as for `engines.set_config`.
+            running: what requests do that use a logits processor which is replaced or disabled:
+                "finish" with it, or "end", with the finish reason "abort".
+            origin: who changes them, for logs and `engines.settings`.
+
+        Returns:
+            The plugins, in a new generation. An engine that is restarted has them, too.
+
+        Raises:
+            ConfigError, PluginError: a component or an option is wrong, or its kind needs a
+                restart; names it.
+            BusyError, HardpointError: as `engines.set_config`.
+        """
+        changes = _changes(enable, disable, replace, options)
+        return self._engine.change(_asked(changes, config, running, origin))
+
+    def set_policy(
+        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Replace the scheduling policy; no request is lost.
+
+        Args:
+            use: entry-point name, FQCN or class.
+            options: options of the policy.
+
+        Raises:
+            ConfigError, PluginError: the policy cannot be built; the old one stays.
+        """
+        self._engine.set_policy(use, options)
+
+    def health(self) -> Health:
+        """Return the faults of plugins, their effects, and the quarantined plugins."""
+        return self._engine.health()
+
+    meters = ControlCalls.plugin_meters
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Return the states of components that have one, by name; see `Component.dump_state`."""
+        of_engine = EngineUtilities.plugin_states.call(self._engine.call_utility)
+        return joined_states(self._engine.states(), of_engine)
+
+    call_part = ControlCalls.call_part
+
+    @takes_options
+    def process(
+        self,
+        data: Any,
+        io_processor: str | None = None,
+        *,
+        as_json: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Any:
+        """Return the output of an IO processor for an input, by requests to the model.
+
+        Args:
+            data: the input, which the processor checks; any object that it takes.
+            io_processor: its name; None is the only one that is enabled.
+            as_json: return the bytes that it sends over HTTP.
+            options: `RequestOptions`, of each request to the model.
+
+        Raises:
+            RequestError: the input is wrong, no such processor is enabled, or the engine rejects
+                one of its prompts.
+            PluginFaultError: the processor failed, or another plugin.
+            RequestEndedError: a request to the model ended without a result.
+            EnginePausedError, EngineDeadError: as `generate`.
+        """
+        processor = self._engine.parts.companion(IOProcessors).find(io_processor)
+        call = processor.begin(data)
+        outputs = self._requests.whole(call.prompts, options, processor.prompts, processor.place)
+        return processor.finish(call, outputs, as_json=as_json)
+
+    def _call_utility(self, method: str, *args: Any) -> Any:
+        return self._engine.call_utility(method, *args)
+
+
+class AsyncPluginGroup(AsyncCaller):
+    """The plugins of an AsyncLLM: `llm.plugins`."""
+
+    def __init__(self, engine: AsyncEngine, requests: AsyncRequests, change: Change) -> None:
+        """Change and call the plugins of an engine.
+
+        Args:
+            requests: runs the prompts of IO processors.
+            change: changes settings and plugins in all processes.
+        """
+        self._engine, self._requests, self._change = engine, requests, change
+        self._policies = asyncio.Lock()
+
+    @property
+    def manifest(self) -> Manifest:
+        """The enabled plugins."""
+        return self._engine.parts.plugins.manifest
+
+    async def enable(self, *uses: Use, options: Options | None = None) -> Manifest:
+        """Enable components while requests run; see `change`."""
+        return await self.change(enable=uses, options=options)
+
+    async def disable(self, *names: str) -> Manifest:
+        """Disable components by name while requests run; see `change`."""
+        return await self.change(disable=names)
+
+    async def change(
+        self,
+        *,
+        enable: Sequence[Use] = (),
+        disable: Sequence[str] = (),
+        replace: Mapping[str, Use] | None = None,
+        options: Options | None = None,
+        config: Mapping[str, Any] | None = None,
+        running: Running = "finish",
+        origin: str = _CHANGE,
+    ) -> Manifest:
+        """Change plugins while requests run, as `LLM.plugins.change` does."""
+        changes = _changes(enable, disable, replace, options)
+        return await self._change(_asked(changes, config, running, origin))
+
+    async def set_policy(
+        self,
+        use: str | type[SchedulingPolicy],
+        options: Mapping[str, Any] | None = None,
+        *,
+        origin: str = "set_policy()",
+    ) -> None:
+        """Replace the scheduling policy; no request is lost.
+
+        Args:
+            use: entry-point name, FQCN or class.
+            options: options of the policy.
+            origin: who replaces it, for logs and `engines.settings`.
+
+        Raises:
+            ConfigError, PluginError: the policy cannot be built; the old one stays.
+        """
+        policy = {"use": use, "options": {} if options is None else options}
+        async with self._policies:  # several follow one another
+            await self._change(ChangeRequest.of(origin, policy=policy))
+
+    async def health(self) -> Health:
+        """Return the faults of plugins, the quarantined plugins, and the number of restarts.
+
+        Raises:
+            EngineDeadError: the engine is dead and is not restarted.
+        """
+        return await self._engine.health()
+
+    meters = ControlCalls.plugin_meters
+
+    async def states(self) -> dict[str, dict[str, Any]]:
+        """Return the states of components that have one, as `LLM.plugins.states` does."""
+        of_engine = await EngineUtilities.plugin_states.call_async(self._engine.call_utility)
+        return joined_states(self._engine.states(), of_engine)
+
+    call_part = ControlCalls.call_part
+
+    @takes_options
+    async def process(
+        self,
+        data: Any,
+        io_processor: str | None = None,
+        *,
+        as_json: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Any:
+        """Return the output of an IO processor for an input, by requests to the model.
+
+        The processor is called in a thread of its own. Cancelling the task aborts its requests.
+
+        Args:
+            data, io_processor, as_json, options: as for `LLM.plugins.process`.
+
+        Raises:
+            As `LLM.plugins.process`.
+            OverloadedError, EngineClosedError: as `generate`.
+        """
+        processor = self._engine.parts.companion(IOProcessors).find(io_processor)
+        call = await processor.run(processor.begin, data)
+        outputs = await self._requests.whole(call.prompts, options, processor.place)
+        return await processor.run(processor.finish, call, outputs, as_json=as_json)
+
+    def io_processor_schemas(self) -> dict[str, dict[str, Any]]:
+        """Return the JSON schema of the inputs of each enabled IO processor, by name."""
+        return self._engine.parts.companion(IOProcessors).schemas()
+
+    def argument_schemas(self) -> dict[str, dict[str, Any]]:
+        """Return the JSON schema of each enabled plugin's arguments, by the plugin's name."""
+        return self._engine.parts.plugins.argument_schemas()
+
+    def server_extensions(self, server: ServerContext) -> list[InstalledExtension]:
+        """Call the hook of the same name; return the extensions that plugins add to a server.
+
+        Raises:
+            PluginError: a plugin failed, or returned something else.
+        """
+        return self._engine.server_extensions(server)
+
+    async def _call_utility(self, method: str, *args: Any) -> Any:
+        return await self._engine.call_utility(method, *args)
+
+
+def _changes(
+    enable: Sequence[Use],
+    disable: Sequence[str],
+    replace: Mapping[str, Use] | None,
+    options: Mapping[str, Mapping[str, Any]] | None,
+) -> dict[str, Any]:
+    return {
+        "enable": enable,
+        "disable": disable,
+        "replace": {} if replace is None else replace,
+        "options": {} if options is None else options,
+    }
+
+
+def _asked(
+    changes: dict[str, Any], config: Mapping[str, Any] | None, running: Running, origin: str
+) -> ChangeRequest:
+    values = {} if config is None else config
+    return ChangeRequest.of(origin, plugins=changes, config=values, running=running)

@@ -66,7 +66,7 @@ SMALL_MODULES = {
     "hardpoint.core.frontend.outputs.pooling_state": "pooling models fill it",
     "hardpoint.host.system.rank_store": "a server, which runs only while ranks of hosts meet",
     "hardpoint.host.system.profiling": "torch's profiler, which nothing else of a worker needs",
-    "hardpoint.core.worker.sampling.edits": "an algorithm with tests of its own",
+    "hardpoint.host.boundary.logits.edits": "an algorithm with tests of its own",
     "hardpoint.host.system.weight_key": "what a key is made of; the cache knows its text alone",
     "hardpoint.testing.running.step_parts.forks": "a check of its own; the suite is large",
     "hardpoint.testing.model.quantized_model": "a check of its own; the suite of models is large",

@@ -22,7 +22,6 @@ from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.engine_parts import Companion, EngineParts, Opening
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
-from hardpoint.core.frontend.statistics import Statistics, open_statistics
 from hardpoint.errors import PluginConflictError, PluginLoadError
 from hardpoint.host.boundary.errors import naming_plugin
 from hardpoint.host.boundary.parts.frontend_parts import FrontendParts, frontend_parts
@@ -38,6 +37,7 @@ from hardpoint.host.system.threads import short_spin
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
+    IterationStats,
     ModelFiles,
     OutputParser,
     RequestError,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("hardpoint")
 
 OpenCompanion = Callable[[Opening], Companion]
-OpenStatistics = Callable[[EngineConfig, PluginSet, Callable[[], float]], Statistics | None]
+SendStats = Callable[[IterationStats], None]
 
 _NAMED = frozenset({"model"})
 _SECRET = frozenset({"plugin"})
@@ -173,14 +173,15 @@ def build_async_engine(
     open_client: OpenClient = open_process_client,
     companions: Sequence[OpenCompanion] = (),
     starts_engine: bool = True,
-    open_statistics: OpenStatistics = open_statistics,
+    send_stats: SendStats | None = None,
 ) -> AsyncEngine:
     """Build an engine for an event loop; it always has a process of its own.
 
     Args:
         config, config_sources, progress, handed, open_client, companions: as for `build_engine`.
         starts_engine: whether a process is started; the client of another one has its own.
-        open_statistics: opens what gathers figures of requests.
+        send_stats: sends statistics to another process, which has the sinks; None if this process
+            has them.
 
     Raises:
         ConfigError, PluginError, ModelError, EngineDeadError: as `build_engine`.
@@ -189,7 +190,7 @@ def build_async_engine(
     bridge = EventLoopBridge()
     with _spawned() if starts_engine else contextlib.nullcontext() as spawned:
         sources = config_sources or ConfigSources()
-        given = handed, companions, open_statistics
+        given = handed, companions, send_stats
         prepared = _prepare(config, sources, progress, time.monotonic, *given)
         parts = _in_own_process(prepared, spawned, bridge, open_client)
     engine = AsyncEngine(parts, bridge)
@@ -208,7 +209,6 @@ class _Prepared:
     tokenizer: Tokenizer
     parsers: OutputParsers
     clock: Callable[[], float]
-    statistics: Statistics | None
     step_parts: FrontendParts
     companions: Sequence[Companion]
     vocabulary: Vocabulary | None
@@ -219,8 +219,6 @@ class _Prepared:
         with contextlib.ExitStack() as undo:
             for companion in self.companions:
                 undo.callback(companion.close)
-            if self.statistics is not None:
-                undo.callback(self.statistics.close)
             undo.callback(self.step_parts.close)
             yield
             undo.pop_all()
@@ -253,7 +251,6 @@ class _Prepared:
             supported_tasks=tuple(tasks),
             components=[spec.loader, self.tokenizer, *self.parsers.components],
             clock=self.clock,
-            statistics=self.statistics,
             step_parts=self.step_parts,
             companions=self.companions,
         )
@@ -266,7 +263,7 @@ def _prepare(
     clock: Callable[[], float],
     handed: Sequence[InstalledPlugin],
     companions: Sequence[OpenCompanion],
-    open_statistics: OpenStatistics = open_statistics,
+    send_stats: SendStats | None = None,
 ) -> _Prepared:
     log_opening(config, config_sources)
     # Imported here, so that an engine process is started before torch takes its second, and before
@@ -293,6 +290,8 @@ def _prepare(
             vocabulary,
             spec.model_config.vocab_size,
             functools.partial(tokenizer.encode, add_special_tokens=False),
+            clock,
+            send_stats,
         )
     with contextlib.ExitStack() as undo:
         undo.callback(step_parts.close)
@@ -301,7 +300,7 @@ def _prepare(
         for open_companion in companions:
             opened.append(open_companion(opening))
             undo.callback(opened[-1].close)
-        statistics = open_statistics(config, plugins, clock)
+        _check_stats(config, step_parts)
         undo.pop_all()
     return _Prepared(
         config,
@@ -311,11 +310,18 @@ def _prepare(
         tokenizer,
         parsers,
         clock,
-        statistics,
         step_parts,
         opened,
         vocabulary.found,
     )
+
+
+def _check_stats(config: EngineConfig, step_parts: FrontendParts) -> None:
+    if config.stats.on and not step_parts.observers:
+        raise ConfigError(
+            "stats: expected an enabled step part that gathers statistics, got none; enable "
+            '"statistics", of the distribution hardpoint, or leave stats at its defaults'
+        )
 
 
 @contextlib.contextmanager

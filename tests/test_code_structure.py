@@ -58,7 +58,6 @@ SMALL_MODULES = {
     "hardpoint.host.boundary.hang_watch": "an algorithm with tests of its own",
     "hardpoint.toolkit.trace.table": "one view of two; the page has a module",
     "hardpoint.core.worker.sampling.processor_changes": "the worker's end of live changes",
-    "hardpoint.host.live.sinks": "the live changes of one kind, as its siblings",
     "hardpoint.replicas.load": "what operators and autoscalers read; no request needs it",
     "hardpoint.host.system.process.garbage": "Python's collector; has tests of its own",
     "hardpoint.host.system.process.watchdog": "faulthandler, whose timer the process has once",

@@ -16,7 +16,7 @@ Recompute = Callable[[], torch.Tensor]
 """Returns the step's logits again, unedited, from its hidden states."""
 
 
-class Pipeline(Protocol):
+class StepPipeline(Protocol):
     """Runs processors in their order."""
 
     runners: Sequence[ProcessorRunner]
@@ -43,7 +43,7 @@ class FaultIsolation:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: StepPipeline,
         requests: list[LogitsRequest],
         recompute: Recompute,
         masked: Container[int] = (),

@@ -21,7 +21,6 @@ from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.engine_parts import Companion, EngineParts, Opening
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.errors import PluginConflictError, PluginLoadError
 from hardpoint.host.boundary.errors import naming_plugin
 from hardpoint.host.boundary.parts.frontend_parts import FrontendParts, frontend_parts
@@ -48,6 +47,7 @@ from hardpoint.plugins.component.base import Progress, no_progress
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.toolkit.parsing.output_parsers import OutputParsers
 from hardpoint.typed import join_path, read_only
 
 from .kv_cache import CacheSize

@@ -24,8 +24,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import KVCacheConfig, LoadConfig, SchedulerConfig
-
-from .outputs.output_parsers import OutputParsers
+from hardpoint.toolkit.parsing.output_parsers import OutputParsers
 
 T = TypeVar("T")
 

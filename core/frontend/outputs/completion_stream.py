@@ -90,7 +90,7 @@ class CompletionStream:
 
     @property
     def parts(self) -> CompletionParts | None:
-        """What the parser has found; None without one."""
+        """Reasoning, content and calls so far; None without a parser."""
         return None if self._parser is None else self._parser.parts
 
     @property

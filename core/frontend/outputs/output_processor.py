@@ -19,8 +19,8 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.toolkit.parsing.output_parsers import OutputParsers, SoughtCalls
 
-from .output_parsers import OutputParsers, SoughtCalls
 from .pooling_state import PoolingState
 from .request_state import AnyOutput, ParentRequest, RequestState
 

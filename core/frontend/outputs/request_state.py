@@ -25,9 +25,9 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.requests import PartArray, PoolingRequestOutput, TokenLogprobs, WeightRun
 from hardpoint.plugins.requests.stats import RequestMetrics
+from hardpoint.toolkit.parsing.output_parsers import OutputParsers, SoughtCalls
 
 from .completion_stream import CompletionStream
-from .output_parsers import OutputParsers, SoughtCalls
 
 AnyOutput = RequestOutput | PoolingRequestOutput
 """The outputs that users get."""

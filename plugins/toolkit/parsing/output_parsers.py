@@ -1,22 +1,23 @@
-"""The parsers of outputs."""
+"""The output parsers of a request: one for reasoning, one for tool calls, or one for both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import (
     OutputParser,
     ParserRequest,
     ReasoningMarkers,
     Tokenizer,
 )
-from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.output_parser import OutputState
 from hardpoint.plugins.structured import StructuredOutputs
-from hardpoint.toolkit.parsing.completion_parser import ChainedState
-from hardpoint.toolkit.parsing.json_scanner import CallOrJson
+
+from .completion_parser import ChainedState
+from .json_scanner import CallOrJson
+
+__all__ = ["OutputParsers", "SoughtCalls"]
 
 
 class SoughtCalls(NamedTuple):
@@ -93,13 +94,6 @@ class OutputParsers:
             return self
         by_kind = {**self.by_kind, "tool_parsers": parser}
         return OutputParsers(self._tokenizer, by_kind, [self, parser])
-
-    def entries(self, plugins: PluginSet) -> list[PluginEntry]:
-        """Return the entry of each parser; of one of both roles, that of reasoning."""
-        found: dict[OutputParser, PluginEntry] = {}
-        for kind, parser in self.by_kind.items():
-            found.setdefault(parser, plugins.get(kind, parser.name))
-        return list(found.values())
 
     def __bool__(self) -> bool:
         return bool(self.by_kind)

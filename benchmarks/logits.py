@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
-from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
+from hardpoint.host.boundary.logits.processor_runner import ProcessorRunner
 from hardpoint.host.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.plugins import (
     Added,

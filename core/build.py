@@ -18,8 +18,6 @@ from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.frontend.engine_owner import EngineOwner
 from hardpoint.core.frontend.engine_parts import Companion, EngineParts, Opening
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
-from hardpoint.core.frontend.statistics import Statistics, open_statistics
 from hardpoint.errors import PluginConflictError, PluginLoadError
 from hardpoint.host.boundary.errors import naming_plugin
 from hardpoint.host.boundary.parts.frontend_parts import FrontendParts, frontend_parts
@@ -34,6 +32,7 @@ from hardpoint.host.system.threads import short_spin
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
+    IterationStats,
     ModelFiles,
     OutputParser,
     RequestError,
@@ -44,6 +43,7 @@ from hardpoint.plugins.component.base import Progress, no_progress
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.toolkit.parsing.output_parsers import OutputParsers
 from hardpoint.typed import join_path, read_only
 
 from .kv_cache import CacheSize
@@ -57,7 +57,7 @@ _log = logging.getLogger("hardpoint")
 Engine = TypeVar("Engine", bound=EngineOwner)
 
 OpenCompanion = Callable[[Opening], Companion]
-OpenStatistics = Callable[[EngineConfig, PluginSet, Callable[[], float]], Statistics | None]
+SendStats = Callable[[IterationStats], None]
 
 _NAMED = frozenset({"model"})
 _SECRET = frozenset({"plugin"})
@@ -108,7 +108,6 @@ class PreparedEngine:
     tokenizer: Tokenizer
     parsers: OutputParsers
     clock: Callable[[], float]
-    statistics: Statistics | None
     step_parts: FrontendParts
     companions: Sequence[Companion]
     vocabulary: Vocabulary | None
@@ -137,8 +136,6 @@ class PreparedEngine:
         with contextlib.ExitStack() as undo:
             for companion in self.companions:
                 undo.callback(companion.close)
-            if self.statistics is not None:
-                undo.callback(self.statistics.close)
             undo.callback(self.step_parts.close)
             yield
             undo.pop_all()
@@ -171,7 +168,6 @@ class PreparedEngine:
             supported_tasks=tuple(tasks),
             components=[spec.loader, self.tokenizer, *self.parsers.components],
             clock=self.clock,
-            statistics=self.statistics,
             step_parts=self.step_parts,
             companions=self.companions,
         )
@@ -242,7 +238,7 @@ def prepare_engine(
     clock: Callable[[], float] = time.monotonic,
     handed: Sequence[InstalledPlugin] = (),
     companions: Sequence[OpenCompanion] = (),
-    open_statistics: OpenStatistics = open_statistics,
+    send_stats: SendStats | None = None,
 ) -> PreparedEngine:
     """Resolve the plugins, find the model and do all cheap checks, before weights are read.
 
@@ -252,7 +248,8 @@ def prepare_engine(
         clock: clock of the engine and the frontend, in seconds.
         handed: the plugins that the program hands over, see `handed_over`.
         companions: open what the program has next to the engine.
-        open_statistics: opens what gathers figures of requests.
+        send_stats: sends statistics to another process, which has the sinks; None if this process
+            has them.
 
     Raises:
         ConfigError, PluginError, ModelError: a setting, a plugin or the model cannot be used.
@@ -268,7 +265,9 @@ def prepare_engine(
     fields = spec.for_parts | {"config": config}
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     with naming_plugin(plugins):
-        step_parts = frontend_parts(plugins, fields, vocabulary, vocab_size, encode)
+        step_parts = frontend_parts(
+            plugins, fields, vocabulary, vocab_size, encode, clock, send_stats
+        )
     with contextlib.ExitStack() as undo:
         undo.callback(step_parts.close)
         opening = Opening(config, plugins, spec.model_config, spec.max_model_len, new_tokenizer)
@@ -276,7 +275,7 @@ def prepare_engine(
         for open_companion in companions:
             opened.append(open_companion(opening))
             undo.callback(opened[-1].close)
-        statistics = open_statistics(config, plugins, clock)
+        _check_stats(config, step_parts)
         undo.pop_all()
     return PreparedEngine(
         config,
@@ -286,12 +285,19 @@ def prepare_engine(
         tokenizer,
         parsers,
         clock,
-        statistics,
         step_parts,
         opened,
         vocabulary.found,
         began,
     )
+
+
+def _check_stats(config: EngineConfig, step_parts: FrontendParts) -> None:
+    if config.stats.on and not step_parts.observers:
+        raise ConfigError(
+            "stats: expected an enabled step part that gathers statistics, got none; enable "
+            '"statistics", of the distribution hardpoint, or leave stats at its defaults'
+        )
 
 
 def _resolve(

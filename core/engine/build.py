@@ -55,6 +55,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.toolkit.step_cost import StepCostFit
 from hardpoint.typed import read_only
 
 from .cache_changes import CacheChangeLog
@@ -63,7 +64,6 @@ from .outside import OpenOutside, Outside
 from .parts_start import PartsStart
 from .prepare import check_drafts, limits_of, num_batches, plans_ahead
 from .step import EngineCoreParts
-from .step_cost import StepCostFit
 from .step_log import StepLog
 from .weight_updates import WeightUpdates
 from .worker_launch import WorkerLauncher

@@ -42,11 +42,11 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.plugins.requests.plan import SampledTokens
 from hardpoint.plugins.requests.stats import SchedulerStats
+from hardpoint.toolkit.step_cost import StepCostFit, StepTimes
 
 from .batch_queue import Batch, BatchQueue, start_batch
 from .cache_changes import CacheChangeLog
 from .parts_start import PartsStart
-from .step_cost import StepCostFit, StepTimes
 from .step_log import StepLog, log_failure
 from .weight_updates import WeightUpdates
 

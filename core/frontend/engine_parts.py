@@ -24,9 +24,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import KVCacheConfig, LoadConfig, SchedulerConfig
-
-from .outputs.output_parsers import OutputParsers
-from .statistics import Statistics
+from hardpoint.toolkit.parsing.output_parsers import OutputParsers
 
 T = TypeVar("T")
 
@@ -67,7 +65,6 @@ class EngineParts:
         supported_tasks: tasks of the model, such as "generate".
         components: closed with the engine, last one first.
         clock: seconds; gives requests their arrival times.
-        statistics: closed with the engine; None if they are off.
         step_parts: frontend halves of step parts; closed with the engine.
         companions: closed with the engine.
     """
@@ -83,7 +80,6 @@ class EngineParts:
     supported_tasks: tuple[str, ...]
     components: Sequence[Component]
     clock: Callable[[], float]
-    statistics: Statistics | None = None
     step_parts: FrontendParts = field(default_factory=FrontendParts)
     companions: Sequence[Companion] = ()
 

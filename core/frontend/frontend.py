@@ -14,7 +14,7 @@ from hardpoint.host.boundary.errors import close_all, engine_dead
 from hardpoint.host.boundary.parts.states import States, states_of, states_of_parts
 from hardpoint.host.boundary.plugin_health import PluginHealth
 from hardpoint.host.live.change import LiveChange, PreparedChange, Slot, Switch
-from hardpoint.host.live.parts import FrontendPartChanges
+from hardpoint.host.live.parts import FrontendPartChanges, HalfChanges
 from hardpoint.host.registry.blame import describe, logged_after
 from hardpoint.host.registry.discovery import is_third_party
 from hardpoint.host.registry.plugin_set import PluginSet
@@ -64,7 +64,7 @@ class Frontend:
         submitter: checks prompts and registers their requests.
         input: makes requests of prompts.
         output: makes users' outputs of the engine's.
-        statistics: the engine records and reports them; None if they are off.
+        observers: observers of all outputs.
         deadlines: deadlines of the live requests that have a timeout.
     """
 
@@ -97,12 +97,12 @@ class Frontend:
             # A hook may change lists in place.
             share_params=not parts.hooks.has("request_received"),
         )
-        self.statistics = parts.statistics
+        self.observers = parts.step_parts.observers
+        self._last_report = PluginReport()
         self._num_blocks = config.kv_cache.num_blocks
         self.output = OutputProcessor(
             parts.tokenizer,
             config.engine.stream_interval,
-            parts.statistics,
             parts.step_parts,
         )
         self._has_finished_hook = parts.hooks.has("request_finished")
@@ -113,14 +113,12 @@ class Frontend:
 
     def change_slots(self) -> list[Slot]:
         """Return the places of the frontend that live changes concern."""
-        changes = None if self.statistics is None else self.statistics.changes
-        of_parts = FrontendPartChanges(self._step_parts, self._settings[1])
-        return [self, of_parts, *([] if changes is None else [changes])]
+        parts = self._step_parts
+        return [self, FrontendPartChanges(parts, self._settings[1]), HalfChanges(parts)]
 
     def states(self) -> States:
-        """Return the states of sinks, parsers and frontend halves of step parts, by name."""
-        sinks = [] if self.statistics is None else self.statistics.sinks.components
-        found = states_of([*sinks, *self._arguments.parsers.components])
+        """Return the states of parsers, frontend halves of step parts, and their components."""
+        found = states_of([*self._step_parts.components, *self._arguments.parsers.components])
         return found | states_of_parts(self._step_parts.halves, "frontend")
 
     def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
@@ -130,7 +128,7 @@ class Frontend:
             ConfigError: they change what is fixed at the start.
             PluginError: a class cannot be loaded.
         """
-        if change.config.stats.on and self.statistics is None:
+        if change.config.stats.on and not self.observers:
             raise ConfigError(
                 "stats.sinks: this engine gathers no statistics, which a sink or "
                 "stats.request_metrics at its start lets it do; restart it with the new value"
@@ -153,8 +151,8 @@ class Frontend:
 
     def process_outputs(self, batch: EngineCoreOutputs) -> ProcessedBatch:
         """Process a batch of outputs; those of requests with a sink go to it."""
-        if self.statistics is not None:
-            self.statistics.begin(batch)
+        if self.observers:
+            self.observers.begin(batch)
         return self._dispatch(self.output.process(batch.outputs))
 
     def abort(self, ids: str | Iterable[str]) -> list[str]:
@@ -178,7 +176,7 @@ class Frontend:
         """End requests by the user's or internal ids, without further outputs.
 
         Args:
-            reason: for statistics.
+            reason: for observers.
 
         Returns:
             The internal ids to abort in the engine.
@@ -200,7 +198,7 @@ class Frontend:
 
         Args:
             error: returns it, called with whether the request is one of `in_step`.
-            reason: for statistics.
+            reason: for observers.
             in_step: internal ids of the requests of the step that ended the engine; None is all.
         """
         parents, suspects = self.output.parents(), self.output.parents_of(in_step)
@@ -235,17 +233,15 @@ class Frontend:
         self._health.quarantine(call.name, message)
 
     def drop_all(self, reason: FinishReason = FinishReason.ERROR) -> None:
-        """Drop every request because the engine has ended; statistics record that at once.
+        """Drop every request because the engine has ended; observers report that at once.
 
         Args:
-            reason: for statistics.
+            reason: for observers.
         """
         self.output.drop(self.output.live_ids(), reason)
-        if self.statistics is None:
-            return
-        self.statistics.engine_ended()
+        self.observers.engine_ended()
         with logged_after("the engine has ended"):
-            self.statistics.record()
+            self.observers.flush()
 
     def children_of(self, request_id: str) -> dict[str, int]:
         """Return the internal ids of a request's live completions, with their indices.
@@ -262,25 +258,25 @@ class Frontend:
         self, fallbacks: dict[str, StepFault], slow: dict[str, StepFault], restarts: int = 0
     ) -> Health:
         """Return the faults of plugins, with those that the engine reports."""
-        if self.statistics is not None:
-            fallbacks = fallbacks | self.statistics.faults()
-            slow = slow | self.statistics.slow()
-        return self._health.report(fallbacks, slow, restarts)
+        faults = self._step_parts.faults
+        return self._health.report(fallbacks | faults.report(), slow | faults.slow(), restarts)
 
     def exposition(self, answer: PluginReport | None, restarts: int = 0) -> str:
-        """Return the exports of the sinks; nothing without any.
+        """Return the exports of observers; nothing without any.
 
         Args:
-            answer: report of the engine; None if it gave none, then its last one is used.
+            answer: report of the engine; None if it gave none, then its last one is used, without
+                the state of the scheduler.
 
         Raises:
-            PluginFaultError: a sink whose faults end the engine failed.
+            PluginFaultError: a component whose faults end the engine failed.
         """
-        if self.statistics is None:
+        if not self.observers:
             return ""
-        report = self.statistics.last_report(answer)
+        report = self._last_report if answer is None else answer
+        self._last_report = msgspec.structs.replace(report, scheduler=None)
         health = self.health(report.health.fallbacks, report.health.slow, restarts)
-        return self.statistics.exposition(
+        return self.observers.exposition(
             msgspec.structs.replace(report, health=health, num_blocks=self._num_blocks)
         )
 
@@ -292,8 +288,7 @@ class Frontend:
             for companion in self._companions:
                 stack.callback(companion.close)
             stack.callback(self._arguments.close)
-            if self.statistics is not None:
-                stack.callback(self.statistics.close, self.output.figures())
+            stack.callback(lambda: self.observers.close(self.output.observed()))
             stack.callback(close_client)
             stack.callback(self._hooks.call, "engine_closing")
 

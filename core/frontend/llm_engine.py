@@ -199,8 +199,8 @@ class LLMEngine(EngineOwner):
         self._check_open()
         if timeout is not None:
             timeout = convert(timeout, Seconds, path="timeout", error=RequestError)
-        if (statistics := self._frontend.statistics) is not None:
-            self._call_sinks(statistics.report_if_due)
+        if observers := self._frontend.observers:
+            self._call_observers(observers.report_if_due)
         waits = self.has_unfinished_requests() and not self.is_paused
         deadlines = self._frontend.deadlines
         left = deadlines.seconds_left() if deadlines.is_used else None
@@ -222,8 +222,8 @@ class LLMEngine(EngineOwner):
         if outputs is None and not is_limited:
             during = self._client.activity.snapshot().during
             raise EngineTimeoutError(f"the engine gave no outputs within {timeout:g} s{during}")
-        if statistics is not None and outputs is not None and outputs.outputs:
-            self._call_sinks(statistics.record)
+        if observers and outputs is not None and outputs.outputs:
+            self._call_observers(observers.flush)
         return [one for batch in processed for one in batch.request_outputs]
 
     @property
@@ -336,15 +336,14 @@ class LLMEngine(EngineOwner):
 
     @locked
     def metrics(self) -> str:
-        """Return the exports of the sinks of statistics; nothing without any, or once closed.
+        """Return the exports of observers; nothing without any, or once closed.
 
         If an engine does not answer within a second, its last report is used.
 
         Raises:
-            EngineFaultError: a sink whose faults end the engine failed.
+            EngineFaultError: a component whose faults end the engine failed.
         """
-        statistics = self._frontend.statistics
-        if self._closed or statistics is None or not statistics.has_sinks:
+        if self._closed or not self._frontend.observers.has_exports:
             return ""
         answer = None
         with contextlib.suppress(HardpointError):
@@ -372,8 +371,8 @@ class LLMEngine(EngineOwner):
             self._closed = True
             self._release()
 
-    def _call_sinks(self, call: Callable[[], None]) -> None:
-        """Call the sinks of statistics; end the engine if a fault is to end it."""
+    def _call_observers(self, call: Callable[[], None]) -> None:
+        """Call the observers of outputs; end the engine if a fault is to end it."""
         try:
             call()
         except PluginFaultError as error:

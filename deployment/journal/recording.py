@@ -19,7 +19,6 @@ import torch
 from hardpoint.core.engine.core import EngineCore, QueuedRequest
 from hardpoint.core.engine.outside import Outside
 from hardpoint.core.engine.step import EngineCoreParts, Outputs
-from hardpoint.core.engine.step_cost import StepTimes
 from hardpoint.core.engine.utility_calls import UTILITIES
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.host.live.change import Action
@@ -34,6 +33,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WaitReason,
 )
+from hardpoint.toolkit.step_cost import StepTimes
 
 from .fingerprint import model_fingerprint
 from .records import (

@@ -254,12 +254,12 @@ class AsyncEngine(WatchedEngine):
         return self._frontend.health(fallbacks, slow, self._client.num_restarts)
 
     async def metrics(self) -> str:
-        """Return the exports of the sinks of statistics; nothing without any.
+        """Return the exports of observers; nothing without any.
 
         Takes at most about a second: if the engine does not answer, its last report is used.
         """
-        statistics, answer = self._frontend.statistics, None
-        if statistics is None or not statistics.has_sinks:
+        answer = None
+        if not self._frontend.observers.has_exports:
             return ""
         if self.is_running:
             with contextlib.suppress(HardpointError, TimeoutError):
@@ -267,7 +267,7 @@ class AsyncEngine(WatchedEngine):
                     answer = await EngineUtilities.plugin_report.call_async(self.call_utility)
         try:
             return self._frontend.exposition(answer, self._client.num_restarts)
-        except PluginFaultError as fault:  # of a sink whose faults end the engine
+        except PluginFaultError as fault:  # of a component whose faults end the engine
             self._engine_died(fault, final=True)
             return ""
 

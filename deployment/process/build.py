@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 from hardpoint.core.build import (
     OpenCompanion,
-    OpenStatistics,
     PreparedEngine,
+    SendStats,
     prepare_engine,
 )
 from hardpoint.core.client.base import EngineCoreClient
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.frontend.statistics import open_statistics
 from hardpoint.core.kv_cache import CacheSize
 from hardpoint.host.registry.discovery import InstalledPlugin
 from hardpoint.host.registry.plugin_set import PluginSet
@@ -92,7 +91,7 @@ def build_async_engine(
     companions: Sequence[OpenCompanion] = (),
     open_client: OpenRemoteClient = open_process_client,
     starts_engine: bool = True,
-    open_statistics: OpenStatistics = open_statistics,
+    send_stats: SendStats | None = None,
 ) -> AsyncEngine:
     """Build an engine in a process of its own, or several, for an event loop.
 
@@ -100,7 +99,7 @@ def build_async_engine(
         config, config_sources, progress, handed, companions, open_client: as of
             `build_process_engine`.
         starts_engine: whether a process is started; the client of another one has its own.
-        open_statistics: as of `prepare_engine`.
+        send_stats: as of `prepare_engine`.
 
     Raises:
         ConfigError, PluginError, ModelError, EngineDeadError: as `prepare_engine` and
@@ -114,7 +113,7 @@ def build_async_engine(
             progress=progress,
             handed=handed,
             companions=companions,
-            open_statistics=open_statistics,
+            send_stats=send_stats,
         )
         return prepared.open(
             functools.partial(started.open, open_client, bridge),

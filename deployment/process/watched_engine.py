@@ -186,8 +186,8 @@ class WatchedEngine(EngineOwner):
         if self._loop is None:
             self._loop = loop
             self._bridge.connect(loop, self._receive)
-            if (statistics := self._frontend.statistics) is not None:
-                _report_every(loop, statistics.interval_seconds, weakref.WeakMethod(self._report))
+            if (seconds := self._frontend.observers.interval_seconds) is not None:
+                _report_every(loop, seconds, weakref.WeakMethod(self._report))
         elif self._loop is not loop:
             raise HardpointError(
                 "this engine belongs to the event loop in which it was used first, which is "
@@ -206,8 +206,8 @@ class WatchedEngine(EngineOwner):
     def _process_outputs(self, batch: EngineCoreOutputs) -> None:
         try:
             self._send_aborts(self._frontend.process_outputs(batch).aborts)
-            if self._frontend.statistics is not None:
-                self._frontend.statistics.record()
+            if self._frontend.observers:
+                self._frontend.observers.flush()
         except BaseException as error:
             self._frontend_failed(error)
 
@@ -239,12 +239,12 @@ class WatchedEngine(EngineOwner):
         self._watch_deadlines()
 
     def _report(self) -> bool:
-        """Call the sinks' `report`; return whether there will be more to report."""
+        """Call `report` of the observers; return whether there will be more to report."""
         is_open = self._lifecycle.state is not EngineState.CLOSED
         try:
-            if self._frontend.statistics is not None and is_open:
-                self._frontend.statistics.report()
-        except BaseException as error:  # of a sink whose faults end the engine
+            if is_open:
+                self._frontend.observers.report()
+        except BaseException as error:  # of a component whose faults end the engine
             raise_unless_fault(error)
             self._engine_died(error, final=True)
         return is_open

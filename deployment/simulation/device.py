@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hardpoint.core.engine.step_cost import work_of
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput, StepCost
+from hardpoint.toolkit.step_cost import work_of
 
 from .step_costs import CostFile
 

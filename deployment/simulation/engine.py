@@ -9,7 +9,6 @@ from typing import Any
 
 from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.engine.prepare import limits_of
-from hardpoint.core.engine.step_cost import StepCostFit
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.host.boundary.errors import close_all, rejection_output
@@ -29,6 +28,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
 from hardpoint.process.engine.reports import ClientReports
+from hardpoint.toolkit.step_cost import StepCostFit
 
 from .device import SimulatedDevice
 from .step_costs import CostFile

@@ -8,10 +8,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from hardpoint.core.engine.step_cost import work_of
 from hardpoint.plugins import Executor, ModelRunnerOutput, SchedulerOutput, Wrapper
 from hardpoint.plugins.executor import ExecutorContext
 from hardpoint.plugins.requests.plan import GrammarBitmask
+from hardpoint.toolkit.step_cost import work_of
 
 from .step_costs import read_cost
 

@@ -20,9 +20,9 @@ import numpy as np
 from msgspec import Meta
 
 from hardpoint import typed
-from hardpoint.core.engine.step_cost import StepWork
 from hardpoint.errors import reason_of
 from hardpoint.plugins import ConfigError, StepCost
+from hardpoint.toolkit.step_cost import StepWork
 from hardpoint.typed import Strict
 
 _MAX_BYTES = 16 << 20

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from hardpoint.errors import ConfigError
@@ -157,6 +158,39 @@ class FrontendPartChanges(PartChanges[BoundFrontendHalf]):
     ) -> Switch:
         before = change.manifest.generation - 1
         return Switch(switch, lambda: self.release(before), close)
+
+
+class HalfChanges:
+    """Lets the frontend halves of step parts replace the components that they drive; a `Slot`."""
+
+    def __init__(self, parts: FrontendParts) -> None:
+        """Change these halves."""
+        self._parts = parts
+
+    def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
+        """Let the halves build what is new.
+
+        Raises:
+            HardpointError: one cannot be changed so.
+        """
+        prepared = self._parts.prepare_changes(plugins, change.config)
+        if not prepared:
+            return None
+
+        def switch(is_new: bool) -> None:
+            for one in prepared:
+                one.switch(is_new)
+
+        def call(closes: Iterable[Callable[[], None]]) -> None:
+            with contextlib.ExitStack() as stack:
+                for close in closes:
+                    stack.callback(close)
+
+        return Switch(
+            switch,
+            lambda: call(one.close_old for one in prepared),
+            lambda: call(one.close_new for one in prepared),
+        )
 
 
 def _check(half: BoundHalf[Any], change: LiveChange) -> None:

@@ -27,15 +27,15 @@ from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.core.weights.quantized_weights import QuantizedWeights
 from hardpoint.core.worker.input_batch import InputBatch
 from hardpoint.core.worker.sampling.drafts import with_drafts
-from hardpoint.core.worker.sampling.fault_isolation import FaultIsolation
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
-from hardpoint.core.worker.sampling.processor_runner import ProcessorError, ProcessorRunner
-from hardpoint.core.worker.sampling.rows import ProcessorRows
 from hardpoint.host.boundary.activity import Activity, PluginCalls
 from hardpoint.host.boundary.checked_model import cut_weights as cut_weights
 from hardpoint.host.boundary.faults import FaultReporter as FaultReporter
 from hardpoint.host.boundary.faults import StepFaults
 from hardpoint.host.boundary.guard import guard as guard
+from hardpoint.host.boundary.logits.fault_isolation import FaultIsolation
+from hardpoint.host.boundary.logits.processor_runner import ProcessorError, ProcessorRunner
+from hardpoint.host.boundary.logits.rows import ProcessorRows
 from hardpoint.host.boundary.parts.components import Components
 from hardpoint.host.boundary.parts.components import call_declared as call_declared
 from hardpoint.host.boundary.parts.components import describe_fault as describe_fault

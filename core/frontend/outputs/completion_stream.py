@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
 
 from hardpoint.host.boundary.guard import boundary_of
 from hardpoint.plugins import (
@@ -17,17 +15,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component.behaviour import PIECE
 from hardpoint.plugins.output_parser import OutputState
+from hardpoint.toolkit.parsing.completion_parser import CompletionParser
 from hardpoint.toolkit.parsing.completion_parts import CompletionParts
-
-_NO_TOKENS: Mapping[int, str] = MappingProxyType({})
-
-
-class _Mark(NamedTuple):
-    """A special token in a text."""
-
-    token_id: int
-    start: int
-    end: int
 
 
 class CompletionStream:
@@ -47,7 +36,6 @@ class CompletionStream:
         token_ids: token ids of the completion so far; of deltas, those that no output has yet.
         num_shown: how many token ids the outputs so far have.
         stop_string: the stop string that was found, if one was.
-        parts: what the parser has found; None without one.
     """
 
     def __init__(
@@ -71,7 +59,6 @@ class CompletionStream:
         self.token_ids: list[int] = []
         self.num_shown = 0
         self.stop_string: str | None = None
-        self.parts: CompletionParts | None = None
         self._index = index
         self._delta = params.output_kind is RequestOutputKind.DELTA
         # decode
@@ -91,27 +78,20 @@ class CompletionStream:
         # interval
         self._interval, self._has_shown = interval, False
         # parse
-        self._parser: OutputState | None = None
-        self._special = _NO_TOKENS  # texts of the special tokens that the parser takes, by id
-        self._marks: list[_Mark] = []  # where in the text they are; those not parsed yet
-        self._num_parsed = 0  # characters
-        self._is_parsed = False
+        self._parser: CompletionParser | None = None
 
     def parse(self, parser: OutputState, special: Mapping[int, str], *, parallel: bool) -> None:
-        """Parse the text that comes; after a further part of the prompt, by another state.
-
-        Args:
-            special: texts of the special tokens that the parser takes, by id.
-            parallel: whether there may be several calls; if not, those after the first complete one
-                are left out.
-        """
-        self._parser, self._special, self._is_parsed = parser, special, False
-        if self.parts is None:
-            self.parts = CompletionParts(delta=self._delta, parallel=parallel)
+        """Parse the text that comes; arguments as of `CompletionParser`."""
+        self._parser = CompletionParser(parser, special, delta=self._delta, parallel=parallel)
 
     def drop_parser(self) -> None:
         """Parse no more, and forget what was found: the text is kept."""
-        self._parser = self.parts = None
+        self._parser = None
+
+    @property
+    def parts(self) -> CompletionParts | None:
+        """Reasoning, content and calls so far; None without a parser."""
+        return None if self._parser is None else self._parser.parts
 
     @property
     def num_tokens(self) -> int:
@@ -180,19 +160,14 @@ class CompletionStream:
         for index, token in enumerate(token_ids):
             piece = self.decode((token,)) if index < num_decoded else ""
             self._num_decoded += 1
-            if token in self._special:
-                self._mark(token, piece)
+            if self._parser is not None and token in self._parser.special:
+                self._parser.mark(token, piece, self._length + len(piece))
             if piece:
                 self._length += len(piece)
                 self._pieces.append(piece)
                 if self._stops and self._find_stop(piece, self._num_decoded):
                     return token_ids[: index + 1]
         return token_ids
-
-    def _mark(self, token: int, piece: str) -> None:
-        end = self._length + len(piece)
-        shown = piece.endswith(self._special[token])
-        self._marks.append(_Mark(token, end - len(self._special[token]) if shown else end, end))
 
     def _find_stop(self, piece: str, num_tokens: int) -> bool:
         """Look for the stop string that is completed first in the newest piece; cut there.
@@ -254,11 +229,12 @@ class CompletionStream:
             token_ids=self.token_ids[:],
             content=text or None,
         )
-        if self.parts is not None:
-            self._parse(text, finished=finished)
-            shown.reasoning, shown.content, shown.tool_calls = self.parts.pop()
+        if self._parser is not None:
+            self._parser.parse(text, finished=finished)
+            parts = self._parser.parts
+            shown.reasoning, shown.content, shown.tool_calls = parts.pop()
             if finished:
-                shown.warning = self.parts.warning
+                shown.warning = parts.warning
         self._has_shown = True
         self.num_shown = len(self.token_ids) + (self.num_shown if self._delta else 0)
         if self._delta:
@@ -267,32 +243,3 @@ class CompletionStream:
         elif len(pieces) > 1:
             self._pieces = [whole]
         return shown
-
-    def _parse(self, text: str, *, finished: bool) -> None:
-        if self._is_parsed:
-            return
-        assert self._parser is not None
-        assert self.parts is not None
-        first = self._num_parsed if self._delta else 0  # where `text` begins
-        self._is_parsed = finished
-        at, end = self._num_parsed, first + len(text)
-        count = 0
-        for mark in self._marks:
-            if mark.end > end and not (finished and mark.start <= end):
-                break
-            count += 1
-            start = max(mark.start, at)
-            if before := text[at - first : start - first]:
-                self.parts.add(self._parser.feed(before))
-            own = text[start - first : mark.end - first]
-            self.parts.add(self._parser.feed_token(mark.token_id, own))
-            at = start + len(own)
-        del self._marks[:count]
-        if rest := text[at - first :]:
-            self.parts.add(self._parser.feed(rest))
-        self._num_parsed = end
-        if finished:
-            if self._parser.in_reasoning:
-                self.parts.warn("the output ended inside the reasoning")
-            self.parts.add(self._parser.finish())
-            self.parts.finish()

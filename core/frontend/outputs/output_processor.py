@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
-from hardpoint.core.frontend.statistics import RequestFigures, Statistics
 from hardpoint.errors import PluginFaultError
 from hardpoint.host.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.host.registry.blame import logged_after
@@ -19,8 +19,8 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.toolkit.parsing.output_parsers import OutputParsers, SoughtCalls
 
-from .output_parsers import OutputParsers, SoughtCalls
 from .pooling_state import PoolingState
 from .request_state import AnyOutput, ParentRequest, RequestState
 
@@ -58,18 +58,17 @@ class OutputProcessor:
         self,
         tokenizer: Tokenizer,
         stream_interval: int = 1,
-        statistics: Statistics | None = None,
         step_parts: FrontendParts | None = None,
     ) -> None:
         """The tokenizer decodes all texts.
 
         Args:
             stream_interval: outputs between the first and the last wait for so many new tokens.
-            statistics: record every output and every end.
-            step_parts: validate answers.
+            step_parts: observe all outputs, and validate answers.
         """
         self._tokenizer = tokenizer
-        self._statistics, self._step_parts = statistics, step_parts or FrontendParts()
+        self._step_parts = step_parts or FrontendParts()
+        self._observers = self._step_parts.observers
         self.stream_interval = stream_interval
         self._states: dict[str, _State] = {}
         # Sets in order. A prompt's only completion has the id of the prompt, so it is in no table.
@@ -90,7 +89,7 @@ class OutputProcessor:
         Args:
             parsers: parsers of its output; it holds them until its end.
             sought: calls that are looked for in it; None without tools.
-            arrived: arrival time on the frontend's clock, for statistics.
+            arrived: arrival time on the frontend's clock, for observers.
 
         Raises:
             RequestError: a live request has that id.
@@ -112,8 +111,8 @@ class OutputProcessor:
                 sought,
                 self._flaw_of_answer(request, None if sought is None else sought.answer),
             )
-        if self._statistics is not None:
-            state.figures = RequestFigures(request, arrived)
+        if self._observers:
+            state.observed = self._observers.add(request, arrived)
         self._states[request_id] = state
         if request_id != parent.internal_id:
             self._by_parent.setdefault(parent.internal_id, {})[request_id] = None
@@ -186,15 +185,15 @@ class OutputProcessor:
                 found.setdefault(state.parent, set()).update(state.plugins)
         return found
 
-    def figures(self) -> list[RequestFigures]:
-        """Return the figures of every live request, for statistics."""
-        return [state.figures for state in list(self._states.values()) if state.figures is not None]
+    def observed(self) -> list[Sequence[Any]]:
+        """Return the states that observers have of every live request."""
+        return [state.observed for state in list(self._states.values())]
 
     def drop(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> None:
         """Drop requests by internal ids, without further outputs.
 
         Args:
-            reason: why they ended, for statistics.
+            reason: why they ended, for observers.
         """
         for request_id in request_ids:
             state = self._states.get(request_id)
@@ -209,8 +208,8 @@ class OutputProcessor:
         if request_id != state.parent.internal_id:
             _remove(self._by_parent, state.parent.internal_id, request_id)
         _remove(self._by_external, state.parent.request_id, request_id)
-        if self._statistics is not None and state.figures is not None:
-            self._statistics.ended(state.figures, reason)
+        if self._observers:
+            state.metrics = self._observers.end(state.observed, reason)
 
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
@@ -238,7 +237,7 @@ class OutputProcessor:
     def _process_until_fault(
         self, outputs: Iterator[EngineCoreOutput], processed: ProcessedOutputs
     ) -> bool:
-        state_of, statistics = self._states.get, self._statistics
+        state_of, observers = self._states.get, self._observers
         add = processed.request_outputs.append
         try:
             for output in outputs:
@@ -253,8 +252,8 @@ class OutputProcessor:
                     self._process_one(state, output, processed)
                     continue
                 shown = state.advance(output.new_token_ids)
-                if statistics is not None and state.figures is not None:
-                    statistics.record_output(state.figures, output, state.num_tokens)
+                if observers:
+                    observers.update(state.observed, output, state.num_tokens)
                 if shown is not None:
                     add((state.parent, shown))
         except PluginFaultError as fault:
@@ -272,8 +271,8 @@ class OutputProcessor:
             self._reject(state, output, processed)
             return
         state.update(output)
-        if self._statistics is not None and state.figures is not None:
-            self._statistics.record_output(state.figures, output, state.num_tokens)
+        if self._observers:
+            self._observers.update(state.observed, output, state.num_tokens)
         if (reason := state.finish_reason) is not None:
             self._finish(state, output, reason, processed)
         if (request_output := state.output()) is not None:

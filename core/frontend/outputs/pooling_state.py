@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from hardpoint.core.frontend.statistics import RequestFigures
 from hardpoint.plugins import EngineCoreOutput, EngineCoreRequest, FinishReason, RequestOutputKind
 from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.plugins.requests.stats import RequestMetrics
 
 from .request_state import ParentRequest
 
@@ -15,7 +16,8 @@ class PoolingState:
     """The result of one pooling request so far; the counterpart of RequestState.
 
     Attributes:
-        figures: for statistics; None if they are off.
+        observed: states that observers have of it.
+        metrics: for its last output, which has none.
         index: always 0, because a prompt has one pooling request.
         num_tokens: always 0.
         plain: None, because it has no text.
@@ -24,12 +26,13 @@ class PoolingState:
     index = 0
     num_tokens = 0
     plain: None = None
+    observed: Sequence[Any] = ()
+    metrics: RequestMetrics | None = None
 
     def __init__(self, request: EngineCoreRequest, parent: ParentRequest) -> None:
         self.parent = parent
         self.plugins = tuple(request.plugin_args)
         self.finish_reason: FinishReason | None = None
-        self.figures: RequestFigures | None = None
         self._request = request
         self._final_only = request.params.output_kind is RequestOutputKind.FINAL_ONLY
         self._result: Any = None

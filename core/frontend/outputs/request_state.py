@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from hardpoint.core.frontend.statistics import RequestFigures
 from hardpoint.host.boundary.errors import error_of
 from hardpoint.plugins import (
     CompletionOutput,
@@ -25,9 +24,10 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.requests import PartArray, PoolingRequestOutput, TokenLogprobs, WeightRun
+from hardpoint.plugins.requests.stats import RequestMetrics
+from hardpoint.toolkit.parsing.output_parsers import OutputParsers, SoughtCalls
 
 from .completion_stream import CompletionStream
-from .output_parsers import OutputParsers, SoughtCalls
 
 AnyOutput = RequestOutput | PoolingRequestOutput
 """The outputs that users get."""
@@ -117,12 +117,15 @@ class RequestState:
     """One request's text, tokens and log-probabilities so far.
 
     Attributes:
-        figures: for statistics; None if they are off.
+        observed: states that observers have of it.
+        metrics: for its last output.
         plain: after the first output, the stream of a request whose outputs until the last one are
             deltas of text alone, for `advance`; None of others.
         plugins: names of the plugins that get arguments of the request.
     """
 
+    observed: Sequence[Any] = ()
+    metrics: RequestMetrics | None = None
     _num_resumes = 0
     _token_texts: dict[int, str] | None = None  # of log-probabilities, which repeat tokens
 
@@ -149,7 +152,6 @@ class RequestState:
         params = request.params
         self.parent = parent
         self.finish_reason: FinishReason | None = None
-        self.figures: RequestFigures | None = None
         self._request = request
         self.plugins = tuple(request.plugin_args)
         self._prompt = prompt
@@ -334,7 +336,7 @@ class RequestState:
             finish_reason=str(FinishReason.ERROR),
             error=output.error,
             error_kind=output.error_kind,
-            metrics=self.figures.metrics if self.figures is not None else None,
+            metrics=self.metrics,
         )
         return self._to_user([completion], finished=True)
 
@@ -379,8 +381,7 @@ class RequestState:
             completion.finish_reason = self._reason()
             completion.stop_reason, completion.error = self._stop_reason, self._error
             completion.error_kind = self._error_kind
-            if self.figures is not None:
-                completion.metrics = self.figures.metrics
+            completion.metrics = self.metrics
             completion.part_figures = self._part_figures
             completion.part_arrays = self._all_arrays()
             completion.num_resumes = self._num_resumes

@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint import typed
-from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.errors import PromptTooLongError
 from hardpoint.host.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.plugins import (
@@ -26,6 +25,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import Retention
 from hardpoint.plugins.step_part.part import GivenPrompt
+from hardpoint.toolkit.parsing.output_parsers import OutputParsers
 from hardpoint.typed import copied, read_only
 
 from .plugin_arguments import CallRules, PluginArguments

@@ -9,7 +9,6 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint import typed
-from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.host.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.host.boundary.plugin_health import PluginHealth
 from hardpoint.host.registry.discovery import check_unique
@@ -25,6 +24,7 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.step_part.part import ToolCalls
+from hardpoint.toolkit.parsing.output_parsers import OutputParsers
 from hardpoint.typed import ReadOnlyList, read_only
 
 from .argument_takers import DEFAULTS, LOGITS, ArgumentTaker, Given, processor_taker, takers_of

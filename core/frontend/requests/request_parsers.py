@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 
 from hardpoint import typed
-from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.host.boundary.text_guards import open_parser
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.host.registry.request_arguments import prepares
@@ -18,6 +17,7 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.toolkit.parsing.output_parsers import OutputParsers
 
 from .argument_takers import takers_of
 
@@ -63,7 +63,7 @@ class RequestParsers:
             if before != after:
                 self._replaced.append(self._chosen.pop(key))
         self._plugins = plugins
-        self.takers = takers_of(plugins, self._shared.entries(plugins))
+        self.takers = takers_of(plugins, _entries(self._shared, plugins))
 
     @property
     def components(self) -> list[OutputParser]:
@@ -164,3 +164,11 @@ class RequestParsers:
             return open_parser(self._plugins, entry, self._tokenizer, self._vocab_size, arguments)
         except HardpointError as cause:
             raise RequestError(str(cause)) from cause
+
+
+def _entries(parsers: OutputParsers, plugins: PluginSet) -> list[PluginEntry]:
+    """Return the entry of each parser; of one of both roles, that of reasoning."""
+    found: dict[OutputParser, PluginEntry] = {}
+    for kind, parser in parsers.by_kind.items():
+        found.setdefault(parser, plugins.get(kind, parser.name))
+    return list(found.values())

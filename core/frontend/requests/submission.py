@@ -12,7 +12,6 @@ from typing import Any
 from hardpoint import typed
 from hardpoint.core.frontend.deadlines import Deadlines
 from hardpoint.core.frontend.engine_parts import EngineParts
-from hardpoint.core.frontend.outputs.output_parsers import SoughtCalls
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import OutputSink, ParentRequest
 from hardpoint.host.boundary.parts.bound_half import request_fields
@@ -23,6 +22,7 @@ from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests.resumed import ResumedOutputs
 from hardpoint.plugins.step_part.part import GivenPrompt
 from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.toolkit.parsing.output_parsers import SoughtCalls
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .plugin_arguments import PluginArguments

@@ -10,13 +10,13 @@ from types import MappingProxyType
 import msgspec
 
 from hardpoint.core.engine.request_check import RequestCheck
-from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.host.registry.blame import text_of
 from hardpoint.host.registry.hooks import HookSet
 from hardpoint.host.system.encoding import Buffer, Decoder, Encoder, WireError
 from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
 from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.toolkit.parsing.output_parsers import OutputParsers
 from hardpoint.typed import check_text
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras

@@ -9,12 +9,12 @@ from itertools import accumulate, takewhile
 
 import torch
 
+from hardpoint.host.boundary.logits.fault_isolation import Recompute
 from hardpoint.host.registry.blame import raise_unless_fault
 from hardpoint.plugins import LogitsRequest, ModelRunnerOutput, RequestFault, SchedulerOutput
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests import TokenLogprobs
 
-from .fault_isolation import Recompute
 from .grammar_mask import GrammarMask
 from .pipeline import LogitsPipeline
 from .sampling_stage import Sampled, SamplingStage

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from hardpoint.errors import PluginContractError
+from hardpoint.host.boundary.logits.processor_runner import ActiveRows, Faults, ProcessorRunner
+from hardpoint.host.boundary.logits.rows import ProcessorRows
 from hardpoint.host.boundary.parts.worker_parts import LogitsObserver
 from hardpoint.host.registry.blame import raise_unless_fault
 from hardpoint.host.system import torch_state
@@ -21,11 +23,6 @@ from hardpoint.typed import ReadOnlyDict, ReadOnlyList
 
 from .grammar_mask import GrammarMask
 from .observed_states import ObservedStates
-from .processor_runner import ActiveRows, ProcessorRunner
-from .rows import ProcessorRows
-
-Faults = dict[str, RequestFault]
-"""Requests that cannot go on, by id."""
 
 _set_state: Callable[[Any, str, Any], None] = dict.__setitem__  # of a ReadOnlyDict, too
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.host.boundary.activity import Activity
+from hardpoint.host.boundary.logits.processor_runner import ProcessorRunner
 from hardpoint.host.live.change import LiveChange
 from hardpoint.host.live.processors import ProcessorChanges
 from hardpoint.host.registry.plugin_set import PluginSet
@@ -13,7 +14,6 @@ from hardpoint.plugins import Ops
 from hardpoint.plugins.component.manifest import PluginEntry
 
 from .pipeline import LogitsPipeline
-from .processor_runner import ProcessorRunner
 from .sampling_stage import SamplingStage, open_runner
 
 

@@ -14,6 +14,8 @@ import torch
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginFaultError
 from hardpoint.host.boundary.activity import Activity, PluginCalls
+from hardpoint.host.boundary.logits.fault_isolation import FaultIsolation, Recompute
+from hardpoint.host.boundary.logits.processor_runner import Faults, ProcessorError, ProcessorRunner
 from hardpoint.host.system.transfers import fetch, select_rows
 from hardpoint.plugins import (
     LogitsContext,
@@ -32,12 +34,10 @@ from hardpoint.plugins.exponential_race import mixed_seed
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.plugins.sampling.sampler import TOKENS
 
-from .fault_isolation import FaultIsolation, Recompute
 from .grammar_mask import GrammarMask
 from .logprobs import logprob_tensors, token_logprobs
 from .observed_states import ObservedStates
-from .pipeline import Faults, LogitsPipeline
-from .processor_runner import ProcessorError, ProcessorRunner
+from .pipeline import LogitsPipeline
 from .request_arguments import RequestArguments
 
 
@@ -219,11 +219,11 @@ class SamplingStage:
             # The normal pass.
             choice = self._choose(self.pipeline.apply(logits, requests), requests)
         except ProcessorError as error:
-            isolation = FaultIsolation(self.pipeline, requests, recompute, mask)
+            isolation = self._isolation(requests, recompute, mask)
             choice = self._isolate_pass(requests, isolation, error)
         if choice.bad_rows:
             if isolation is None:
-                isolation = FaultIsolation(self.pipeline, requests, recompute, mask)
+                isolation = self._isolation(requests, recompute, mask)
             choice = self._check_pass(choice, requests, isolation)
         faults = {} if isolation is None else isolation.faults
         result = Sampled(choice.tokens, choice.device_ids, choice.logprobs, choice.observed, faults)
@@ -240,6 +240,14 @@ class SamplingStage:
             f"{names} forced the token {token}, which the grammar of `structured` forbids",
             forcing[0].name if len(forcing) == 1 else None,
         )
+
+    def _isolation(
+        self, requests: list[LogitsRequest], recompute: Recompute, mask: GrammarMask | None
+    ) -> FaultIsolation:
+        def masked() -> torch.Tensor:
+            return self.pipeline.masked(recompute(), requests, mask)
+
+        return FaultIsolation(self.pipeline, requests, masked, () if mask is None else mask)
 
     def _isolate_pass(
         self, requests: list[LogitsRequest], isolation: FaultIsolation, error: ProcessorError

@@ -14,17 +14,11 @@ import msgspec
 
 from hardpoint.core.client.base import DeathWatcher
 from hardpoint.core.engine.utility_calls import EngineUtilities
-from hardpoint.core.frontend.statistics import Statistics
 from hardpoint.errors import EngineDeadError
 from hardpoint.host.boundary.activity import Activity
 from hardpoint.host.boundary.errors import engine_dead
-from hardpoint.host.boundary.faults import Fanout, StepFaults
 from hardpoint.host.registry.plugin_set import PluginSet
-from hardpoint.plugins import (
-    EngineConfig,
-    IterationStats,
-    StatSink,
-)
+from hardpoint.plugins import EngineConfig, IterationStats
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.server.engine_set import EngineSet
 from hardpoint.process.client.base import UtilityCalls
@@ -209,38 +203,17 @@ def _mapped(future: Future[Any], change: Any) -> Future[Any]:
     return mapped
 
 
-class RelayedSinks(Fanout[StatSink]):
-    """Stands for the sinks in a frontend that has none: gathers figures until they are read."""
+class Figures:
+    """Gathers the statistics of a relayed frontend until they are sent to the owner's sinks."""
 
     def __init__(self) -> None:
         """Begin without figures."""
-        super().__init__([])
         self._stats = IterationStats()
         self._is_empty = True
         self._lock = threading.Lock()
 
-    def __bool__(self) -> bool:
-        """Return true: there are sinks, elsewhere."""
-        return True
-
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Gather what is recorded; the owner calls the other methods itself."""
-        if method == "record":
-            self._add(arguments[0])
-        return []
-
-    def close(self) -> None:
-        """Do nothing: the owner closes the sinks."""
-
-    def pop(self) -> IterationStats | None:
-        """Return the figures since the last call; None without any."""
-        with self._lock:
-            if self._is_empty:
-                return None
-            stats, self._stats, self._is_empty = self._stats, IterationStats(), True
-            return stats
-
-    def _add(self, stats: IterationStats) -> None:
+    def add(self, stats: IterationStats) -> None:
+        """Add the figures of a batch."""
         with self._lock:
             whole, self._is_empty = self._stats, False
             for name in stats.__struct_fields__:
@@ -250,31 +223,16 @@ class RelayedSinks(Fanout[StatSink]):
                 elif name.startswith("num_"):
                     setattr(whole, name, getattr(whole, name) + value)
 
-
-class Figures:
-    """The statistics of a relayed frontend; opens them in the place of those with sinks."""
-
-    def __init__(self) -> None:
-        """Begin without figures."""
-        self.sinks = RelayedSinks()
-
-    def open(
-        self, config: EngineConfig, plugins: PluginSet, clock: Callable[[], float]
-    ) -> Statistics | None:
-        """Return the statistics, as `open_statistics` does."""
-        del plugins
-        if not config.stats.on:
-            return None
-        return Statistics(
-            self.sinks if config.stats.sinks else Fanout[StatSink]([]),
-            StepFaults.under(config.plugins),
-            clock,
-            request_metrics=config.stats.request_metrics,
-            interval_seconds=config.stats.interval_seconds,
-        )
+    def pop(self) -> IterationStats | None:
+        """Return the figures since the last call; None without any."""
+        with self._lock:
+            if self._is_empty:
+                return None
+            stats, self._stats, self._is_empty = self._stats, IterationStats(), True
+            return stats
 
     def send_every(self, send: Callable[[Any], object], ended: threading.Event) -> None:
         """Send figures as plain data, until the event; in a thread of its own."""
         while not ended.wait(_FIGURES_INTERVAL_S):
-            if (stats := self.sinks.pop()) is not None:
+            if (stats := self.pop()) is not None:
                 send(msgspec.to_builtins(stats))

@@ -50,6 +50,11 @@ class Components:
         entry = self._plugins.find(kind, name)
         return None if entry is None else self._plugins.target(entry)
 
+    def identity(self, kind: str, name: str) -> Any:
+        """Return a value that other generations have for the same component."""
+        entry = self._plugins.find(kind, name)
+        return None if entry is None else entry.identity
+
     def check_name(self, kind: str, name: str, path: str) -> None:
         """Check that a name that a request gives belongs to one distribution."""
         entry = self._plugins.find(kind, name)

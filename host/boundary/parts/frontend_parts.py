@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,14 +18,22 @@ from hardpoint.errors import (
     shown,
 )
 from hardpoint.host.boundary.activity import PluginCalls
+from hardpoint.host.boundary.faults import StepFaults
 from hardpoint.host.boundary.guard import UNWATCHED, checked
-from hardpoint.host.registry.blame import describe, raise_unless_fault
+from hardpoint.host.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.host.registry.plugin_set import PluginSet
-from hardpoint.plugins import EngineConfig, EngineCoreRequest, ReasoningMarkers, StepPart
-from hardpoint.plugins.component import Source
+from hardpoint.plugins import (
+    EngineConfig,
+    EngineCoreRequest,
+    IterationStats,
+    ReasoningMarkers,
+    StepPart,
+)
+from hardpoint.plugins.component import Component, Source
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
+from hardpoint.plugins.step_part.observer import OutputObserver, PreparedPartChange
 from hardpoint.plugins.step_part.part import (
     FrontendHalf,
     FrontendHalfContext,
@@ -35,6 +44,7 @@ from hardpoint.plugins.step_part.part import (
 
 from .bound_half import BoundHalf, OpenHalves, open_halves
 from .components import Components
+from .observers import Observers
 
 Record = Callable[[str, str, str], None]
 Validator = functools.partial[str | None]
@@ -44,7 +54,11 @@ class BoundFrontendHalf(BoundHalf[FrontendHalf]):
     """The frontend half of one part."""
 
     interface, maker = FrontendHalf, "frontend_half"
-    at_start = {"media_tokens": "by which prompts are read", "read_media": "by which they are read"}
+    at_start = {
+        "observer": "which observes requests from their start",
+        "media_tokens": "by which prompts are read",
+        "read_media": "by which they are read",
+    }
 
     def fault(self, method: str, cause: BaseException) -> str:
         """Return the message of a fault of the half.
@@ -64,18 +78,29 @@ class FrontendParts:
 
     Attributes:
         media_tokens: those of all halves, see `FrontendHalf`.
+        observers: those of all halves.
+        faults: counts the faults of observers, and of components that halves drive.
         open: opens the halves of further parts.
     """
 
     def __init__(
-        self, halves: Sequence[BoundFrontendHalf] = (), components: Components | None = None
+        self,
+        halves: Sequence[BoundFrontendHalf] = (),
+        components: Components | None = None,
+        faults: StepFaults | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Call the halves; `components` is of their contexts.
+        """Call the halves; the other arguments are of their contexts.
 
         Raises:
             PluginConflictError: several read prompts with the same key.
+            PluginFaultError: the observer of one cannot be built.
         """
         self._components = components
+        self.faults = faults or StepFaults()
+        found = [(half, _observer(half)) for half in halves if half.overrides("observer")]
+        observers = [(half.name, one, half.fault) for half, one in found if one is not None]
+        self.observers = Observers(observers, self.faults, clock)
         self._validators = weakref.WeakSet[Validator]()
         self.open: OpenHalves[BoundFrontendHalf] | None = None
         self.use_halves(halves)
@@ -103,6 +128,35 @@ class FrontendParts:
         self._calling = [half for half in latest if half.overrides("prepare_calls")]
         self._preparing = [half for half in latest if half.overrides("prepare")]
         self._validating = [half for half in halves if half.overrides("validate")]
+
+    @property
+    def components(self) -> list[Component]:
+        """The components that the halves of the latest generation drive."""
+        latest = [half.half for half in self._halves if half.until is None]
+        return [component for half in latest for component in half.components]
+
+    def prepare_changes(self, plugins: PluginSet, config: EngineConfig) -> list[PreparedPartChange]:
+        """Let the halves build what a live change replaces in them.
+
+        Raises:
+            HardpointError: one cannot be changed so; what others have built is closed.
+        """
+        prepared: list[PreparedPartChange] = []
+        if self._components is None:
+            return prepared
+        components = self._components.of(plugins)
+        with ExitStack() as undo:
+            for half in self._halves:
+                if half.until is not None or not half.overrides("prepare_change"):
+                    continue
+                name = f"{half.source}: its prepare_change()"
+                with faults_as(PluginFaultError, name, passing=(HardpointError,)):
+                    found = half.half.prepare_change(components, config)
+                if found is not None:
+                    undo.callback(found.close_new)
+                    prepared.append(found)
+            undo.pop_all()
+        return prepared
 
     def report_to(self, record: Record) -> None:
         """Report each fault with the part's name, the id of the request and a message."""
@@ -290,6 +344,15 @@ def _readers(halves: Sequence[BoundFrontendHalf]) -> dict[str, BoundFrontendHalf
     return found
 
 
+def _observer(half: BoundFrontendHalf) -> OutputObserver | None:
+    name = f"{half.source}: its observer()"
+    with faults_as(PluginFaultError, name, passing=(HardpointError,)):
+        found = half.half.observer()
+        if found is not None and not isinstance(found, OutputObserver):
+            raise TypeError(f"expected an OutputObserver or None, got {shown(found)}")
+    return found
+
+
 def _record_nowhere(part: str, request_id: str, message: str) -> None:
     """Record no fault."""
 
@@ -300,6 +363,8 @@ def frontend_parts(
     vocabulary: Callable[[], Vocabulary],
     vocab_size: int,
     encode: Callable[[str], Sequence[int]],
+    clock: Callable[[], float] = time.monotonic,
+    send_stats: Callable[[IterationStats], None] | None = None,
 ) -> FrontendParts:
     """Build the frontend halves of all enabled parts, in their order.
 
@@ -310,14 +375,21 @@ def frontend_parts(
         about: fields of the context of the parts.
         vocabulary: see `FrontendHalfContext`.
         vocab_size: size of the model's vocabulary.
-        encode: see `FrontendHalfContext`.
+        encode, clock, send_stats: see `FrontendHalfContext`.
 
     Raises:
         PluginError: one cannot be built, or two read the same prompts; the others are closed.
     """
-    components = Components(plugins, functools.partial(PluginCalls, UNWATCHED))
+    faults = StepFaults.under(about["config"].plugins)
+    components = Components(plugins, faults.calls)
     context = FrontendHalfContext(
-        components=components, vocabulary=vocabulary, vocab_size=vocab_size, encode=encode
+        components=components,
+        vocabulary=vocabulary,
+        vocab_size=vocab_size,
+        encode=encode,
+        faults=faults,
+        clock=clock,
+        send_stats=send_stats,
     )
 
     def open_new(
@@ -338,7 +410,7 @@ def frontend_parts(
     with ExitStack() as undo:
         for half in halves:
             undo.callback(half.close)
-        parts = FrontendParts(halves, components)
+        parts = FrontendParts(halves, components, faults, clock)
         parts.open = open_new
         undo.pop_all()
     return parts

@@ -52,10 +52,12 @@ class PluginEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_same(self, other: PluginEntry | None) -> bool:
         """Return whether another entry is of the same component, with the same options."""
-        return other is not None and self._identity() == other._identity()
+        return other is not None and self.identity == other.identity
 
-    def _identity(self) -> tuple[Any, ...]:
-        wraps = {use: entry._identity() for use, entry in self.wraps.items()}
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The component and its options, for comparison."""
+        wraps = {use: entry.identity for use, entry in self.wraps.items()}
         return self.key, self.distribution, self.version, self.options, self.stays, wraps
 
     @property

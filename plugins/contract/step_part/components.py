@@ -65,6 +65,12 @@ class ComponentFactory(Protocol):
     def find(self, kind: str, name: str) -> type[Component] | None:
         """Return the class of a component; None if it is not enabled."""
 
+    def identity(self, kind: str, name: str) -> Any:
+        """Return a value that other generations have for the same component with the same options.
+
+        None if it is not enabled.
+        """
+
     def check_name(self, kind: str, name: str, path: str) -> None:
         """Check that a name that a request gives belongs to one distribution.
 

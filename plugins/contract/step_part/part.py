@@ -13,24 +13,27 @@ that the engine drives.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 from hardpoint.errors import HardpointError, RequestError, shown
-from hardpoint.plugins.component.base import Context
+from hardpoint.plugins.component.base import Component, Context
 from hardpoint.plugins.component.behaviour import PIECE, returns
 from hardpoint.plugins.config.engine import EngineConfig
 from hardpoint.plugins.model.files import ModelConfig, ModelFiles
 from hardpoint.plugins.requests.markers import ReasoningMarkers
 from hardpoint.plugins.requests.params import EngineCoreRequest, Prompt
+from hardpoint.plugins.requests.stats import IterationStats
 from hardpoint.plugins.text.arguments import ComponentWithArguments
 from hardpoint.plugins.text.output_parser import OutputParser
 from hardpoint.plugins.text.tokenizer import Tokenizer
 from hardpoint.plugins.text.vocabulary import Vocabulary
 
-from .components import ComponentFactory
+from .components import ComponentFactory, FaultCounter
 from .engine import EngineHalf, EngineHalfContext
+from .observer import OutputObserver, PreparedPartChange
 from .worker import WorkerHalf, WorkerHalfContext
 
 __all__ = [
@@ -58,12 +61,20 @@ class FrontendHalfContext:
             reason where it has none. `EngineHalfContext` has it if a frontend half has asked.
         vocab_size: vocabulary size of the model.
         encode: returns the tokens of a text, without special ones before and after it.
+        faults: counts faults of components that the half drives; None if the context was made by
+            hand.
+        clock: clock of the frontend, in seconds.
+        send_stats: sends figures to another process, which has the components that get them; None
+            if this process has them.
     """
 
     components: ComponentFactory
     vocabulary: Callable[[], Vocabulary]
     vocab_size: int
     encode: Callable[[str], Sequence[int]] = _no_tokens
+    faults: FaultCounter | None = None
+    clock: Callable[[], float] = time.monotonic
+    send_stats: Callable[[IterationStats], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +164,36 @@ class FrontendHalf:
 
     prompt_keys: Collection[str] = ()
     media_tokens: Mapping[str, Sequence[int]] = {}
+
+    @property
+    def components(self) -> Sequence[Component]:
+        """Components that the half drives, whose states the utility `plugin_states` returns."""
+        return ()
+
+    def observer(self) -> OutputObserver | None:
+        """Return the observer of all outputs; None, the default, for none. Called once."""
+        return None
+
+    def prepare_change(
+        self,
+        components: ComponentFactory,  # noqa: ARG002
+        config: EngineConfig,  # noqa: ARG002
+    ) -> PreparedPartChange | None:
+        """Build what a change of other plugins, while the engine runs, replaces in this half.
+
+        Called in another thread while the half serves.
+
+        Args:
+            components: those of the next generation.
+            config: the next configuration.
+
+        Returns:
+            What was built; None if the half stays as it is.
+
+        Raises:
+            HardpointError: the change cannot be made; nothing is left of it.
+        """
+        return None
 
     def read_prompt(
         self,

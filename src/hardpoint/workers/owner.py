@@ -125,11 +125,10 @@ class OwnerLLM(AsyncLLM):
 
     def add_figures(self, stats: IterationStats) -> None:
         """Pass figures of a frontend to the sinks."""
-        if (statistics := self._engine.parts.statistics) is not None:
-            try:
-                statistics.record(stats)
-            except PluginFaultError as fault:  # of a sink whose faults end the engine
-                self.shared.fail(fault)
+        try:
+            self._engine.parts.step_parts.observers.record(stats)
+        except PluginFaultError as fault:  # of a sink whose faults end the engine
+            self.shared.fail(fault)
 
 
 class Workers:

@@ -198,7 +198,7 @@ class WorkerLLM(AsyncLLM):
             config_sources,
             open_client=opened,
             companions=(*COMPANIONS, SharedFaults),
-            open_statistics=llm._figures.open,
+            send_stats=llm._figures.add,
         )
         health = llm._engine.parts.companion(SharedFaults).health
         health.notify = lambda *fault: llm._post("fault", *fault)
@@ -292,7 +292,7 @@ class WorkerLLM(AsyncLLM):
 
     async def metrics(self) -> str:
         """Return the exports of the sinks, which have the figures of all frontends."""
-        if (stats := self._figures.sinks.pop()) is not None:
+        if (stats := self._figures.pop()) is not None:
             await self._ask("figures", msgspec.to_builtins(stats))
         found: str = await self._ask("metrics")
         return found

@@ -7,9 +7,9 @@ import random
 import pytest
 from support.core.engine_harness import Rig, ScriptedExecutor, request
 
-from hardpoint.core.engine.step_cost import StepCostFit, StepTimes, StepWork, work_of
 from hardpoint.plugins import CachedRequests, NewRequest, SchedulerOutput, StepCost
 from hardpoint.testing import ScriptedClock
+from hardpoint.toolkit.step_cost import StepCostFit, StepTimes, StepWork, work_of
 
 TRUE = StepCost(
     step=5, single_query=1, context_token=0.001, prompt=0.5, prompt_token=0.6, prompt_pair=0.0005

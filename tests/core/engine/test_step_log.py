@@ -9,9 +9,9 @@ import pytest
 from support.core.engine_harness import Rig, ScriptedExecutor, interrupt_of_user
 
 from hardpoint import SamplingParams
-from hardpoint.core.engine.step_cost import StepTimes
 from hardpoint.core.engine.step_log import StepLog
 from hardpoint.testing import ScriptedClock, scripted_engine
+from hardpoint.toolkit.step_cost import StepTimes
 
 
 def lines(caplog):

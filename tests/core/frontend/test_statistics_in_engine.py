@@ -135,7 +135,7 @@ def test_off_by_default_nothing_travels_and_outputs_have_no_metrics(scripted, wh
         assert output.metrics is None
         assert [each.scheduler_stats for each in batches] == [None] * len(batches)
         assert [o.events for each in batches for o in each.outputs if o.events] == []
-        assert engine._frontend.statistics is None
+        assert not engine._frontend.observers
     finally:
         engine.close()
 

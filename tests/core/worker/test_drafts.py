@@ -28,9 +28,9 @@ from hardpoint.builtin_plugins.step_parts.structured.answers import ConstrainedA
 from hardpoint.core.worker.sampling.drafts import accepted, verify_in_turn, with_drafts
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
-from hardpoint.core.worker.sampling.processor_runner import ProcessorRunner
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.errors import PluginContractError
+from hardpoint.host.boundary.logits.processor_runner import ProcessorRunner
 from hardpoint.host.boundary.parts.components import describe_fault
 from hardpoint.plugins import (
     Added,

@@ -253,7 +253,7 @@ def test_processed_logprobs_on_request(scripted):
 def test_edits_keep_only_and_set():
     import torch
 
-    from hardpoint.core.worker.sampling.edits import compile_edits
+    from hardpoint.host.boundary.logits.edits import compile_edits
     from hardpoint.testing import load_ops
 
     logits = torch.zeros(3, 4)

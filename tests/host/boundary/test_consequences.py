@@ -21,9 +21,9 @@ from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.logits.truncation import MinP
 from hardpoint.builtin_plugins.sampler import DefaultSampler
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.core.worker.sampling import processor_runner
 from hardpoint.errors import EngineDeadError
 from hardpoint.host.boundary import activity, guard
+from hardpoint.host.boundary.logits import processor_runner
 from hardpoint.plugins import LogitsProcessor, Phase
 from hardpoint.testing import scripted_engine
 

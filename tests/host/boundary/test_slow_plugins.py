@@ -10,10 +10,10 @@ from support.driving import FINAL
 from support.fault_cases import run_all
 
 from hardpoint import SamplingParams, plugins
-from hardpoint.core.worker.sampling import processor_runner
 from hardpoint.errors import EngineDeadError
 from hardpoint.host.boundary import activity, guard
 from hardpoint.host.boundary.activity import Activity, PluginCalls
+from hardpoint.host.boundary.logits import processor_runner
 from hardpoint.plugins import (
     EvictionPolicy,
     KVEventPublisher,

@@ -30,6 +30,7 @@ from hardpoint.builtin_plugins.step_parts.prompt_embeddings import PromptEmbeddi
 from hardpoint.builtin_plugins.step_parts.recording import RecordedSteps
 from hardpoint.builtin_plugins.step_parts.retention.part import PrefixRetention
 from hardpoint.builtin_plugins.step_parts.speculation import Speculation
+from hardpoint.builtin_plugins.step_parts.statistics import RequestStatistics
 from hardpoint.builtin_plugins.step_parts.structured import StructuredOutput
 from hardpoint.builtin_plugins.step_parts.taps import ActivationTaps
 from hardpoint.builtin_plugins.step_parts.timings import Timings
@@ -382,6 +383,12 @@ class TestEncoders(StepPartSuite):
 
 def test_all_builtins_are_tested():
     assert_tests_builtins("step_parts", "part", globals())
+
+
+class TestStatistics(StepPartSuite):
+    examples = kit_examples()
+    part = RequestStatistics
+    config = {"stats": {"request_metrics": True}}
 
 
 class TestRetention(StepPartSuite):

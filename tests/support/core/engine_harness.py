@@ -13,7 +13,6 @@ from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.step import EngineCoreParts
-from hardpoint.core.engine.step_cost import StepTimes
 from hardpoint.core.engine.weight_updates import WeightUpdates
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.host.boundary.faults import StepFaults
@@ -33,6 +32,7 @@ from hardpoint.plugins.component import Source
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.process.engine.loop import EngineLoop, LoopOptions, LoopQueues, Prepared
 from hardpoint.process.engine.sender import ClientSendQueues
+from hardpoint.toolkit.step_cost import StepTimes
 from hardpoint.typed import convert
 from support.waiting import PATIENCE_S
 

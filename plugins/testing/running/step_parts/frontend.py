@@ -85,6 +85,10 @@ class ScriptedComponents:
         """Return the class of a component; None if it is not enabled."""
         return self._scripted.get(kind, {}).get(name) or self._installed.find(kind, name)
 
+    def identity(self, kind: str, name: str) -> Any:
+        """Return a value that other generations have for the same component."""
+        return self._scripted.get(kind, {}).get(name) or self._installed.identity(kind, name)
+
     def check_name(self, kind: str, name: str, path: str) -> None:
         """Check that a name that a request gives belongs to one distribution."""
         if name not in self._scripted.get(kind, {}):

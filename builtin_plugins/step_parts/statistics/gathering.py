@@ -1,21 +1,14 @@
-"""Statistics of the requests of a frontend, and the sinks that get them."""
+"""Figures of requests and batches, gathered from the outputs of the engine."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
-
-import msgspec
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from hardpoint.errors import PluginFaultError
-from hardpoint.host.boundary.faults import Fanout, StepFaults, create_all
-from hardpoint.host.live.sinks import KIND, SinkChanges
-from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import (
-    EngineConfig,
     EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -25,47 +18,14 @@ from hardpoint.plugins import (
     PluginReport,
     PrefixCacheStats,
     SchedulerStats,
-    StatSink,
-    StatSinkContext,
 )
-from hardpoint.plugins.requests.stats import FinishedRequest, RequestMetrics, StepFault
+from hardpoint.plugins.requests.stats import FinishedRequest, RequestMetrics
+from hardpoint.plugins.step_part.observer import OutputObserver
 from hardpoint.typed import read_only
 
+from .sinks import Sinks
+
 _log = logging.getLogger("hardpoint")
-
-_Clock = Callable[[], float]
-
-
-def open_statistics(config: EngineConfig, plugins: PluginSet, clock: _Clock) -> Statistics | None:
-    """Build the sinks and the statistics that feed them; None if they are off.
-
-    Args:
-        clock: seconds; gives requests their arrival times.
-
-    Raises:
-        PluginError: a sink could not be built.
-    """
-    if not config.stats.on:
-        return None
-    faults = StepFaults.under(config.plugins)
-    fields = {
-        "clock": clock,
-        "model": config.model,
-        "model_name": config.metrics.model_name,
-        "aliases": tuple(config.metrics.aliases),
-        "block_size": config.kv_cache.block_size,
-        "prefix_caching": config.kv_cache.prefix_caching,
-    }
-    sinks: Fanout[StatSink] = Fanout(create_all(plugins, KIND, faults, StatSinkContext, **fields))
-    statistics = Statistics(
-        sinks,
-        faults,
-        clock,
-        request_metrics=config.stats.request_metrics,
-        interval_seconds=config.stats.interval_seconds,
-    )
-    statistics.changes = SinkChanges(plugins, sinks, faults, fields)
-    return statistics
 
 
 class RequestFigures:
@@ -73,7 +33,6 @@ class RequestFigures:
 
     Attributes:
         arrived: seconds on the frontend's clock; all other times are on the engine's.
-        metrics: carried by its last output.
     """
 
     __slots__ = (
@@ -82,7 +41,6 @@ class RequestFigures:
         "first_token_at",
         "index",
         "last_token_at",
-        "metrics",
         "num_cached_tokens",
         "num_external_tokens",
         "num_generation_tokens",
@@ -114,7 +72,6 @@ class RequestFigures:
         self.last_token_at: float | None = None
         self.time_to_first_token: float | None = None
         self.ended = False
-        self.metrics: RequestMetrics | None = None
 
     def at_the_end(self, now: float) -> RequestMetrics:
         """Return the metrics of a request that ends; `now` is on the frontend's clock."""
@@ -133,59 +90,45 @@ class RequestFigures:
         )
 
 
-class Statistics:
+class Statistics(OutputObserver):
     """Gathers figures while a batch of outputs is processed, and passes them to the sinks.
 
     For one thread at a time, except `close`. Requests that end between two batches are recorded
-    with the next one, or with the next report. Collecting this object closes its sinks.
-
-    Attributes:
-        sinks: what it reports to.
-        changes: replaces the sinks; None where another process has them.
+    with the next one, or with the next report.
     """
-
-    changes: SinkChanges | None = None
 
     def __init__(
         self,
-        sinks: Fanout[StatSink],
-        faults: StepFaults,
-        clock: _Clock,
+        sinks: Sinks,
+        clock: Callable[[], float],
         *,
         request_metrics: bool = False,
         interval_seconds: float = 10.0,
     ) -> None:
-        """Begin the first interval.
+        """Gather nothing yet.
 
         Args:
-            sinks: `faults` counts their faults.
+            sinks: get the figures.
             clock: seconds; gives requests their arrival times.
             request_metrics: whether outputs carry metrics when they finish.
             interval_seconds: from one report to the next.
         """
         self.interval_seconds = interval_seconds
-        self.sinks, self._faults, self._clock = sinks, faults, clock
+        self._sinks, self._clock = sinks, clock
         self._request_metrics = request_metrics
         self._stats = IterationStats()
-        self._last_report = PluginReport()
         self._now = self._engine_now = 0.0
-        self._reported_at = clock()
         self._lock = threading.RLock()
         self._closed = False
-        self._release = weakref.finalize(self, sinks.close)
 
     @property
-    def has_sinks(self) -> bool:
-        """Whether there are any."""
-        return bool(self.sinks)
+    def has_exports(self) -> bool:
+        """Whether there are sinks."""
+        return bool(self._sinks)
 
-    def faults(self) -> dict[str, StepFault]:
-        """Return the failed calls of sinks, by name."""
-        return self._faults.report()
-
-    def slow(self) -> dict[str, StepFault]:
-        """Return the calls of sinks that took too long, by name."""
-        return self._faults.slow()
+    def add(self, request: EngineCoreRequest, arrived: float) -> RequestFigures:
+        """Return the figures of a new request."""
+        return RequestFigures(request, arrived)
 
     def begin(self, outputs: EngineCoreOutputs) -> None:
         """Start a batch of outputs."""
@@ -194,10 +137,9 @@ class Statistics:
         if outputs.scheduler_stats is not None:
             self._stats.scheduler = outputs.scheduler_stats
 
-    def record_output(
-        self, request: RequestFigures, output: EngineCoreOutput, num_tokens: int
-    ) -> None:
-        """Record an output of the batch; `num_tokens` is the request's number of tokens now."""
+    def update(self, state: RequestFigures, output: EngineCoreOutput, num_tokens: int) -> None:
+        """Record an output of the batch."""
+        request = state
         request.num_resumes = output.num_resumes
         if output.events:
             self._take_events(request, output)
@@ -222,15 +164,14 @@ class Statistics:
         request.num_generation_tokens = num_tokens
         stats.num_generation_tokens += new
 
-    def ended(self, request: RequestFigures, reason: FinishReason) -> None:
-        """Record the end of a request, within a batch or between two."""
+    def end(self, state: RequestFigures, reason: FinishReason) -> RequestMetrics | None:
+        """Record the end of a request, once; return its metrics if outputs carry them."""
+        request = state
         if request.ended:
-            return
+            return None
         request.ended = True
         metrics = request.at_the_end(self._clock())
-        if self._request_metrics:
-            request.metrics = metrics
-        if self.has_sinks:
+        if self._sinks:
             self._stats.finished.append(
                 FinishedRequest(
                     request_id=request.request_id,
@@ -243,6 +184,7 @@ class Statistics:
                     trace_headers=request.trace_headers,
                 )
             )
+        return metrics if self._request_metrics else None
 
     def engine_ended(self) -> None:
         """Record that the engine has ended: no request runs or waits there."""
@@ -250,82 +192,70 @@ class Statistics:
             num_running=0, num_waiting=0, kv_cache_usage=0.0, prefix_cache=PrefixCacheStats()
         )
 
-    def record(self, stats: IterationStats | None = None) -> None:
-        """Pass the gathered figures to the sinks, or those that another frontend has gathered.
+    def flush(self) -> None:
+        """Pass the gathered figures to the sinks.
 
         Raises:
             PluginFaultError: a sink whose faults end the engine failed; all were called.
         """
-        if stats is None:
-            stats, self._stats = self._stats, IterationStats()
-        if self.has_sinks:
-            self._call_sinks("record", read_only(stats))
+        stats, self._stats = self._stats, IterationStats()
+        self.record(stats)
+
+    def record(self, stats: IterationStats) -> None:
+        """Pass figures to the sinks.
+
+        Raises:
+            PluginFaultError: as `flush`.
+        """
+        with self._open() as is_open:
+            if is_open and self._sinks:
+                self._sinks.record(read_only(stats))
 
     def report(self) -> None:
         """Call `report` of every sink.
 
         Raises:
-            PluginFaultError: a sink whose faults end the engine failed; all were called.
+            PluginFaultError: as `flush`.
         """
-        if self.has_sinks:
-            self._reported_at = self._clock()
+        with self._open() as is_open:
+            if not is_open or not self._sinks:
+                return
             if self._stats.finished or self._stats.scheduler is not None:
-                self.record()
-            self._call_sinks("report")
-
-    def report_if_due(self) -> None:
-        """Report if the interval has passed.
-
-        Raises:
-            PluginFaultError: as `report`.
-        """
-        if self.has_sinks and self._clock() - self._reported_at >= self.interval_seconds:
-            self.report()
-
-    def last_report(self, answer: PluginReport | None) -> PluginReport:
-        """Return the engine's answer; None is the last one, without the state of the scheduler."""
-        if answer is not None:
-            self._last_report = msgspec.structs.replace(answer, scheduler=None)
-        return self._last_report if answer is None else answer
+                self.flush()
+            self._sinks.report()
 
     def exposition(self, report: PluginReport) -> str:
         """Return the exports of the sinks, joined; nothing once they are closed.
 
         Raises:
-            PluginFaultError: a sink whose faults end the engine failed; all were called.
+            PluginFaultError: as `flush`.
         """
-        texts = self._call_sinks("exposition", read_only(report))
+        with self._open() as is_open:
+            texts = self._sinks.exposition(read_only(report)) if is_open else []
         return "".join(f"{text}\n" if text and text[-1] != "\n" else text for text in texts)
 
-    def close(self, live: Iterable[RequestFigures] = ()) -> None:
+    def close(self) -> None:
         """Report a last time and close the sinks. In any thread, and twice does nothing.
-
-        Args:
-            live: requests that end with the engine.
 
         Raises:
             PluginFaultError: a sink whose faults end the engine could not close; all were closed.
         """
-        with self._lock:
-            if self._closed:
+        with self._open() as is_open:
+            if not is_open:
                 return
-            for request in live:
-                self.ended(request, FinishReason.ABORT)
             try:
                 self.report()
             except PluginFaultError as fault:
                 _log.warning("%s, while the engine is closed", fault)
             finally:
                 self._closed = True
-                self._release()
+                self._sinks.close()
 
-    def _call_sinks(self, method: str, *arguments: Any) -> list[Any]:
+    @contextmanager
+    def _open(self) -> Iterator[bool]:
+        """Keep other threads from the sinks; yield whether they are open."""
         with self._lock:
-            if self._closed:
-                return []
-            results = self.sinks.call(method, *arguments)
-            self._faults.check_slow()
-            return results
+            yield not self._closed
 
     def _take_events(self, request: RequestFigures, output: EngineCoreOutput) -> None:
         for event in output.events:

@@ -1,21 +1,23 @@
-"""The parsers of outputs."""
+"""The output parsers of a request: one for reasoning, one for tool calls, or one for both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import (
     OutputParser,
     ParserRequest,
     ReasoningMarkers,
     Tokenizer,
 )
-from hardpoint.plugins.component.manifest import PluginEntry
-from hardpoint.plugins.output_parser import ContentText, OutputEvent, OutputState
+from hardpoint.plugins.output_parser import OutputState
 from hardpoint.plugins.structured import StructuredOutputs
-from hardpoint.toolkit.parsing.json_scanner import CallOrJson
+
+from .completion_parser import ChainedState
+from .json_scanner import CallOrJson
+
+__all__ = ["OutputParsers", "SoughtCalls"]
 
 
 class SoughtCalls(NamedTuple):
@@ -93,13 +95,6 @@ class OutputParsers:
         by_kind = {**self.by_kind, "tool_parsers": parser}
         return OutputParsers(self._tokenizer, by_kind, [self, parser])
 
-    def entries(self, plugins: PluginSet) -> list[PluginEntry]:
-        """Return the entry of each parser; of one of both roles, that of reasoning."""
-        found: dict[OutputParser, PluginEntry] = {}
-        for kind, parser in self.by_kind.items():
-            found.setdefault(parser, plugins.get(kind, parser.name))
-        return list(found.values())
-
     def __bool__(self) -> bool:
         return bool(self.by_kind)
 
@@ -167,40 +162,4 @@ class OutputParsers:
             found = tool_calls
         if self.reasoning is None or reasoning is None or tool_calls is None:
             return found
-        return _ChainedState(self.reasoning, reasoning, tool_calls)
-
-
-class _ChainedState:
-    """The state of two parsers: the content that the first one finds is parsed for tools."""
-
-    def __init__(self, parser: OutputParser, reasoning: OutputState, tools: OutputState) -> None:
-        self._ids, self._calls = parser.token_ids, parser.markers().calls
-        self._reasoning, self._tools = reasoning, tools
-
-    @property
-    def in_reasoning(self) -> bool:
-        return self._reasoning.in_reasoning
-
-    def feed(self, text: str) -> Sequence[OutputEvent]:
-        return self._parsed(self._reasoning.feed(text))
-
-    def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
-        is_taken = token_id in self._ids or self._reasoning.in_reasoning
-        if is_taken and token_id not in self._calls:
-            return self._parsed(self._reasoning.feed_token(token_id, text))
-        # Without its text, it ends what waited to become a marker of the reasoning parser, or,
-        # where it begins a call, the reasoning.
-        events = self._parsed(self._reasoning.feed_token(token_id, ""))
-        return [*events, *self._tools.feed_token(token_id, text)]
-
-    def finish(self) -> Sequence[OutputEvent]:
-        return [*self._parsed(self._reasoning.finish()), *self._tools.finish()]
-
-    def _parsed(self, events: Iterable[OutputEvent]) -> list[OutputEvent]:
-        parsed: list[OutputEvent] = []
-        for event in events:
-            if isinstance(event, ContentText):
-                parsed += self._tools.feed(event.text)
-            else:
-                parsed.append(event)
-        return parsed
+        return ChainedState(self.reasoning, reasoning, tool_calls)

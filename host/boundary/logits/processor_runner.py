@@ -41,6 +41,9 @@ from .device_state import DeviceState
 from .edits import CompiledEdits, compile_edits
 from .rows import ProcessorRows
 
+Faults = dict[str, RequestFault]
+"""Requests that cannot go on, by id."""
+
 
 class ProcessorError(Exception):
     """A processor failed for its rows as a whole; the step has to run again without that."""

@@ -1,19 +1,33 @@
-"""Runs the processors of a step again after a fault, so that it ends only the requests at fault."""
+"""Runs logits processors again after a fault, so that it ends only the requests at fault."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import Protocol
 
 import torch
 
+from hardpoint.host.boundary.parts.worker_parts import LogitsObserver
 from hardpoint.plugins import BatchLogitsProcessor, LogitsRequest, RequestFault
 
-from .grammar_mask import GrammarMask
-from .pipeline import Faults, LogitsPipeline
-from .processor_runner import ActiveRows, ProcessorError, ProcessorRunner, row_is_finite
+from .processor_runner import ActiveRows, Faults, ProcessorError, ProcessorRunner, row_is_finite
 
 Recompute = Callable[[], torch.Tensor]
 """Returns the step's logits again, unedited, from its hidden states."""
+
+
+class StepPipeline(Protocol):
+    """Runs processors in their order."""
+
+    runners: Sequence[ProcessorRunner]
+    batch_size: int
+    observer: LogitsObserver | None
+
+    def active_rows(self, requests: list[LogitsRequest]) -> Sequence[ActiveRows]:
+        """Return the rows of each processor that one of a step's requests uses, in order."""
+
+    def single_row(self, runner: ProcessorRunner, request: LogitsRequest) -> ActiveRows | None:
+        """Return a step of one request for a processor; None if the request does not use it."""
 
 
 class FaultIsolation:
@@ -24,34 +38,31 @@ class FaultIsolation:
 
     Attributes:
         faults: requests that cannot go on, by id.
+        recompute: returns the step's logits again, as the processors get them.
     """
 
     def __init__(
         self,
-        pipeline: LogitsPipeline,
+        pipeline: StepPipeline,
         requests: list[LogitsRequest],
         recompute: Recompute,
-        mask: GrammarMask | None = None,
+        masked: Container[int] = (),
     ) -> None:
         """Start with no isolated processor.
 
         Args:
             pipeline: whose processors run.
             requests: one per row of the step.
-            recompute: returns the step's logits.
-            mask: mask of the rows that a grammar constrains.
+            recompute: returns the step's logits, as the processors get them.
+            masked: indices of the rows that a grammar constrains.
         """
         self.faults: Faults = {}
-        self._mask = mask
+        self._masked = masked
         self._pipeline = pipeline
         self._requests = requests
-        self._recompute = recompute
+        self.recompute = recompute
         # What an isolated processor raised when it ran for all of its rows at once.
         self._isolated: dict[ProcessorRunner, BaseException | None] = {}
-
-    def recompute(self) -> torch.Tensor:
-        """Return the step's logits again, as the processors get them."""
-        return self._pipeline.masked(self._recompute(), self._requests, self._mask)
 
     def isolate(self, runner: ProcessorRunner, error: BaseException | None = None) -> None:
         """Isolate a processor; the first `error` of a processor is kept."""
@@ -88,7 +99,7 @@ class FaultIsolation:
             index: index of the row.
         """
         request = self._requests[index]
-        masked = self._mask is not None and index in self._mask
+        masked = index in self._masked
         if not row_is_finite(logits[index]):
             after = ", or -inf for each token that its grammar allows" if masked else ""
             return RequestFault(f"the model gave logits that are NaN, infinite or all -inf{after}")

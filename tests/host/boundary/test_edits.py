@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hardpoint.core.worker.sampling.edits import compile_edits
+from hardpoint.host.boundary.logits.edits import compile_edits
 from hardpoint.plugins import Edits, Op
 from hardpoint.testing import load_ops
 

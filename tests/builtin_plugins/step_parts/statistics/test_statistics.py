@@ -8,11 +8,15 @@ import threading
 import pytest
 
 from hardpoint import SamplingParams
+from hardpoint.builtin_plugins.step_parts.statistics.gathering import Statistics
+from hardpoint.builtin_plugins.step_parts.statistics.sinks import Sinks
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import ParentRequest
-from hardpoint.core.frontend.statistics import Statistics
 from hardpoint.errors import PluginFaultError
-from hardpoint.host.boundary.faults import Fanout, StepFaults
+from hardpoint.host.boundary.faults import StepFaults
+from hardpoint.host.boundary.guard import guard
+from hardpoint.host.boundary.parts.frontend_parts import FrontendParts
+from hardpoint.host.boundary.parts.observers import Observers
 from hardpoint.plugins import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -64,21 +68,30 @@ class Recorder(StatSink):
             raise self.error
 
 
+def describe(method, cause):
+    raise cause
+
+
 class Desk:
     """An output processor with statistics; the frontend's clock stands at `clock.now`."""
 
     def __init__(self, *sinks, ends_engine=(), request_metrics=True):
         self.clock = ScriptedClock(100.0)
-        faults = StepFaults(ends_engine)
+        self.faults = faults = StepFaults(ends_engine)
         self.sinks = sinks or (Recorder(),)
-        pairs = []
+        guarded = {}
         for sink in self.sinks:
             source = Source(sink.name, "pkg:Sink", "dist", "1.0", "default")
-            pairs.append((sink, faults.reporter(source), faults.calls("stat_sinks", source)))
+            report, calls = faults.reporter(source), faults.calls("stat_sinks", source)
+            guarded[sink.name] = guard(sink, "stat_sinks", report, calls)
         self.statistics = Statistics(
-            Fanout(pairs), faults, self.clock, request_metrics=request_metrics, interval_seconds=10
+            Sinks(guarded), self.clock, request_metrics=request_metrics, interval_seconds=10
         )
-        self.processor = OutputProcessor(None, 1, self.statistics)
+        parts = FrontendParts()
+        parts.observers = self.observers = Observers(
+            [("statistics", self.statistics, describe)], faults, self.clock
+        )
+        self.processor = OutputProcessor(None, 1, parts)
 
     @property
     def seen(self):
@@ -101,9 +114,9 @@ class Desk:
         """Take a batch at two clocks; return what the user sees and what the sinks see."""
         self.clock.now = now
         batch = EngineCoreOutputs(outputs=list(outputs), timestamp=engine_now, **fields)
-        self.statistics.begin(batch)
+        self.observers.begin(batch)
         processed = self.processor.process(batch.outputs)
-        self.statistics.record()
+        self.observers.flush()
         return [output for _, output in processed.request_outputs]
 
 
@@ -242,7 +255,7 @@ def test_a_report_is_due_when_the_interval_has_passed():
     desk = Desk()
     for now in (109.0, 110.0, 119.0, 120.5):
         desk.clock.now = now
-        desk.statistics.report_if_due()
+        desk.observers.report_if_due()
         assert desk.calls == ["report"] * {109.0: 0, 110.0: 1, 119.0: 1, 120.5: 2}[now]
 
 
@@ -250,9 +263,9 @@ def test_a_report_brings_what_ended_without_a_batch():
     desk = Desk()
     desk.add("a")
     desk.processor.drop(["a-inside"], FinishReason.ERROR)
-    desk.statistics.engine_ended()
-    desk.statistics.report()
-    desk.statistics.report()
+    desk.observers.engine_ended()
+    desk.observers.report()
+    desk.observers.report()
     assert desk.calls == ["record", "report", "report"]
     assert [ended.finish_reason for ended in desk.seen[0].finished] == ["error"]
     assert desk.seen[0].scheduler.num_running == 0
@@ -261,11 +274,16 @@ def test_a_report_brings_what_ended_without_a_batch():
 def test_closing_aborts_what_is_live_and_reports_once_more():
     desk = Desk()
     desk.add("a")
-    closing = threading.Thread(target=desk.statistics.close, args=(desk.processor.figures(),))
+
+    def close():
+        desk.observers.close(desk.processor.observed())
+        desk.statistics.close()
+
+    closing = threading.Thread(target=close)
     closing.start()
     closing.join()
     desk.processor.drop(["a-inside"], FinishReason.ERROR)
-    desk.statistics.report()
+    desk.observers.report()
     desk.statistics.close()
     assert desk.calls == ["record", "report", "close"]
     assert [ended.finish_reason for ended in desk.seen[0].finished] == ["abort"]
@@ -275,9 +293,10 @@ def test_a_request_ends_once():
     """Closing in one thread may find a request that another one is about to end."""
     desk = Desk()
     desk.add("a")
-    figures = desk.processor.figures()
+    figures = desk.processor.observed()
     desk.processor.drop(["a-inside"], FinishReason.ERROR)
-    desk.statistics.close(figures)
+    desk.observers.close(figures)
+    desk.statistics.close()
     assert [ended.finish_reason for ended in desk.seen[0].finished] == ["error"]
 
 
@@ -295,24 +314,24 @@ def test_a_sink_that_raises_is_named_and_counted_and_the_others_are_told():
     desk.add("a")
     desk.batch(101.0, 50.0, begun("a", 1, 50.0))
     (shown,) = desk.batch(102.0, 51.0, output("a", 2, finish_reason=FinishReason.STOP))
-    desk.statistics.report()
+    desk.observers.report()
     assert shown.metrics.num_generation_tokens == 2
     assert before.calls == after.calls == ["record", "record", "report"]
     assert before.seen == after.seen
-    (name, fault), *others = desk.statistics.faults().items()
+    (name, fault), *others = desk.faults.report().items()
     assert (name, fault.count, others) == ("broken", 3, [])
     assert fault.message == "plugin 'broken' (dist 1.0, pkg:Sink): record() failed: OSError: full"
     desk.statistics.close()
     assert after.calls[-2:] == ["report", "close"]
-    assert desk.statistics.faults() == {"broken": StepFault(5, fault.message)}  # both failed
+    assert desk.faults.report() == {"broken": StepFault(5, fault.message)}  # both failed
 
 
-@pytest.mark.parametrize("failing", ["record", "report"])
-def test_a_sink_whose_faults_end_the_engine_raises_after_all_were_told(failing):
+@pytest.mark.parametrize(("method", "failing"), [("flush", "record"), ("report", "report")])
+def test_a_sink_whose_faults_end_the_engine_raises_after_all_were_told(method, failing):
     broken, after = Recorder("broken", OSError("full"), [failing]), Recorder("after")
     desk = Desk(broken, after, ends_engine=["broken"])
     with pytest.raises(PluginFaultError, match=f"plugin 'broken' .*: {failing}.. failed: OSError"):
-        getattr(desk.statistics, failing)()
+        getattr(desk.observers, method)()
     assert after.calls == [failing]
 
 

@@ -1,4 +1,4 @@
-"""The time of steps: measured, and fitted as their cost while they run."""
+"""Measurement of step times, and a least-squares fit of the cost of steps."""
 
 from __future__ import annotations
 

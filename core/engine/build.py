@@ -44,7 +44,6 @@ from hardpoint.plugins import (
     ExecutorContext,
     PublisherContext,
     Request,
-    Scheduler,
     SchedulerContext,
     StepCost,
     StepRecord,
@@ -60,7 +59,6 @@ from hardpoint.typed import read_only
 from .cache_changes import CacheChangeLog
 from .core import EngineCore
 from .outside import OpenOutside, Outside
-from .parts_start import PartsStart
 from .prepare import check_drafts, limits_of, num_batches, plans_ahead
 from .step import EngineCoreParts
 from .step_cost import StepCostFit
@@ -116,12 +114,11 @@ def build_core(
         launcher = WorkerLauncher(spec, config_sources, activity)
         close_if_failed(undo, launcher.close)
         executor = _executor(spec, launcher, opened.step_parts, undo)
-        start = _parts_start(spec, executor, opened.step_parts, undo)
+        opened.step_parts.blocks.weights_load(spec.loader)
         info, size, config = _start(executor, spec, config_sources, opened.step_parts)
         launcher.close()
         kv_cache = _kv_cache(config, size, info, spec, opened, faults)
-        if start is not None:
-            start.start()
+        opened.step_parts.blocks.start()
         fields = opened.for_scheduler(config, kv_cache) | {"record": _recorder(hooks, faults)}
         scheduler = spec.plugins.create(
             spec.plugins.one("schedulers"),
@@ -134,8 +131,7 @@ def build_core(
             executor,
             kv_cache,
             faults=faults,
-            parts_start=start,
-            weights=opened.weight_updates(config, spec, executor, scheduler, start),
+            weights=WeightUpdates(config, spec.loader, executor, scheduler, opened.step_parts),
             step_cost=fit if config.scheduler.step_milliseconds or spec.num_draft_tokens else None,
             **opened.for_core(spec, config, info, activity),
         )
@@ -175,18 +171,6 @@ class _EnginePlugins:
             "gates": parts.gates,
             "grammars": GatesAsGrammars(parts.gates),
         }
-
-    def weight_updates(
-        self,
-        config: EngineConfig,
-        spec: WorkerSpec,
-        executor: Executor,
-        scheduler: Scheduler,
-        start: PartsStart | None,
-    ) -> WeightUpdates:
-        """Return the updates of the weights, of which step parts are notified."""
-        changed = self.step_parts.weights_changed
-        return WeightUpdates(config, spec.loader, executor, scheduler, start, changed)
 
     def for_core(
         self, spec: WorkerSpec, config: EngineConfig, info: WorkerInfo, activity: Activity
@@ -310,22 +294,11 @@ def _executor(
     )
     close_if_failed(undo, partial(close_all, [executor]))
     parts.calls.use(executor.collective_rpc)
+    parts.blocks.use(executor, spec.config.weight_cache)
     _check_depth(executor, spec.config)
     if spec.num_draft_tokens:
         check_drafts(spec, parts.drafting)
     return executor
-
-
-def _parts_start(
-    spec: WorkerSpec, executor: Executor, parts: EngineHalves, undo: contextlib.ExitStack
-) -> PartsStart | None:
-    """Return the starter of the parts that move blocks, which hashes weights; None without any."""
-    if parts.moves_blocks is None:
-        return None
-    start = PartsStart(spec.config, spec.loader, executor, parts)
-    start.weights_load()
-    close_if_failed(undo, start.close)
-    return start
 
 
 def _kv_cache(

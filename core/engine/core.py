@@ -51,9 +51,8 @@ class EngineCore(EngineUtilities):
                 functools.partial(steps.abort_later, None),
                 steps.settle,
                 parts.sleep_levels,
-                parts.parts_start,
+                parts.step_parts,
                 steps.halves_built,
-                parts.step_parts.weights_changed,
             )
         )
 
@@ -244,6 +243,4 @@ class EngineCore(EngineUtilities):
             stack.callback(parts.kv_events.close)
             stack.callback(parts.policy.close)
             stack.callback(parts.step_parts.close)
-            if parts.parts_start is not None:
-                stack.callback(parts.parts_start.close)
             stack.callback(close_all, [self._scheduler, self._executor])

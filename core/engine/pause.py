@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hardpoint import typed
 from hardpoint.core.protocol import PauseMode
+from hardpoint.host.boundary.parts.engine_halves import EngineHalves
 from hardpoint.host.registry.blame import raise_unless_fault
 from hardpoint.plugins import Executor, HardpointError, PauseState, RequestError, Scheduler
-
-from .parts_start import PartsStart
 
 MEMORY_TAGS = ("weights", "kv_cache")
 SCHEDULING_TAG = "scheduling"
@@ -27,9 +26,8 @@ class PauseDependencies:
         abort_all: ends every request; one of the next steps reports that to the clients.
         settle: completes all steps that are under way.
         sleep_levels: levels that the workers support, in addition to 0.
-        parts_start: starts worker halves that move blocks; None if there are none.
+        step_parts: are notified of a model that was loaded again.
         halves_built: called when the worker halves of step parts were built again.
-        weights_changed: notifies step parts of a model that was loaded again.
     """
 
     scheduler: Scheduler
@@ -37,9 +35,8 @@ class PauseDependencies:
     abort_all: Callable[[], None]
     settle: Callable[[], None]
     sleep_levels: tuple[int, ...] = (1, 2)
-    parts_start: PartsStart | None = None
+    step_parts: EngineHalves = field(default_factory=EngineHalves)
     halves_built: Callable[[], None] = lambda: None
-    weights_changed: Callable[[], None] = lambda: None
 
 
 class PauseController:
@@ -153,17 +150,18 @@ class PauseController:
 
     def _wake_up(self, memory: Sequence[str]) -> None:
         """Reallocate memory; start worker halves of step parts again, if the model was released."""
-        core, released = self._core, self._sleep_level >= _RELEASES_MODEL
-        start = core.parts_start if released else None
-        if start is not None and "weights" in memory:
-            start.weights_load()
+        core, parts = self._core, self._core.step_parts
+        released = self._sleep_level >= _RELEASES_MODEL
+        loads = released and "weights" in memory
+        if loads:
+            parts.blocks.weights_load()
         core.executor.collective_rpc("wake_up", (memory,))
         self._asleep -= set(memory)
-        if released and "weights" in memory:
-            core.weights_changed()
-        if start is not None and "kv_cache" in memory:
-            start.restart()
-        if released and "weights" in memory:
+        if loads:
+            parts.weights_changed()
+        if released and "kv_cache" in memory:
+            parts.blocks.restart()
+        if loads:
             core.halves_built()
 
     def check(self, mode: str) -> None:

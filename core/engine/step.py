@@ -45,7 +45,6 @@ from hardpoint.plugins.requests.stats import SchedulerStats
 
 from .batch_queue import Batch, BatchQueue, start_batch
 from .cache_changes import CacheChangeLog
-from .parts_start import PartsStart
 from .step_cost import StepCostFit, StepTimes
 from .step_log import StepLog, log_failure
 from .weight_updates import WeightUpdates
@@ -69,7 +68,6 @@ class EngineCoreParts:
         components: further components to close with the core.
         config: logged when a step fails.
         log_stats: whether outputs carry scheduler statistics.
-        parts_start: starts worker halves that move blocks; None if there are none.
         step_parts: the engine halves of step parts, whose gates the scheduler has.
         generates: whether the model has logits of the next token.
         step_log: logs every step.
@@ -97,7 +95,6 @@ class EngineCoreParts:
     log_stats: bool = False
     step_parts: EngineHalves = field(default_factory=EngineHalves)
     generates: bool = True
-    parts_start: PartsStart | None = None
     step_log: StepLog | None = None
     step_cost: StepCostFit | None = None
     step_times: StepTimes = field(default_factory=StepTimes)

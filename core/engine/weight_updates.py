@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hardpoint.core.weights.updated_weights import UpdatedWeights
 from hardpoint.host.boundary.errors import error_of
+from hardpoint.host.boundary.parts.engine_halves import EngineHalves
 from hardpoint.host.boundary.step_check import live_request
 from hardpoint.plugins import (
     EngineConfig,
@@ -19,8 +20,6 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config_tables import LoadConfig
 from hardpoint.plugins.requests.resumed import ResumedOutputs, WeightRun
-
-from .parts_start import PartsStart
 
 
 @dataclass
@@ -51,8 +50,7 @@ class WeightUpdates:
         loader: WeightLoader,
         executor: Executor,
         scheduler: Scheduler,
-        parts_start: PartsStart | None,
-        weights_changed: Callable[[], None],
+        step_parts: EngineHalves,
     ) -> None:
         """Begin with the weights of the configuration.
 
@@ -61,12 +59,11 @@ class WeightUpdates:
             loader: loader of the weights.
             executor: has the workers.
             scheduler: has the requests.
-            parts_start: starts worker halves that move blocks; None if there are none.
-            weights_changed: notifies step parts.
+            step_parts: are notified of other weights.
         """
         self._base = loader.base if isinstance(loader, UpdatedWeights) else loader
         self._executor, self._scheduler = executor, scheduler
-        self._parts_start, self._weights_changed = parts_start, weights_changed
+        self._step_parts = step_parts
         self._prepared: tuple[tuple[str, ...], str] | None = None
         self._tells = config.load != LoadConfig(use=config.load.use)
         self._live: dict[str, _Live] = {}
@@ -78,7 +75,7 @@ class WeightUpdates:
         Raises:
             RequestError: kept keys and values would get into stores.
         """
-        if not recompute and self._parts_start is not None:
+        if not recompute and self._step_parts.moves_blocks is not None:
             raise RequestError(
                 "recompute: expected true: a kv_connector would store keys and values of earlier "
                 "weights among those of the new ones"
@@ -116,14 +113,13 @@ class WeightUpdates:
         """
         assert self._prepared is not None, "prepare() comes first"
         (updates, version), self._prepared = self._prepared, None
-        start = self._parts_start
-        if start is not None:
-            start.weights_load(UpdatedWeights(self._base, updates))
+        parts = self._step_parts
+        if parts.moves_blocks is not None:
+            parts.blocks.weights_load(UpdatedWeights(self._base, updates))
         self._scheduler.reset_prefix_cache(recompute_running=recompute)
         self._executor.collective_rpc("use_weights")
-        self._weights_changed()
-        if start is not None:
-            start.restart()
+        parts.weights_changed()
+        parts.blocks.restart()
         self._note(version, kept=not recompute)
         self._tells, self.version = True, version
 

@@ -47,8 +47,8 @@ from hardpoint.plugins.model.logits_ops import warm_up
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import KVBlocks
+from hardpoint.toolkit.kv_blocks.identity import block_identity
 
-from .block_identity import block_identity
 from .input_batch import InputBatch
 from .loaded_model import measure, naming_memory, open_parts, share_of_memory
 from .model_runner import ModelRunner
@@ -257,15 +257,18 @@ class LocalWorker:
         Raises:
             ConfigError: its blocks cannot be identified, or the backend has no views of them.
         """
-        runner, user = self.runner, self.runner.parts.moves_blocks
-        assert self._spec is not None
+        runner, user, spec = self.runner, self.runner.parts.moves_blocks, self._spec
+        assert spec is not None
         assert user is not None, "no part moves blocks"
         assert self._weights_hash is not None, "start_parts() comes first"
+        quantization = spec.config.quantization.use
+        entry = spec.plugins.find("quantizations", quantization)
         identity = block_identity(
-            self._spec,
+            spec,
             self._ranks.parallel,
             runner.attention,
             kv_variant=runner.model.kv_variant,
+            quantization=spec.config.plugin.get(quantization if entry is None else entry.name, {}),
             weights=self._weights_hash,
             user=user,
         )

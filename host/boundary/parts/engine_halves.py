@@ -27,10 +27,12 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.requests.plan import PartData
 from hardpoint.plugins.scheduling.step_record import WaitReason
+from hardpoint.toolkit.kv_blocks.start import BlockStart
 
 from . import figures, returns
 from .bound_half import INCLUDE, BoundPart, OpenHalves, call_for
 from .calls import PartCalls
+from .components import describe_fault
 from .gates import PartGates, part_encoder_cache, part_transfers, without_data
 
 
@@ -40,6 +42,7 @@ class EngineHalves:
     Attributes:
         num_draft_tokens: most drafts of a request and a step.
         calls: those that the parts answer and make.
+        blocks: starts the worker halves of parts that move blocks.
         tasks: tasks of requests besides generating.
         open: opens the halves of further parts.
         encoder_cache: cache of the part that encodes features; None if there is none.
@@ -62,6 +65,7 @@ class EngineHalves:
         self.open: OpenHalves[BoundPart] | None = None
         self.calls = calls or PartCalls()
         self.calls.answer_by(self._parts)
+        self.blocks = BlockStart(self, describe_fault)
         self.num_draft_tokens = max((part.num_draft_tokens for part in self._parts), default=0)
         self.tasks = list(dict.fromkeys(t for part in self._parts for t in part.half.tasks))
         self.encoder_cache, self.max_encoder_tokens = part_encoder_cache(self._parts)
@@ -118,8 +122,7 @@ class EngineHalves:
                     raise TypeError(f"expected bytes or None, got {shown(key)}")
             except BaseException as cause:
                 key = f"{request.request_id} shares nothing".encode()
-                fault = part.fault("its block_key() failed", cause)
-                if fault is not None:
+                if (fault := part.fault("its block_key() failed", cause)) is not None:
                     self._faults[request.request_id] = fault
             if key is not None:
                 found[part.name] = key
@@ -413,6 +416,7 @@ class EngineHalves:
         with ExitStack() as stack:
             for part in self._parts:
                 stack.callback(part.close)
+            stack.callback(self.blocks.close)
 
     def _is_of_former(self, request_id: str) -> bool:
         """Return whether a reported end is that of a request before the live one of its id."""
@@ -438,8 +442,7 @@ class EngineHalves:
         try:
             part.run(method, request_id)
         except BaseException as cause:
-            fault = part.fault(f"its {method}() failed", cause)
-            if fault is not None:
+            if (fault := part.fault(f"its {method}() failed", cause)) is not None:
                 self._faults[request_id] = fault
 
     def _for_plan(self, part: BoundPart, method: str, plan: SchedulerOutput, *args: Any) -> Any:
@@ -478,8 +481,7 @@ class EngineHalves:
         later: Collection[str] = (),
     ) -> None:
         """End the requests of a plan, and of later ones, that use a part, if its faults do so."""
-        fault = part.fault(message, cause)
-        if fault is not None:
+        if (fault := part.fault(message, cause)) is not None:
             for name in part.users & {*plan.num_scheduled_tokens, *later}:
                 self._faults.setdefault(name, fault)
 

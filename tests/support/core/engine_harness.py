@@ -309,9 +309,7 @@ class Rig:
     def _weights(self):
         """Weights that are read at once, whenever others are prepared."""
         self.executor.rpc["weights_prepared"] = (True, None, "")
-        return WeightUpdates(
-            EngineConfig(), None, self.executor, self.scheduler, None, lambda: None
-        )
+        return WeightUpdates(EngineConfig(), None, self.executor, self.scheduler, self.parts)
 
     def add(self, name, **fields):
         self.core.add_request(request(name, **fields))

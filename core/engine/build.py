@@ -56,6 +56,7 @@ from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.typed import read_only
 
+from .border import EngineBorder
 from .cache_changes import CacheChangeLog
 from .core import EngineCore
 from .outside import OpenOutside, Outside
@@ -63,7 +64,6 @@ from .prepare import check_drafts, limits_of, num_batches, plans_ahead
 from .step import EngineCoreParts
 from .step_cost import StepCostFit
 from .step_log import StepLog
-from .weight_updates import WeightUpdates
 from .worker_launch import WorkerLauncher
 
 _log = logging.getLogger("hardpoint")
@@ -131,7 +131,6 @@ def build_core(
             executor,
             kv_cache,
             faults=faults,
-            weights=WeightUpdates(config, spec.loader, executor, scheduler, opened.step_parts),
             step_cost=fit if config.scheduler.step_milliseconds or spec.num_draft_tokens else None,
             **opened.for_core(spec, config, info, activity),
         )
@@ -153,6 +152,7 @@ class _EnginePlugins:
     clock: _Clock
     step_cost: Callable[[], StepCost]
     changes: CacheChangeLog | None
+    border: EngineBorder
 
     def for_scheduler(self, config: EngineConfig, kv_cache: BlockManager) -> dict[str, Any]:
         """Return the fields of the scheduler's context that show these plugins."""
@@ -184,6 +184,7 @@ class _EnginePlugins:
             "policy": self.policy,
             "kv_events": self.kv_events,
             "cache_changes": self.changes,
+            "border": self.border,
             "activity": activity,
             "components": [self.eviction],
             "step_parts": self.step_parts,
@@ -221,7 +222,7 @@ def _open_plugins(
     blocks = BlockMetadata(clock)
     eviction = _eviction_policy(spec.plugins, blocks, clock)
     close_if_failed(undo, partial(close_all, [eviction]))
-    block_hashes = _BlockHashes()
+    block_hashes, border = _BlockHashes(), EngineBorder(spec.loader)
     context = EngineHalfContext(
         components=Components(spec.plugins, faults.calls),
         describe_fault=describe_fault,
@@ -236,11 +237,21 @@ def _open_plugins(
         publish=kv_events.publish,
         retained=blocks.retained,
         step_cost=step_cost,
+        border=border,
     )
     step_parts = open_parts(spec.plugins, spec.for_parts, context, faults)
     close_if_failed(undo, step_parts.close)
     opened = _EnginePlugins(
-        policy, kv_events, blocks, eviction, step_parts, block_hashes, clock, step_cost, changes
+        policy,
+        kv_events,
+        blocks,
+        eviction,
+        step_parts,
+        block_hashes,
+        clock,
+        step_cost,
+        changes,
+        border,
     )
     return opened, dataclasses.replace(spec, num_draft_tokens=step_parts.num_draft_tokens)
 

@@ -17,7 +17,6 @@ from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
 from .pause import PauseController, PauseDependencies
 from .step import EngineCoreParts, Outputs, StepRunner
 from .utility_calls import EngineUtilities
-from .weight_updates import WeightUpdates
 
 QueuedRequest = tuple[EngineCoreRequest, list[bytes] | None, float | None]
 """The arguments of `EngineCore.add_request`."""
@@ -55,12 +54,8 @@ class EngineCore(EngineUtilities):
                 steps.halves_built,
             )
         )
-
-    @property
-    def _weights(self) -> WeightUpdates:
-        if (weights := self._parts.weights) is None:
-            raise HardpointError("the weights of this engine cannot be replaced")
-        return weights
+        if parts.border is not None:
+            parts.border.use(self._pause, parts.scheduler, parts.step_parts)
 
     # Requests
 
@@ -92,8 +87,6 @@ class EngineCore(EngineUtilities):
         except BaseException:
             self._parts.step_parts.refused(request.request_id)
             raise
-        if request.resumed is not None and self._parts.weights is not None:
-            self._parts.weights.resumed(request.request_id, request.resumed)
         if block_hashes and (live := live_request(self._scheduler, request.request_id)) is not None:
             self._parts.kv_cache.take_hashes(live, block_hashes)
 

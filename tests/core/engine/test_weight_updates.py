@@ -204,6 +204,52 @@ def test_a_paused_engine_stays_paused(folders, expected):
         assert results(llm) == expected[1]
 
 
+def test_prepared_weights_do_not_outlive_the_model(folders, expected):
+    """After a sleep that releases the model, workers have nothing prepared."""
+    first, second = folders
+    with opened(first) as llm:
+
+        def call(method, **arguments):
+            return llm.call_part("weight_updates", method, arguments)
+
+        how = {"ticket": 1, "mode": "keep", "recompute": True}
+        for wakes_before in (True, False):
+            call("prepare", updates=[str(file_of(second))], version="1", **how)
+            llm.sleep(2)
+            if wakes_before:
+                llm.wake_up()
+            with pytest.raises(HardpointError, match="no weights are prepared|has no model"):
+                call("poll", ticket=1)
+            assert call("drop")
+            if not wakes_before:
+                llm.wake_up()
+            assert results(llm) == expected[0]
+        assert llm.update_weights(second) == "1"
+        llm.sleep(2)
+        llm.wake_up()
+        assert results(llm) == expected[1]
+
+
+def test_calls_name_the_update_that_they_mean(folders, expected):
+    with opened(folders[0]) as llm:
+
+        def call(method, **arguments):
+            return llm.call_part("weight_updates", method, arguments)
+
+        how = {"mode": "keep", "recompute": True}
+        call("prepare", ticket=1, updates=[str(file_of(folders[1]))], version="1", **how)
+        wait_until(lambda: call("poll", ticket=1))
+        for method, arguments in (("poll", {}), ("use", how)):
+            with pytest.raises(HardpointError, match="no weights are prepared: prepare"):
+                call(method, ticket=2, **arguments)
+        with pytest.raises(RequestError, match="ticket: expected a whole number, got 'x'"):
+            call("poll", ticket="x")
+        with pytest.raises(RequestError, match="method: expected one of prepare, poll, use, drop"):
+            call("begin")
+        assert call("use", ticket=1, **how)
+        assert results(llm) == expected[1]
+
+
 def test_earlier_weights_are_released(folders):
     def models():
         gc.collect()

@@ -44,7 +44,6 @@ from hardpoint.plugins import (
     ExecutorContext,
     PublisherContext,
     Request,
-    Scheduler,
     SchedulerContext,
     StepCost,
     StepRecord,
@@ -58,14 +57,13 @@ from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.toolkit.step_cost import StepCostFit
 from hardpoint.typed import read_only
 
+from .border import EngineBorder
 from .cache_changes import CacheChangeLog
 from .core import EngineCore
 from .outside import OpenOutside, Outside
-from .parts_start import PartsStart
 from .prepare import check_drafts, limits_of, num_batches, plans_ahead
 from .step import EngineCoreParts
 from .step_log import StepLog
-from .weight_updates import WeightUpdates
 from .worker_launch import WorkerLauncher
 
 _log = logging.getLogger("hardpoint")
@@ -116,12 +114,11 @@ def build_core(
         launcher = WorkerLauncher(spec, config_sources, activity)
         close_if_failed(undo, launcher.close)
         executor = _executor(spec, launcher, opened.step_parts, undo)
-        start = _parts_start(spec, executor, opened.step_parts, undo)
+        opened.step_parts.blocks.weights_load(spec.loader)
         info, size, config = _start(executor, spec, config_sources, opened.step_parts)
         launcher.close()
         kv_cache = _kv_cache(config, size, info, spec, opened, faults)
-        if start is not None:
-            start.start()
+        opened.step_parts.blocks.start()
         fields = opened.for_scheduler(config, kv_cache) | {"record": _recorder(hooks, faults)}
         scheduler = spec.plugins.create(
             spec.plugins.one("schedulers"),
@@ -134,8 +131,6 @@ def build_core(
             executor,
             kv_cache,
             faults=faults,
-            parts_start=start,
-            weights=opened.weight_updates(config, spec, executor, scheduler, start),
             step_cost=fit if config.scheduler.step_milliseconds or spec.num_draft_tokens else None,
             **opened.for_core(spec, config, info, activity),
         )
@@ -157,6 +152,7 @@ class _EnginePlugins:
     clock: _Clock
     step_cost: Callable[[], StepCost]
     changes: CacheChangeLog | None
+    border: EngineBorder
 
     def for_scheduler(self, config: EngineConfig, kv_cache: BlockManager) -> dict[str, Any]:
         """Return the fields of the scheduler's context that show these plugins."""
@@ -176,18 +172,6 @@ class _EnginePlugins:
             "grammars": GatesAsGrammars(parts.gates),
         }
 
-    def weight_updates(
-        self,
-        config: EngineConfig,
-        spec: WorkerSpec,
-        executor: Executor,
-        scheduler: Scheduler,
-        start: PartsStart | None,
-    ) -> WeightUpdates:
-        """Return the updates of the weights, of which step parts are notified."""
-        changed = self.step_parts.weights_changed
-        return WeightUpdates(config, spec.loader, executor, scheduler, start, changed)
-
     def for_core(
         self, spec: WorkerSpec, config: EngineConfig, info: WorkerInfo, activity: Activity
     ) -> dict[str, Any]:
@@ -200,6 +184,7 @@ class _EnginePlugins:
             "policy": self.policy,
             "kv_events": self.kv_events,
             "cache_changes": self.changes,
+            "border": self.border,
             "activity": activity,
             "components": [self.eviction],
             "step_parts": self.step_parts,
@@ -237,7 +222,7 @@ def _open_plugins(
     blocks = BlockMetadata(clock)
     eviction = _eviction_policy(spec.plugins, blocks, clock)
     close_if_failed(undo, partial(close_all, [eviction]))
-    block_hashes = _BlockHashes()
+    block_hashes, border = _BlockHashes(), EngineBorder(spec.loader)
     context = EngineHalfContext(
         components=Components(spec.plugins, faults.calls),
         describe_fault=describe_fault,
@@ -252,11 +237,21 @@ def _open_plugins(
         publish=kv_events.publish,
         retained=blocks.retained,
         step_cost=step_cost,
+        border=border,
     )
     step_parts = open_parts(spec.plugins, spec.for_parts, context, faults)
     close_if_failed(undo, step_parts.close)
     opened = _EnginePlugins(
-        policy, kv_events, blocks, eviction, step_parts, block_hashes, clock, step_cost, changes
+        policy,
+        kv_events,
+        blocks,
+        eviction,
+        step_parts,
+        block_hashes,
+        clock,
+        step_cost,
+        changes,
+        border,
     )
     return opened, dataclasses.replace(spec, num_draft_tokens=step_parts.num_draft_tokens)
 
@@ -310,22 +305,11 @@ def _executor(
     )
     close_if_failed(undo, partial(close_all, [executor]))
     parts.calls.use(executor.collective_rpc)
+    parts.blocks.use(executor, spec.config.weight_cache)
     _check_depth(executor, spec.config)
     if spec.num_draft_tokens:
         check_drafts(spec, parts.drafting)
     return executor
-
-
-def _parts_start(
-    spec: WorkerSpec, executor: Executor, parts: EngineHalves, undo: contextlib.ExitStack
-) -> PartsStart | None:
-    """Return the starter of the parts that move blocks, which hashes weights; None without any."""
-    if parts.moves_blocks is None:
-        return None
-    start = PartsStart(spec.config, spec.loader, executor, parts)
-    start.weights_load()
-    close_if_failed(undo, start.close)
-    return start
 
 
 def _kv_cache(

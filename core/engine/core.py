@@ -17,7 +17,6 @@ from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
 from .pause import PauseController, PauseDependencies
 from .step import EngineCoreParts, Outputs, StepRunner
 from .utility_calls import EngineUtilities
-from .weight_updates import WeightUpdates
 
 QueuedRequest = tuple[EngineCoreRequest, list[bytes] | None, float | None]
 """The arguments of `EngineCore.add_request`."""
@@ -51,17 +50,12 @@ class EngineCore(EngineUtilities):
                 functools.partial(steps.abort_later, None),
                 steps.settle,
                 parts.sleep_levels,
-                parts.parts_start,
+                parts.step_parts,
                 steps.halves_built,
-                parts.step_parts.weights_changed,
             )
         )
-
-    @property
-    def _weights(self) -> WeightUpdates:
-        if (weights := self._parts.weights) is None:
-            raise HardpointError("the weights of this engine cannot be replaced")
-        return weights
+        if parts.border is not None:
+            parts.border.use(self._pause, parts.scheduler, parts.step_parts)
 
     # Requests
 
@@ -93,8 +87,6 @@ class EngineCore(EngineUtilities):
         except BaseException:
             self._parts.step_parts.refused(request.request_id)
             raise
-        if request.resumed is not None and self._parts.weights is not None:
-            self._parts.weights.resumed(request.request_id, request.resumed)
         if block_hashes and (live := live_request(self._scheduler, request.request_id)) is not None:
             self._parts.kv_cache.take_hashes(live, block_hashes)
 
@@ -244,6 +236,4 @@ class EngineCore(EngineUtilities):
             stack.callback(parts.kv_events.close)
             stack.callback(parts.policy.close)
             stack.callback(parts.step_parts.close)
-            if parts.parts_start is not None:
-                stack.callback(parts.parts_start.close)
             stack.callback(close_all, [self._scheduler, self._executor])

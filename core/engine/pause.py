@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from hardpoint import typed
+from hardpoint.host.boundary.parts.engine_halves import EngineHalves
 from hardpoint.host.registry.blame import raise_unless_fault
 from hardpoint.plugins import Executor, HardpointError, PauseState, RequestError, Scheduler
-
-from .parts_start import PartsStart
 
 MEMORY_TAGS = ("weights", "kv_cache")
 SCHEDULING_TAG = "scheduling"
 _RELEASES_MODEL = 2  # level of sleep
-_USER, _UPDATE = "user", "update"  # owners of pauses: `pause` and `sleep`, or `run_paused`
+_USER = ""  # owner of the pauses by `pause` and `sleep`; those by `run_paused` have others
 
 
 class PauseMode(StrEnum):
@@ -38,9 +38,8 @@ class PauseDependencies:
         abort_all: ends every request; one of the next steps reports that to the clients.
         settle: completes all steps that are under way.
         sleep_levels: levels that the workers support, in addition to 0.
-        parts_start: starts worker halves that move blocks; None if there are none.
+        step_parts: are notified of a model that was loaded again.
         halves_built: called when the worker halves of step parts were built again.
-        weights_changed: notifies step parts of a model that was loaded again.
     """
 
     scheduler: Scheduler
@@ -48,9 +47,17 @@ class PauseDependencies:
     abort_all: Callable[[], None]
     settle: Callable[[], None]
     sleep_levels: tuple[int, ...] = (1, 2)
-    parts_start: PartsStart | None = None
+    step_parts: EngineHalves = field(default_factory=EngineHalves)
     halves_built: Callable[[], None] = lambda: None
-    weights_changed: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """An action that waits for the engine to be idle; the future is that of its call."""
+
+    action: Callable[[], Any]
+    owner: str
+    future: Future[Any] = field(default_factory=Future)
 
 
 class PauseController:
@@ -69,8 +76,7 @@ class PauseController:
         self._states = {_USER: PauseState.UNPAUSED}  # by owner
         self._asleep: set[str] = set()  # memory tags
         self._sleep_level = 0
-        # What to do once the engine is idle, for whom, with the future of the call.
-        self._when_idle: list[tuple[Callable[[], None], str, Future[None]]] = []
+        self._when_idle: list[_Waiting] = []
         self._last_sleep: Future[None] | None = None
         self.has_loop = False
         self.num_wake_ups = 0
@@ -164,17 +170,18 @@ class PauseController:
 
     def _wake_up(self, memory: Sequence[str]) -> None:
         """Reallocate memory; start worker halves of step parts again, if the model was released."""
-        core, released = self._core, self._sleep_level >= _RELEASES_MODEL
-        start = core.parts_start if released else None
-        if start is not None and "weights" in memory:
-            start.weights_load()
+        core, parts = self._core, self._core.step_parts
+        released = self._sleep_level >= _RELEASES_MODEL
+        loads = released and "weights" in memory
+        if loads:
+            parts.blocks.weights_load()
         core.executor.collective_rpc("wake_up", (memory,))
         self._asleep -= set(memory)
-        if released and "weights" in memory:
-            core.weights_changed()
-        if start is not None and "kv_cache" in memory:
-            start.restart()
-        if released and "weights" in memory:
+        if loads:
+            parts.weights_changed()
+        if released and "kv_cache" in memory:
+            parts.blocks.restart()
+        if loads:
             core.halves_built()
 
     def check(self, mode: str) -> None:
@@ -188,58 +195,57 @@ class PauseController:
         self._check_no_sleep_waits()
         self._checked(mode)
 
-    def run_paused(self, mode: str, action: Callable[[], None]) -> Future[None]:
-        """Pause, run an action, and continue as the user's pauses have it by then.
+    def run_paused(self, owner: str, mode: str, action: Callable[[], Any]) -> Future[Any]:
+        """Pause, run an action, and continue as the other pauses have it by then.
 
         Args:
+            owner: the owner of the pause; it has no other one, see `give_up`.
             mode: as for `pause`.
-            action: called when no step is under way; what it raises the future gets. One that
-                waits from before is given up.
+            action: called when no step is under way; the future gets its result, or exception.
 
         Raises:
             RequestError, HardpointError: as `check`.
         """
         self.check(mode)
-        self.give_up()
-        self._begin(mode, _UPDATE)
+        self._begin(mode, owner)
 
-        def run() -> None:
+        def run() -> Any:
             try:
                 self._check_awake()
-                action()
+                return action()
             finally:
                 self.num_wake_ups += 1  # workers may have work to do ahead again
-                self._set_state(PauseState.UNPAUSED, _UPDATE)
+                self._set_state(PauseState.UNPAUSED, owner)
 
-        return self._run_when_idle(run, _UPDATE)
+        return self._run_when_idle(run, owner)
 
-    def give_up(self) -> None:
+    def give_up(self, owner: str, message: str) -> None:
         """Fail the future of `run_paused` whose action has not run, and end its pause."""
-        self.fail_pending("the update of the weights was given up", (_UPDATE,))
-        self._set_state(PauseState.UNPAUSED, _UPDATE)
+        self.fail_pending(message, owner)
+        self._set_state(PauseState.UNPAUSED, owner)
 
     def went_idle(self) -> None:
         """Complete the pauses that wait for the engine to be idle."""
         while self._when_idle:
-            action, owner, future = self._when_idle.pop(0)
-            if future.set_running_or_notify_cancel():
+            waiting = self._when_idle.pop(0)
+            if waiting.future.set_running_or_notify_cancel():
                 try:
-                    action()
+                    result = waiting.action()
                 except BaseException as error:
                     raise_unless_fault(error)
-                    future.set_exception(error)
+                    waiting.future.set_exception(error)
                 else:
-                    future.set_result(None)
-            if owner == _UPDATE and self._core.scheduler.has_requests():
+                    waiting.future.set_result(result)
+            if waiting.owner != _USER and self._core.scheduler.has_requests():
                 break  # its own pause was the stricter one
 
-    def fail_pending(self, message: str, owners: Collection[str] = (_USER, _UPDATE)) -> None:
-        """Fail the futures of pauses that are not complete."""
-        pending = [entry for entry in self._when_idle if entry[1] in owners]
-        self._when_idle = [entry for entry in self._when_idle if entry not in pending]
-        for _, _, future in pending:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(HardpointError(message))
+    def fail_pending(self, message: str, owner: str | None = None) -> None:
+        """Fail the futures of pauses that are not complete; with an owner, those of its pauses."""
+        pending = [w for w in self._when_idle if owner is None or w.owner == owner]
+        self._when_idle = [waiting for waiting in self._when_idle if waiting not in pending]
+        for waiting in pending:
+            if waiting.future.set_running_or_notify_cancel():
+                waiting.future.set_exception(HardpointError(message))
 
     def _check_awake(self) -> None:
         if self._asleep:
@@ -273,15 +279,14 @@ class PauseController:
         self._states[owner] = state
         self._core.scheduler.set_pause(max(self._states.values(), key=list(PauseState).index))
 
-    def _run_when_idle(self, action: Callable[[], None], owner: str = _USER) -> Future[None]:
-        future: Future[None] = Future()
-        # An update is first: the pauses of the user may have to wait again once its own is over.
-        place = 0 if owner == _UPDATE else len(self._when_idle)
-        self._when_idle.insert(place, (action, owner, future))
+    def _run_when_idle(self, action: Callable[[], Any], owner: str = _USER) -> Future[Any]:
+        waiting = _Waiting(action, owner)
+        # The user's pauses are last: they may have to wait again once the others are over.
+        self._when_idle.insert(len(self._when_idle) if owner == _USER else 0, waiting)
         if not self.has_loop:
             self._core.settle()
             self.went_idle()
-        return future
+        return waiting.future
 
     def _clear_caches(self) -> None:
         self._core.scheduler.reset_prefix_cache(recompute_running=True)

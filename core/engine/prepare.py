@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from hardpoint import typed
-from hardpoint.core.weights.updated_weights import UpdatedWeights
 from hardpoint.core.weights.worker_spec import ONLY_ENGINE, EnginePlace, WorkerSpec
 from hardpoint.errors import PluginConflictError, PluginFaultError, shown
 from hardpoint.host.registry.loading import keeping_torch
@@ -32,6 +31,7 @@ from hardpoint.plugins.component import Progress
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
+from hardpoint.toolkit.updated_weights import UpdatedWeights
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,

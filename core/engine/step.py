@@ -45,10 +45,9 @@ from hardpoint.plugins.requests.stats import SchedulerStats
 from hardpoint.toolkit.step_cost import StepCostFit, StepTimes
 
 from .batch_queue import Batch, BatchQueue, start_batch
+from .border import EngineBorder
 from .cache_changes import CacheChangeLog
-from .parts_start import PartsStart
 from .step_log import StepLog, log_failure
-from .weight_updates import WeightUpdates
 
 _log = logging.getLogger("hardpoint")
 
@@ -69,7 +68,6 @@ class EngineCoreParts:
         components: further components to close with the core.
         config: logged when a step fails.
         log_stats: whether outputs carry scheduler statistics.
-        parts_start: starts worker halves that move blocks; None if there are none.
         step_parts: the engine halves of step parts, whose gates the scheduler has.
         generates: whether the model has logits of the next token.
         step_log: logs every step.
@@ -80,7 +78,7 @@ class EngineCoreParts:
         idle_method: method of workers that is called while nothing else is to do; None if they
             have no such method.
         activity: records the requests of each step.
-        weights: replaces the weights; None if they stay.
+        border: runs actions of step parts between two steps; None if they have none.
         cache_changes: collects the changes of the KV cache for clients; None if they get none.
     """
 
@@ -97,7 +95,6 @@ class EngineCoreParts:
     log_stats: bool = False
     step_parts: EngineHalves = field(default_factory=EngineHalves)
     generates: bool = True
-    parts_start: PartsStart | None = None
     step_log: StepLog | None = None
     step_cost: StepCostFit | None = None
     step_times: StepTimes = field(default_factory=StepTimes)
@@ -105,7 +102,7 @@ class EngineCoreParts:
     sleep_levels: tuple[int, ...] = (1, 2)
     idle_method: str | None = None
     activity: Activity = field(default_factory=Activity)
-    weights: WeightUpdates | None = None
+    border: EngineBorder | None = None
     cache_changes: CacheChangeLog | None = None
 
     def publish(self, events: Sequence[KVEvent]) -> None:
@@ -125,8 +122,6 @@ class EngineCoreParts:
         self.step_parts.add_stats(stats)
         if self.step_cost is not None:
             stats.step_cost_error = self.step_cost.current().error
-        if self.weights is not None and (version := self.weights.shown_version) is not None:
-            stats.weight_version = version
         if self.num_waits:
             stats.num_waits_for_results = dict(self.num_waits)
         return stats
@@ -329,9 +324,7 @@ class StepRunner:
         checked(outputs, Scheduler, "update", self._parts.scheduler_label)
         if result.observed_logprobs:
             _add_observed(outputs, result)
-        self._step_parts.add_figures(plan, outputs)
-        if self._parts.weights is not None:
-            self._parts.weights.mark(outputs)
+        self._step_parts.publish(plan, outputs)
         self._step_parts.updated(plan)
         return outputs
 
@@ -398,8 +391,6 @@ class StepRunner:
         Returns:
             Their last outputs, one message per client, with the ids that ended.
         """
-        if self._parts.weights is not None:
-            self._parts.weights.forget(request_ids)
         outputs = self._scheduler.finish_requests(request_ids, FinishReason.ABORT)
         for message in outputs.values():
             ended = {output.request_id for output in message.outputs}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from hardpoint import typed
@@ -29,7 +28,6 @@ from hardpoint.plugins.scheduling.step_record import LiveRequest
 
 from .pause import PauseController, PauseMode
 from .step import EngineCoreParts
-from .weight_updates import WeightUpdates
 
 if TYPE_CHECKING:
     PauseModeName = PauseMode | Literal["abort", "wait", "keep"]
@@ -50,9 +48,6 @@ class UtilityHost(Protocol):
     _parts: EngineCoreParts
     _pause: PauseController
     _changes: EngineChanges
-
-    @property
-    def _weights(self) -> WeightUpdates: ...
 
 
 class ControlCalls:
@@ -277,44 +272,6 @@ class EngineUtilities(ControlCalls):
     ) -> list[str]:
         """Do something about a change of plugins and settings, see `EngineChanges.run`."""
         return self._changes.run(action, change)
-
-    @utility()
-    def prepare_weights(
-        self: UtilityHost, updates: list[str], version: str, mode: PauseModeName, *, recompute: bool
-    ) -> None:
-        """Begin to read other weights of the model, while it runs.
-
-        Args:
-            updates: as `load.updates`.
-            version: as `load.version`.
-            mode, recompute: as `use_weights` is going to have them.
-        """
-        self._pause.check(mode)
-        self._pause.give_up()
-        self._weights.prepare(updates, version, recompute=recompute)
-
-    @utility(has_timeout=False)
-    def weights_prepared(self: UtilityHost) -> bool:
-        """Return whether all workers have read the weights.
-
-        Raises:
-            HardpointError: they are not the model's or cannot be read, or memory is short; all
-                workers have forgotten them.
-        """
-        return self._weights.are_prepared()
-
-    @utility()
-    def drop_weights(self: UtilityHost) -> None:
-        """Forget the weights that were prepared; a `use_weights` that waits fails."""
-        self._pause.give_up()
-        self._weights.drop()
-
-    @utility(has_timeout=False)
-    def use_weights(self: UtilityHost, mode: PauseModeName, *, recompute: bool) -> Future[None]:
-        """Use the weights that were prepared; see `LLM.weights.update`."""
-        if not self._weights.are_prepared():
-            raise HardpointError("the weights are still being prepared")
-        return self._pause.run_paused(mode, partial(self._weights.use, recompute=recompute))
 
     @utility()
     def step_faults(self: UtilityHost) -> dict[str, StepFault]:

@@ -28,9 +28,10 @@ from hardpoint.host.system.memory import (
     memory_limit,
     out_of_memory,
 )
-from hardpoint.plugins import ModelError, Ops, WorkerInfo
+from hardpoint.plugins import ModelError, Ops, WeightLoader, WorkerInfo
 from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
 
+from .prepared_model import PreparedModel
 from .ranks import Ranks
 from .sequence_model import model_opener
 
@@ -109,9 +110,22 @@ def measure(
 
 
 def open_parts(
-    spec: WorkerSpec, planned: PlannedModel, ops: Ops, ranks: Ranks, activity: Activity
+    spec: WorkerSpec,
+    planned: PlannedModel,
+    ops: Ops,
+    ranks: Ranks,
+    activity: Activity,
+    prepare_again: Callable[[Callable[[], WeightLoader]], PreparedModel],
 ) -> WorkerParts:
     """Build the worker halves of the step parts.
+
+    Args:
+        spec: spec of the worker.
+        planned: the loaded model.
+        ops: operations of its layers.
+        ranks: the ranks of the model.
+        activity: records the methods that run.
+        prepare_again: see `LoadedModel`.
 
     Raises:
         PluginError: one cannot be built, or changes layers that the model does not let it
@@ -126,7 +140,7 @@ def open_parts(
         components=Components(spec.plugins, functools.partial(PluginCalls, activity)),
         describe_fault=describe_fault,
         host_memory=lambda: memory_limit(torch.device("cpu")).available,
-        loaded=_loaded_model(spec, planned, ops),
+        loaded=_loaded_model(spec, planned, ops, prepare_again),
         open_model=model_opener(spec),
     )
     samples = ranks.is_output
@@ -138,7 +152,12 @@ def open_parts(
     return parts
 
 
-def _loaded_model(spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> LoadedModel:
+def _loaded_model(
+    spec: WorkerSpec,
+    planned: PlannedModel,
+    ops: Ops,
+    prepare_again: Callable[[Callable[[], WeightLoader]], PreparedModel],
+) -> LoadedModel:
     model, attention = planned.checked, planned.attention
     place = spec.device, spec.max_model_len, spec.config.kv_cache.block_size
     ops_source = spec.plugins.one("ops").source
@@ -159,4 +178,6 @@ def _loaded_model(spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> LoadedMo
         decode_bytes=functools.partial(decode_bytes, model, attention, *place),
         matrices=model.hooks.matrices,
         classify=model.classify if planned.model.classifies else None,
+        loader=spec.loader,
+        prepare_again=prepare_again,
     )

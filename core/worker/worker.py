@@ -40,6 +40,7 @@ from hardpoint.plugins import (
     ModelRunnerOutput,
     Ops,
     SchedulerOutput,
+    WeightLoader,
     WorkerInfo,
 )
 from hardpoint.plugins.component import Component
@@ -47,12 +48,12 @@ from hardpoint.plugins.model.logits_ops import warm_up
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import KVBlocks
+from hardpoint.toolkit.kv_blocks.identity import block_identity
 
-from .block_identity import block_identity
 from .input_batch import InputBatch
 from .loaded_model import measure, naming_memory, open_parts, share_of_memory
 from .model_runner import ModelRunner
-from .prepared_weights import PreparedWeights
+from .prepared_model import PreparedModel
 from .ranks import Ranks
 
 _log = logging.getLogger("hardpoint")
@@ -94,7 +95,6 @@ class LocalWorker:
         self._weights_hash: str | None = None  # once worker halves that move blocks have started
         self.movable_weights: Mapping[str, torch.Tensor] | None = None
         self._moved: MovedWeights | None = None
-        self._prepared: PreparedWeights | None = None
         self._ranks = Ranks(
             spec.config.parallel,
             spec.rank,
@@ -167,7 +167,7 @@ class LocalWorker:
             ranks,
             spec.device,
         )
-        parts = open_parts(spec, planned, ops, ranks, self._activity)
+        parts = open_parts(spec, planned, ops, ranks, self._activity, self._prepare_again)
         self._runner.use_parts(parts)
         changes = None if stage is None else processor_changes(stage, spec, ops, self._activity)
         self._live.open(changes, parts, spec.plugins)
@@ -257,15 +257,18 @@ class LocalWorker:
         Raises:
             ConfigError: its blocks cannot be identified, or the backend has no views of them.
         """
-        runner, user = self.runner, self.runner.parts.moves_blocks
-        assert self._spec is not None
+        runner, user, spec = self.runner, self.runner.parts.moves_blocks, self._spec
+        assert spec is not None
         assert user is not None, "no part moves blocks"
         assert self._weights_hash is not None, "start_parts() comes first"
+        quantization = spec.config.quantization.use
+        entry = spec.plugins.find("quantizations", quantization)
         identity = block_identity(
-            self._spec,
+            spec,
             self._ranks.parallel,
             runner.attention,
             kv_variant=runner.model.kv_variant,
+            quantization=spec.config.plugin.get(quantization if entry is None else entry.name, {}),
             weights=self._weights_hash,
             user=user,
         )
@@ -326,6 +329,8 @@ class LocalWorker:
 
     def call_part(self, name: str, message: bytes) -> tuple[str | None, bytes]:
         """Return None and what the half of a step part answers, or kind and text of an error."""
+        if self._runner is None:
+            return "HardpointError", b"the worker has no model: it was closed, or sleeps"
         return self.runner.parts.call(name, message)
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
@@ -381,37 +386,26 @@ class LocalWorker:
         else:
             self.initialize_cache(self._num_blocks)
 
-    def prepare_weights(self, updates: Sequence[str], version: str) -> None:
-        """Begin to read other weights, while the model runs with those that it has."""
-        self.drop_weights()
+    def _prepare_again(self, loader: Callable[[], WeightLoader]) -> PreparedModel:
+        """Return the model once more, to be read with the weights of another loader."""
         assert self._spec is not None
         ops, backend = self.runner.ops, self.runner.attention.backend
         plan = functools.partial(self._plan_model, ops=ops, backend=backend)
-        self._prepared = PreparedWeights(self._spec, updates, version, plan, self._prepared)
+        return PreparedModel(self._spec, loader, plan, self._use_model)
 
-    def weights_prepared(self) -> tuple[bool, str | None, str]:
-        """Return whether the other weights are read, and kind and text of what prevented it."""
-        assert self._prepared is not None, "prepare_weights() comes first"
-        return self._prepared.state
-
-    def use_weights(self) -> None:
-        """Run with the weights that were prepared, from the next step on."""
-        prepared, self._prepared = self._prepared, None
-        planned = None if prepared is None else prepared.planned
-        assert prepared is not None, "prepare_weights() comes first"
-        assert planned is not None, "the weights are still read"
+    def _use_model(self, planned: PlannedModel, spec: WorkerSpec) -> None:
+        """Run with another model than before from the next step on."""
         self._use_device()
-        earlier, self._spec = self.runner.model.become(planned.checked), prepared.spec
-        self.runner.parts.notify("weights_changed")
-        self._components[self._components.index(earlier)] = planned.model
-        if self.movable_weights is not None:
-            self.movable_weights = planned.model.packed_weights()
-        earlier.close()
-
-    def drop_weights(self) -> None:
-        """Forget the weights that were prepared; what is read still is closed when it is read."""
-        if self._prepared is not None:
-            self._prepared.give_up()
+        try:
+            earlier, self._spec = self.runner.model.become(planned.checked), spec
+            self.runner.parts.notify("weights_changed")
+            self._components[self._components.index(earlier)] = planned.model
+            if self.movable_weights is not None:
+                self.movable_weights = planned.model.packed_weights()
+            earlier.close()
+        except BaseException as error:  # other ranks have the new weights
+            self._step_failed(error)
+            raise
 
     def start_profile(self) -> None:
         """Start a profile."""
@@ -452,9 +446,6 @@ class LocalWorker:
             raise error
 
     def _release(self) -> None:
-        if self._prepared is not None:
-            self._prepared.close()
-            self._prepared = None
         if self._weight_cache is not None:
             self._weight_cache.close()
         self.movable_weights = None

@@ -192,7 +192,7 @@ class Player:
             own[:] = [PartReplies.of(part, read(), noted.message)]
             return own[0] == noted or self._last_answer(own[0]) > here
 
-        if not self.wait(is_so_far, 5.0):
+        if not self.wait(is_so_far, _PATIENCE_S):
             what = f"answer of workers to the part {part!r}"
             shown = [str(answer.answers)[:200] for answer in (noted, *own)]
             self.differ(Difference(self._number, None, what, None, *shown))

@@ -257,8 +257,7 @@ def is_poll(method: str, arguments: Sequence[Any]) -> bool:
 
     Such calls change nothing, so that a replay makes them when, and as often as, it has to.
     """
-    is_state = method == "live_change" and list(arguments[:1]) == ["state"]
-    return is_state or method == "weights_prepared"
+    return method == "live_change" and list(arguments[:1]) == ["state"]
 
 
 def what_returned(method: str, arguments: Sequence[Any], result: Any) -> bool | None:

@@ -107,7 +107,6 @@ _MERGES: dict[str, Merge] = {
     "slow_plugins": merged_faults,
     "step_faults": merged_faults,
     "stop_profile": _joined,
-    "weights_prepared": all,
 }
 """Of calls whose answers are not the same from all engines."""
 

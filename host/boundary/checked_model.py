@@ -20,12 +20,12 @@ from hardpoint.plugins import (
     Model,
     TensorSpec,
     WeightLoader,
-    Wrapper,
 )
 from hardpoint.plugins.component import Component, Source
 from hardpoint.plugins.model.model import CUTS, is_shape
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
+from hardpoint.toolkit.cut_weights import cut_weights
 
 from .guard import PASSING, Boundary, checked
 from .layers.states import TrialStates
@@ -355,31 +355,6 @@ def checked_weights(
             raise PluginFaultError(f"{source}: its weights() gave {name!r} twice")
         seen.add(name)
         yield name, tensor
-
-
-def cut_weights(
-    loader: WeightLoader, shapes: Mapping[str, tuple[int, ...]], cuts: Mapping[str, Cut]
-) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-    """Return a loader's weights, cut.
-
-    A class that overrides `weights` alone, of a loader or wrapper that cuts by itself, changes
-    weights in a way that the inherited `cut_weights` does not: those of `weights` are cut then.
-
-    Args:
-        loader: loader of the weights.
-        shapes: as in `WeightLoader.cut_weights`.
-        cuts: the same.
-    """
-    classes = type(loader).__mro__
-    whole, part = (
-        next(index for index, cls in enumerate(classes) if name in vars(cls))
-        for name in ("weights", "cut_weights")
-    )
-    if whole < part:
-        return WeightLoader.cut_weights(loader, dict(shapes), dict(cuts))
-    if isinstance(loader, Wrapper) and Wrapper in classes[part].__bases__:  # it overrides neither
-        return cut_weights(loader.wrapped, shapes, cuts)
-    return loader.cut_weights(dict(shapes), dict(cuts))
 
 
 def _is_weight(item: Any) -> bool:

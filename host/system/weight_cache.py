@@ -23,8 +23,8 @@ import torch
 from hardpoint.errors import size_text
 from hardpoint.plugins import Model
 from hardpoint.plugins.config_tables import WeightCacheConfig
+from hardpoint.toolkit.kv_blocks.file_hashes import cache_folder
 
-from .file_hashes import cache_folder
 from .tensor_files import (
     TensorFile,
     UnusableFileError,

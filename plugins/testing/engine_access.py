@@ -29,7 +29,6 @@ from hardpoint.core.worker.input_batch import InputBatch
 from hardpoint.core.worker.sampling.drafts import with_drafts
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.host.boundary.activity import Activity, PluginCalls
-from hardpoint.host.boundary.checked_model import cut_weights as cut_weights
 from hardpoint.host.boundary.faults import FaultReporter as FaultReporter
 from hardpoint.host.boundary.faults import StepFaults
 from hardpoint.host.boundary.guard import guard as guard

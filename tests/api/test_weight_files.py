@@ -40,13 +40,14 @@ class Engine:
     def set_load(self, load):
         self.parts.config = msgspec.structs.replace(self.parts.config, load=load)
 
-    async def call_utility(self, method, *args):
-        del args
+    async def call_utility(self, utility, part, method, arguments):
+        del arguments
+        assert (utility, part) == ("call_part", "weight_updates")
         self.calls.append(method)
-        if method == "use_weights":
+        if method == "use":
             self.uses.set()
             await self.goes_on.wait()
-        return True if method == "weights_prepared" else None
+        return True
 
 
 class Weights(AsyncWeightGroup):

@@ -16,7 +16,6 @@ from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
     EngineCoreOutputs,
-    HardpointError,
     RequestError,
 )
 from hardpoint.plugins.component.manifest import Manifest
@@ -106,13 +105,7 @@ class WaveGroup(EngineGroup):
 
         Raises:
             RequestError: the engine cannot do that alone; and as EngineGroup.
-            HardpointError: the call tries a model outside of the waves.
         """
-        if method == "prepare_weights":
-            raise HardpointError(
-                "update_weights: the weights of engines that share experts (parallel.expert) "
-                "cannot be replaced, since a step with the new ones would be tried by each alone"
-            )
         if rank is not None and method in _OF_ALL:
             raise RequestError(
                 f"{method}: expected all engines, got engine {rank} alone: they share experts "

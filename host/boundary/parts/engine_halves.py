@@ -27,11 +27,14 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.requests.plan import PartData
 from hardpoint.plugins.scheduling.step_record import WaitReason
+from hardpoint.toolkit.kv_blocks.start import BlockStart
 
 from . import figures, returns
 from .bound_half import INCLUDE, BoundPart, OpenHalves, call_for
 from .calls import PartCalls
+from .components import describe_fault
 from .gates import PartGates, part_encoder_cache, part_transfers, without_data
+from .moving_halves import MovingHalves
 
 
 class EngineHalves:
@@ -40,6 +43,8 @@ class EngineHalves:
     Attributes:
         num_draft_tokens: most drafts of a request and a step.
         calls: those that the parts answer and make.
+        moves_blocks: the setting that makes a part move KV blocks; None if none does.
+        blocks: starts the worker halves of parts that move KV blocks.
         tasks: tasks of requests besides generating.
         open: opens the halves of further parts.
         encoder_cache: cache of the part that encodes features; None if there is none.
@@ -62,6 +67,8 @@ class EngineHalves:
         self.open: OpenHalves[BoundPart] | None = None
         self.calls = calls or PartCalls()
         self.calls.answer_by(self._parts)
+        moving = MovingHalves(self._parts)
+        self.moves_blocks, self.blocks = moving.moves_blocks, BlockStart(moving, describe_fault)
         self.num_draft_tokens = max((part.num_draft_tokens for part in self._parts), default=0)
         self.tasks = list(dict.fromkeys(t for part in self._parts for t in part.half.tasks))
         self.encoder_cache, self.max_encoder_tokens = part_encoder_cache(self._parts)
@@ -75,6 +82,7 @@ class EngineHalves:
         self._faults: dict[str, RequestFault] = {}
         self.gates, self.transfers = PartGates(self.of), part_transfers(parts, self._faults)
         self._find_active()
+        self._publishing = [part for part in self._parts if part.overrides("publish")]
 
     @property
     def halves(self) -> Sequence[BoundPart]:
@@ -86,6 +94,7 @@ class EngineHalves:
         self._parts, self._is_mixed = tuple(halves), True
         self.calls.answer_by(self._parts)
         self._find_active()
+        self._publishing = [part for part in self._parts if part.overrides("publish")]
 
     def _of_generation(self, generation: int) -> Sequence[BoundPart]:
         """Return the parts that requests of a generation of the plugins may use."""
@@ -118,35 +127,11 @@ class EngineHalves:
                     raise TypeError(f"expected bytes or None, got {shown(key)}")
             except BaseException as cause:
                 key = f"{request.request_id} shares nothing".encode()
-                fault = part.fault("its block_key() failed", cause)
-                if fault is not None:
+                if (fault := part.fault("its block_key() failed", cause)) is not None:
                     self._faults[request.request_id] = fault
             if key is not None:
                 found[part.name] = key
         return msgspec.msgpack.encode(found) if found else b""
-
-    @property
-    def moves_blocks(self) -> str | None:
-        """The setting that makes a part move blocks of the KV cache; None if none does."""
-        return next((part.moves_blocks for part in self._parts if part.moves_blocks), None)
-
-    def started(self, handshakes: Sequence[Mapping[str, bytes]]) -> None:
-        """Give the parts that move blocks the handshakes of their worker halves, of each rank."""
-        for part in self._parts:
-            if part.moves_blocks and part.overrides("started"):
-                own = [handshake.get(part.name) for handshake in handshakes]
-                with faults_as(PluginFaultError, f"{part.source}: its started()"):
-                    part.run("started", own)
-
-    def start_failed(self, cause: BaseException) -> None:
-        """Let the parts that move blocks go on without their worker halves.
-
-        Raises:
-            BaseException: one cannot.
-        """
-        for part in self._parts:
-            if part.moves_blocks:
-                part.run("start_failed", cause)
 
     def workers_started(self) -> dict[str, RequestFault]:
         """Notify the parts that worker halves were built; return requests that end with an error.
@@ -205,7 +190,7 @@ class EngineHalves:
             self._again.add(name)
         try:
             given = {*request.plugin_args, *map(INCLUDE, request.params.include)}
-            for part in [part for part in serving if part.required <= given]:
+            for part in [p for p in serving if p.half.is_active and p.required <= given]:
                 if call_for(part, "uses", request) if part.overrides("uses") else True:
                     users.append(part)
                     if part.overrides("check"):
@@ -327,10 +312,16 @@ class EngineHalves:
             ended.setdefault(name, self._faults.pop(name))
         return ended
 
+    def publish(self, plan: SchedulerOutput, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        """Let the parts complete the outputs of a step."""
+        if self._asked:
+            self.add_figures(plan, outputs)
+        for part in self._publishing:
+            if part.half.is_active:
+                self._checked(part, plan, "publish", lambda _: None, outputs)
+
     def add_figures(self, plan: SchedulerOutput, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         """Add the figures and arrays of parts to outputs of requests that asked for them."""
-        if not self._asked:
-            return
         for output in (output for message in outputs.values() for output in message.outputs):
             before = self._faults.get(name := output.request_id)
             for part, forms in self._asked.get(name, {}).items():
@@ -413,6 +404,7 @@ class EngineHalves:
         with ExitStack() as stack:
             for part in self._parts:
                 stack.callback(part.close)
+            stack.callback(self.blocks.close)
 
     def _is_of_former(self, request_id: str) -> bool:
         """Return whether a reported end is that of a request before the live one of its id."""
@@ -438,8 +430,7 @@ class EngineHalves:
         try:
             part.run(method, request_id)
         except BaseException as cause:
-            fault = part.fault(f"its {method}() failed", cause)
-            if fault is not None:
+            if (fault := part.fault(f"its {method}() failed", cause)) is not None:
                 self._faults[request_id] = fault
 
     def _for_plan(self, part: BoundPart, method: str, plan: SchedulerOutput, *args: Any) -> Any:
@@ -478,8 +469,7 @@ class EngineHalves:
         later: Collection[str] = (),
     ) -> None:
         """End the requests of a plan, and of later ones, that use a part, if its faults do so."""
-        fault = part.fault(message, cause)
-        if fault is not None:
+        if (fault := part.fault(message, cause)) is not None:
             for name in part.users & {*plan.num_scheduled_tokens, *later}:
                 self._faults.setdefault(name, fault)
 

@@ -193,28 +193,6 @@ class Worker(Protocol):
     def wake_up(self, tags: Sequence[str]) -> None:
         """Reallocate memory released by `sleep`: "weights", "kv_cache" or both."""
 
-    def prepare_weights(self, updates: Sequence[str], version: str) -> None:
-        """Begin to read other weights of the model, in addition to those that it runs with.
-
-        Returns at once; steps go on. What was prepared before is dropped.
-
-        Args:
-            updates: as `load.updates`.
-            version: as `load.version`.
-        """
-
-    def weights_prepared(self) -> tuple[bool, str | None, str]:
-        """Return whether the other weights are read, and kind and text of what prevented it.
-
-        The kind is None if nothing has.
-        """
-
-    def use_weights(self) -> None:
-        """Run with the weights that were prepared; called between steps, when all ranks are."""
-
-    def drop_weights(self) -> None:
-        """Forget the weights that were prepared."""
-
     def start_profile(self) -> None:
         """Begin to record what runs.
 

@@ -11,7 +11,7 @@ from hardpoint.errors import RequestError
 from hardpoint.plugins.component.base import Source
 from hardpoint.plugins.kv_cache.events import KVEvent
 from hardpoint.plugins.kv_cache.eviction import RetainedBlocks
-from hardpoint.plugins.requests.outputs import PartArray
+from hardpoint.plugins.requests.outputs import EngineCoreOutputs, PartArray
 from hardpoint.plugins.requests.params import EngineCoreRequest
 from hardpoint.plugins.requests.plan import (
     BlockIds,
@@ -26,6 +26,7 @@ from hardpoint.plugins.scheduling.step_cost import StepCost
 from hardpoint.plugins.scheduling.step_record import WaitReason
 from hardpoint.plugins.text.vocabulary import Vocabulary
 
+from .border import StepBorder
 from .components import ComponentFactory, FaultCounter
 
 __all__ = ["EngineHalf", "EngineHalfContext"]
@@ -77,6 +78,8 @@ class EngineHalfContext:
             or the scheduler gives no reasons.
         call_workers: returns what `WorkerHalf.call` answers in each rank, in rank order, after the
             steps that were planned before; raises what one of them raised. Once workers run.
+        border: runs actions between two steps, once workers run; None if the context was made by
+            hand.
     """
 
     components: ComponentFactory
@@ -94,6 +97,7 @@ class EngineHalfContext:
     step_cost: Callable[[], StepCost] = StepCost
     call_workers: Callable[[bytes], Sequence[bytes]] = _without_workers
     why_waiting: Callable[[str], WaitReason | None] = lambda _request_id: None
+    border: StepBorder | None = None
 
 
 class EngineHalf:
@@ -109,6 +113,8 @@ class EngineHalf:
             part; read once. The worker halves of such a part get the rows of all requests.
         only_included: whether requests use the part only if their `include` names it; read once.
             `uses` is asked for these alone.
+        is_active: whether new requests may use the part, and `publish` is called; read for each. A
+            part that has nothing to do yet costs nothing with False, and sets it later.
         num_draft_tokens: most drafts of a request and a step; read once, when the engine starts.
             0: `drafts` is never called.
         encoder_cache: an `EncoderCache`, which the scheduler asks for room for features in workers;
@@ -121,6 +127,7 @@ class EngineHalf:
     capacity: Mapping[str, int] = {}
     every_plan: bool = False
     only_included: bool = False
+    is_active: bool = True
     num_draft_tokens: int = 0
     tasks: Collection[str] = ()
     encoder_cache: Any = None
@@ -314,6 +321,15 @@ class EngineHalf:
         positions 0 to p + n - 2. Another position is a fault of the part.
         """
         return {}
+
+    def publish(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        """Complete the outputs of a step before their clients get them.
+
+        Called for the outputs of all requests, also of those that do not use the part.
+
+        Args:
+            outputs: one message per client.
+        """
 
     def updated(self, plan: SchedulerOutput) -> None:
         """Notify the part that the scheduler has taken the result of a plan."""

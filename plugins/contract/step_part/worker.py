@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from hardpoint.plugins.component.base import Source
 from hardpoint.plugins.kv_cache.block_hash import BlockIdentity
 from hardpoint.plugins.model.forward import Forward
+from hardpoint.plugins.model.loader import WeightLoader
 from hardpoint.plugins.requests.plan import SchedulerOutput
 
+from .border import PreparedModel
 from .components import ComponentFactory
 
 if TYPE_CHECKING:
@@ -77,6 +79,9 @@ class LoadedModel:
             at once, of the maximum length; measured on a GPU, 0 elsewhere.
         matrices: matrices of `WorkerHalf.linear`, by the name that it gets.
         classify: `Model.classify`; None if the model does not classify.
+        loader: loader of the weights; None if this was made by hand.
+        prepare_again: returns the model once more, to be read with the weights of the loader that
+            its argument returns; None if this was made by hand.
     """
 
     model: StepModel
@@ -90,6 +95,8 @@ class LoadedModel:
     decode_bytes: Callable[[int], int]
     matrices: Mapping[str, LinearMatrix] = field(default_factory=dict)
     classify: Callable[[torch.Tensor], torch.Tensor] | None = None
+    loader: WeightLoader | None = None
+    prepare_again: Callable[[Callable[[], WeightLoader]], PreparedModel] | None = None
 
 
 class SequenceModel(Protocol):

@@ -27,10 +27,11 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.model.loader import WeightFormat
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
-from hardpoint.testing.engine_access import cut_weights, load_quantization
+from hardpoint.testing.engine_access import load_quantization
 from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.suite import Rule, Violation, checks, short_repr
 from hardpoint.testing.timing.timed_suite import TimedSuite
+from hardpoint.toolkit.cut_weights import cut_weights
 
 from .checkpoints.changes import (
     CHANGED,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -18,12 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from hardpoint import typed
-from hardpoint.core.engine.utility_calls import EngineUtilities, PauseModeName
+from hardpoint.core.engine.utility_calls import ControlCalls, PauseModeName
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.weights.updated_weights import tensor_files, write_tensors
 from hardpoint.errors import shown, size_text
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.config_tables import LoadConfig, absolute_path
+from hardpoint.toolkit.updated_weights import tensor_files, write_tensors
 
 if TYPE_CHECKING:
     from hardpoint.process.async_engine import AsyncEngine
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     import torch
 
+_PART = "weight_updates"
+_TICKET_BITS = 60
 _MEMORY = Path("/dev/shm")
 _PREFIX, _FILE = "hardpoint-weights-", "weights.safetensors"
 _POLL_SECONDS = (0.002, 0.05)
@@ -88,21 +91,25 @@ class WeightGroup:
                 and value. Or memory is short.
             HardpointError: the engine sleeps or is about to, or the update was given up.
         """
-        engine, files, calls = self._engine, self._files, EngineUtilities
+        engine, files = self._engine, self._files
+
+        def call(method: str, arguments: Mapping[str, Any]) -> Any:
+            return ControlCalls.call_part.call(engine.call_utility, _PART, method, arguments)
+
         with files.lock, files.kept_of(engine):
             load = files.after(engine.parts.config, weights, version)
-            call, updates = engine.call_utility, list(load.updates)
+            prepare, poll, use = _arguments(load, mode, recompute=recompute)
             try:
-                calls.prepare_weights.call(call, updates, load.version, mode, recompute=recompute)
+                call("prepare", prepare)
                 for pause in pauses():
-                    if calls.weights_prepared.call(call):
+                    if call("poll", poll):
                         break
                     time.sleep(pause)
                 with _starting_with(load, engine):
-                    calls.use_weights.call(call, mode, recompute=recompute)
+                    call("use", use)
             except BaseException:
                 with contextlib.suppress(HardpointError):
-                    calls.drop_weights.call(call)
+                    call("drop", {})
                 raise
         return load.version
 
@@ -142,29 +149,40 @@ class AsyncWeightGroup:
     async def _update(
         self, weights: Weights, version: str | None, mode: PauseModeName, recompute: bool
     ) -> str:
-        engine, calls = self._engine, EngineUtilities
+        engine = self._engine
         after = self._files.after
         load = await asyncio.to_thread(after, engine.parts.config, weights, version)
-        call, updates = engine.call_utility, list(load.updates)
+        prepare, poll, use = _arguments(load, mode, recompute=recompute)
 
-        async def use() -> None:
+        async def call(method: str, arguments: Mapping[str, Any]) -> Any:
+            call_utility = engine.call_utility
+            return await ControlCalls.call_part.call_async(call_utility, _PART, method, arguments)
+
+        async def use_prepared() -> None:
             with _starting_with(load, engine):
-                await calls.use_weights.call_async(call, mode, recompute=recompute)
+                await call("use", use)
 
         try:
-            await calls.prepare_weights.call_async(
-                call, updates, load.version, mode, recompute=recompute
-            )
+            await call("prepare", prepare)
             for pause in pauses():
-                if await calls.weights_prepared.call_async(call):
+                if await call("poll", poll):
                     break
                 await asyncio.sleep(pause)
-            await _to_its_end(use())
+            await _to_its_end(use_prepared())
         except BaseException:
             with contextlib.suppress(HardpointError):
-                await calls.drop_weights.call_async(call)
+                await call("drop", {})
             raise
         return load.version
+
+
+def _arguments(
+    load: LoadConfig, mode: PauseModeName, *, recompute: bool
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the arguments of the calls that prepare, poll and use weights."""
+    ticket = {"ticket": secrets.randbits(_TICKET_BITS)}
+    use = {**ticket, "mode": str(mode), "recompute": recompute}
+    return {**use, "updates": list(load.updates), "version": load.version}, ticket, use
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:

@@ -268,7 +268,6 @@ def test_on_an_event_loop(scripted):
 
 def test_both_faces_have_every_utility():
     inside = {"step_faults", "slow_plugins", "plugin_report"}  # parts of health() and metrics()
-    inside |= {"prepare_weights", "weights_prepared", "use_weights", "drop_weights"}
     inside |= {"live_change"}  # a step of plugins.change() and engines.set_config()
     inside |= {"cached_blocks"}  # for the client of several engines
     faces = {LLM: (SyncGroups, SYNC_NAMES), AsyncLLM: (AsyncGroups, ASYNC_NAMES)}

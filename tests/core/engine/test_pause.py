@@ -5,7 +5,14 @@ from __future__ import annotations
 import time
 
 import pytest
-from support.core.engine_harness import LoopRig, Rig, ScriptedExecutor, expected, request
+from support.core.engine_harness import (
+    LoopRig,
+    Rig,
+    ScriptedExecutor,
+    expected,
+    request,
+    worker_calls,
+)
 
 from hardpoint.core.engine.pause import PauseMode
 from hardpoint.plugins import HardpointError, RequestError
@@ -302,17 +309,24 @@ class TestUpdatesOfWeights:
         rig.step()
         return rig, loop
 
+    def call(self, rig, method, **arguments):
+        return rig.core.call_part("weight_updates", method, arguments)
+
+    def prepare(self, rig, version, mode, *, recompute=True):
+        how = {"ticket": int(version), "mode": str(mode), "recompute": recompute}
+        self.call(rig, "prepare", updates=[], version=version, **how)
+        return how
+
     def use(self, rig, version, mode, *, recompute=True):
-        rig.core.prepare_weights([], version, mode, recompute=recompute)
-        return rig.core.use_weights(mode, recompute=recompute)
+        return self.call(rig, "use", **self.prepare(rig, version, mode, recompute=recompute))
 
     def test_an_engine_that_is_about_to_sleep_refuses_it(self):
         rig, loop = self.began()
-        rig.core.prepare_weights([], "1", "keep", recompute=True)
+        how = self.prepare(rig, "1", KEEP)
         asleep = rig.core.sleep(1, WAIT)
         for call in (
-            lambda: rig.core.use_weights(KEEP, recompute=True),
-            lambda: rig.core.prepare_weights([], "1", KEEP, recompute=True),
+            lambda: self.call(rig, "use", **how),
+            lambda: self.prepare(rig, "1", KEEP),
         ):
             with pytest.raises(HardpointError, match="the engine is about to sleep already"):
                 call()
@@ -328,9 +342,9 @@ class TestUpdatesOfWeights:
         rig, loop = self.began()
         used, asleep = self.use(rig, "1", WAIT), rig.core.sleep(1, KEEP)
         loop.run_until_idle()
-        assert (used.result(0), asleep.result(0)) == (None, None)
-        names = [call[0] for call in rig.executor.calls]
-        assert names.index("use_weights") < names.index("sleep")
+        assert (used.result(0), asleep.result(0)) == (True, None)
+        names = worker_calls(rig.executor)
+        assert names.index("Use") < names.index("sleep")
         assert not rig.core.has_requests()
         rig.core.wake_up()
         assert rig.run()["a"] == expected([1, 2, 3], 6)
@@ -340,14 +354,14 @@ class TestUpdatesOfWeights:
         rig, loop = self.began()
         first = self.use(rig, "1", WAIT, recompute=False)
         if drops:
-            rig.core.drop_weights()
+            self.call(rig, "drop")
             assert not rig.core.is_paused()
         second = self.use(rig, "2", ABORT)
         with pytest.raises(HardpointError, match="the update of the weights was given up"):
             first.result(0)
         loop.run_until_idle()
-        assert second.result(0) is None
-        assert [call[0] for call in rig.executor.calls].count("use_weights") == 1
+        assert second.result(0) is True
+        assert worker_calls(rig.executor).count("Use") == 1
         assert not rig.core.is_paused()
         rig.add("b", max_tokens=2)
         assert rig.run()["b"] == expected([1, 2, 3], 2)
@@ -356,7 +370,7 @@ class TestUpdatesOfWeights:
         rig, loop = self.began()
         used, paused = self.use(rig, "1", WAIT), rig.core.pause(KEEP)
         loop.run_until_idle()
-        assert (used.result(0), paused.result(0)) == (None, None)
+        assert (used.result(0), paused.result(0)) == (True, None)
         assert rig.core.is_paused()
         assert not rig.core.has_requests()
         assert len(rig.tokens["a"]) < 6
@@ -370,7 +384,7 @@ class TestUpdatesOfWeights:
         before = list(rig.tokens["a"])
         used = self.use(rig, "1", WAIT)
         loop.run_until_idle()
-        assert used.result(0) is None
+        assert used.result(0) is True
         assert rig.tokens["a"] == before
         assert rig.core.is_paused()
         rig.core.resume()
@@ -380,7 +394,7 @@ class TestUpdatesOfWeights:
         rig, loop = self.began()
         paused, used = rig.core.pause(WAIT), self.use(rig, "1", KEEP)
         rig.core.went_idle()
-        assert used.result(0) is None
+        assert used.result(0) is True
         assert not paused.done()
         loop.run_until_idle()
         assert paused.result(0) is None

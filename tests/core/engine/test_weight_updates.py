@@ -204,6 +204,52 @@ def test_a_paused_engine_stays_paused(folders, expected):
         assert results(llm) == expected[1]
 
 
+def test_prepared_weights_do_not_outlive_the_model(folders, expected):
+    """After a sleep that releases the model, workers have nothing prepared."""
+    first, second = folders
+    with opened(first) as llm:
+
+        def call(method, **arguments):
+            return llm.call_part("weight_updates", method, arguments)
+
+        how = {"ticket": 1, "mode": "keep", "recompute": True}
+        for wakes_before in (True, False):
+            call("prepare", updates=[str(file_of(second))], version="1", **how)
+            llm.sleep(2)
+            if wakes_before:
+                llm.wake_up()
+            with pytest.raises(HardpointError, match="no weights are prepared|has no model"):
+                call("poll", ticket=1)
+            assert call("drop")
+            if not wakes_before:
+                llm.wake_up()
+            assert results(llm) == expected[0]
+        assert llm.update_weights(second) == "1"
+        llm.sleep(2)
+        llm.wake_up()
+        assert results(llm) == expected[1]
+
+
+def test_calls_name_the_update_that_they_mean(folders, expected):
+    with opened(folders[0]) as llm:
+
+        def call(method, **arguments):
+            return llm.call_part("weight_updates", method, arguments)
+
+        how = {"mode": "keep", "recompute": True}
+        call("prepare", ticket=1, updates=[str(file_of(folders[1]))], version="1", **how)
+        wait_until(lambda: call("poll", ticket=1))
+        for method, arguments in (("poll", {}), ("use", how)):
+            with pytest.raises(HardpointError, match="no weights are prepared: prepare"):
+                call(method, ticket=2, **arguments)
+        with pytest.raises(RequestError, match="ticket: expected a whole number, got 'x'"):
+            call("poll", ticket="x")
+        with pytest.raises(RequestError, match="method: expected one of prepare, poll, use, drop"):
+            call("begin")
+        assert call("use", ticket=1, **how)
+        assert results(llm) == expected[1]
+
+
 def test_earlier_weights_are_released(folders):
     def models():
         gc.collect()
@@ -221,10 +267,10 @@ def test_earlier_weights_are_released(folders):
 
 
 def test_what_is_given_up_while_it_is_read_holds_nobody_up(folders, expected, monkeypatch):
-    from hardpoint.core.worker import prepared_weights
+    from hardpoint.core.worker import prepared_model
 
     go_on, reading, models = threading.Event(), [], []
-    load = prepared_weights.load_weights
+    load = prepared_model.load_weights
 
     def held(spec, planned, cache, any_rank):
         reading.append(1)
@@ -233,22 +279,27 @@ def test_what_is_given_up_while_it_is_read_holds_nobody_up(folders, expected, mo
         load(spec, planned, cache, any_rank)
         reading.pop()
 
-    monkeypatch.setattr(prepared_weights, "load_weights", held)
+    monkeypatch.setattr(prepared_model, "load_weights", held)
     with opened(folders[0]) as llm:
-        call = engine_of(llm).call_utility
+
+        def call(method, **arguments):
+            return llm.call_part("weight_updates", method, arguments)
+
+        how = {"ticket": 1, "mode": "keep", "recompute": True}
+        weights = {"updates": [str(file_of(folders[1]))], "version": "1"}
         for _ in range(2):  # the second waits for the first
-            call("prepare_weights", [str(file_of(folders[1]))], "1", "keep", True)
+            call("prepare", **weights, **how)
             wait_until(lambda: reading)
-            call("drop_weights")
+            call("drop")
         assert results(llm) == expected[0]
-        call("prepare_weights", [str(file_of(folders[1]))], "1", "keep", True)
-        assert not call("weights_prepared")
+        call("prepare", **weights, **how)
+        assert not call("poll", ticket=1)
         assert len(reading) == 1
         go_on.set()
-        wait_until(lambda: call("weights_prepared"))
+        wait_until(lambda: call("poll", ticket=1))
         gc.collect()
         assert [model() is None for model in models] == [True, False]
-        call("use_weights", "keep", True)
+        call("use", **how)
         assert results(llm) == expected[1]
 
 

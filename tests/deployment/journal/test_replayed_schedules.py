@@ -6,6 +6,9 @@ import threading
 from collections import Counter
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from support.adapters import write_two_models
 from support.driving import varied_jobs
 from support.journal.schedules import record
 from support.plugins.changing import Pick, Slow
@@ -13,7 +16,7 @@ from support.waiting import PATIENCE_S
 
 from hardpoint import LLM, RequestOutputKind, SamplingParams
 from hardpoint.builtin_plugins.kv_connectors.planning import StoresScheduler
-from hardpoint.errors import HardpointError
+from hardpoint.errors import HardpointError, ModelError
 from hardpoint.journal import run
 from hardpoint.journal.replay import replay
 from hardpoint.plugins.structured import StructuredOutputs
@@ -157,6 +160,25 @@ def test_a_change_that_is_not_prepared_in_time(scripted, tmp_path, monkeypatch, 
     assert "error of the call 'live_change'" in difference
     assert "it was done when it was recorded; here, after 0.2 s, it is not done by" in difference
     assert "worker 0" in difference
+
+
+def test_weights_that_were_replaced_are_replaced_again(tmp_path):
+    """Also after an update that failed, and for a request that kept keys and values."""
+    first, second = write_two_models(tmp_path)
+    save_file({"x": torch.ones(2)}, tmp_path / "bad.safetensors")
+    path = tmp_path / "journal"
+    tables = {"engine": {"journal": str(path)}, "kv_cache": {"num_blocks": 64}}
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    with LLM(str(first), config=tables, max_model_len=128) as llm:
+        stream = llm.stream([3, 1, 4, 1, 5], params)
+        next(stream)
+        llm.update_weights(second)
+        with pytest.raises(ModelError, match="the model has no weight 'x'"):
+            llm.update_weights(tmp_path / "bad.safetensors")
+        llm.update_weights(first, recompute=False)
+        *_, last = stream
+        assert [run.version for run in last.outputs[0].weight_runs] == ["0", "1", "2"]
+    check_same(path, 8)
 
 
 @pytest.mark.parametrize("is_sooner", [True, False])

@@ -102,10 +102,10 @@ def test_an_engine_whose_start_ends_when_others_commit_has_the_change(world, cha
 def test_an_engine_whose_start_ends_when_others_take_weights_has_them(world, monkeypatch, tmp_path):
     group = world.group(2, restarts=3)
     owner, end = Owner(world, group), restarting(world, group)
-    call = answered({"weights_prepared": True}, [])
+    call = answered({"call_part": True}, [])
 
     def ends_start(engine, method, *args):
-        if method == "use_weights":
+        if method == "call_part" and args[1] == "use":
             end()
         return call(engine, method, *args)
 
@@ -119,10 +119,10 @@ def test_an_engine_whose_start_ends_when_others_take_weights_has_them(world, mon
 
 def test_weights_that_cannot_be_used_are_those_of_no_later_start(world, monkeypatch, tmp_path):
     owner = Owner(world, world.group(2))
-    before, call = owner.parts.config.load, answered({"weights_prepared": True}, [])
+    before, call = owner.parts.config.load, answered({"call_part": True}, [])
 
     def fails(engine, method, *args):
-        if method == "use_weights":
+        if method == "call_part" and args[1] == "use":
             raise HardpointError("the engine sleeps")
         return call(engine, method, *args)
 

@@ -335,6 +335,35 @@ def test_outputs_have_the_figures_of_the_parts_that_their_requests_include():
     assert outputs[0].outputs[0].part_figures is None
 
 
+def test_an_active_part_completes_the_outputs_of_all_requests():
+    def publish(outputs):
+        for output in outputs[0].outputs:
+            output.new_token_ids.append(7)
+
+    half, idle = half_of(publish=publish), half_of(publish=KeyError("never"))
+    idle.is_active = False
+    parts = parts_of(half, idle)
+    parts.add(new())
+    assert [part.half for part in parts.of("r")] == [half]
+    outputs = outputs_of("r", "other")
+    parts.publish(plan_of("r"), outputs)
+    assert [output.new_token_ids for output in outputs[0].outputs] == [[1, 7], [1, 7]]
+    half.is_active = False
+    parts.add(new("later"))
+    assert not parts.of("later")
+    outputs = outputs_of("r", "later")
+    parts.publish(plan_of("r", "later"), outputs)
+    assert [output.new_token_ids for output in outputs[0].outputs] == [[1], [1]]
+
+
+def test_a_part_that_cannot_complete_outputs_is_at_fault():
+    parts = parts_of(half_of(publish=KeyError("x")))
+    parts.add(new())
+    parts.publish(plan_of("r", "other"), outputs_of("r", "other"))
+    (fault,) = faults_of(parts, "r", "other").values()
+    assert "its publish() failed: KeyError: 'x'" in fault.message
+
+
 def test_arrays_of_a_request_keep_their_form():
     rows = iter([np.zeros((1, 2)), np.zeros((1, 2)), np.zeros((1, 3))])
     half = half_of(figures={}, arrays=lambda name: {"x": PartArray(np.array([0]), next(rows))})

@@ -35,6 +35,7 @@ from hardpoint.builtin_plugins.step_parts.structured import StructuredOutput
 from hardpoint.builtin_plugins.step_parts.taps import ActivationTaps
 from hardpoint.builtin_plugins.step_parts.timings import Timings
 from hardpoint.builtin_plugins.step_parts.trace import Tracing
+from hardpoint.builtin_plugins.step_parts.weight_updates import WeightUpdates
 from hardpoint.plugins import (
     EngineCoreRequest,
     GrammarBackend,
@@ -209,6 +210,17 @@ class TestTimings(StepPartSuite):
             PROMPTS,
             st.booleans(),
         )
+
+
+class TestWeightUpdates(StepPartSuite):
+    examples = kit_examples()
+    part = WeightUpdates
+    config = {"load": {"version": "7"}}
+
+    def requests(self):
+        before = st.lists(st.integers(1, 20), max_size=4)
+        resumed = st.none() | st.builds(requests.ResumedOutputs, before)
+        return st.builds(lambda prompt, state: request(prompt, resumed=state), PROMPTS, resumed)
 
 
 class TestPooling(StepPartSuite):

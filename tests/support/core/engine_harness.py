@@ -9,11 +9,14 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import msgspec
+
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
+from hardpoint.builtin_plugins.step_parts.weight_updates.engine_half import VersionedRequests
+from hardpoint.core.engine.border import EngineBorder
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.step import EngineCoreParts
-from hardpoint.core.engine.weight_updates import WeightUpdates
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.host.boundary.faults import StepFaults
 from hardpoint.host.boundary.kv_cache import KVEventFanout
@@ -224,12 +227,33 @@ class ScriptedPart:
         pass
 
 
-def parts_of(half):
+def parts_of(half, name="scripted"):
     """Return the step parts of an engine: one with a half whose faults end the engine, or none."""
     if half is None:
         return EngineHalves()
-    source = Source("scripted", "scripted:Part", "tests", "1", "default")
-    return EngineHalves([BoundPart(ScriptedPart(), half, source, StepFaults(()))], 1 << 16)
+    source = Source(name, "scripted:Part", "tests", "1", "default")
+    return EngineHalves([BoundPart(ScriptedPart(name), half, source, StepFaults(()))], 1 << 16)
+
+
+def weight_updates_of(executor, border):
+    """Return weight updates as a step part, for workers that read weights at once."""
+    executor.rpc["call_part"] = (None, msgspec.msgpack.encode(True))
+
+    def call_workers(message):
+        answers = executor.collective_rpc("call_part", ("weight_updates", message))
+        return [answer for _, answer in answers]
+
+    context = SimpleNamespace(call_workers=call_workers, border=border)
+    half = VersionedRequests("weight_updates", EngineConfig(), context)
+    return parts_of(half, "weight_updates")
+
+
+def worker_calls(executor):
+    """Return the names of calls of workers; of calls of a worker half, those of the messages."""
+    return [
+        msgspec.msgpack.decode(call[2])["type"] if call[0] == "call_part" else call[0]
+        for call in executor.calls
+    ]
 
 
 class Rig:
@@ -264,7 +288,9 @@ class Rig:
             PolicyContext(name="fcfs", options=convert({}, FirstComeFirstServed.Options, path="p"))
         )
         self.cache = BlockManager(blocks, 4, events=cache_changes is not None)
-        self.parts = parts_of(half)
+        self.border = EngineBorder(None) if updates else None
+        updating = updates and weight_updates_of(self.executor, self.border)
+        self.parts = updating or parts_of(half)
         self.scheduler = scheduler(
             SchedulerContext(
                 name="default",
@@ -300,18 +326,11 @@ class Rig:
                 sleep_levels=sleep_levels,
                 idle_method=idle_method,
                 cache_changes=cache_changes,
-                weights=self._weights() if updates else None,
+                border=self.border,
             )
         )
         self.tokens = {}
         self.ends = {}
-
-    def _weights(self):
-        """Weights that are read at once, whenever others are prepared."""
-        self.executor.rpc["weights_prepared"] = (True, None, "")
-        return WeightUpdates(
-            EngineConfig(), None, self.executor, self.scheduler, None, lambda: None
-        )
 
     def add(self, name, **fields):
         self.core.add_request(request(name, **fields))

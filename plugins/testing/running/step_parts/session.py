@@ -13,8 +13,11 @@ from typing import Any
 import msgspec
 
 from hardpoint.plugins import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
     EngineCoreRequest,
     EngineHalf,
+    FinishReason,
     ModelRunnerOutput,
     Request,
     RequestError,
@@ -233,7 +236,7 @@ class StepPartSession:
 
     def is_used_by(self, request: EngineCoreRequest) -> bool:
         """Return whether a new request uses the part."""
-        if self._required_arguments not in {None, *request.plugin_args}:
+        if self._required_arguments not in {None, *request.plugin_args} or not self.half.is_active:
             return False
         uses = self._call(rules.USES, "uses", request)
         if not isinstance(uses, bool):
@@ -511,6 +514,12 @@ class StepPartSession:
                 live.sent, live.request.num_preemptions = False, 1
                 self._preempted.add(live.request_id)
                 self._waiting.insert(0, live)
+        if self.half.is_active:
+            outputs = [_output(live, sampled[live.request_id]) for live in batch]
+            before = msgspec.msgpack.encode(outputs)
+            self._call(rules.RESULTS, "publish", {0: EngineCoreOutputs(outputs=outputs)})
+            if msgspec.msgpack.encode(outputs) != before:
+                self.effects.add("publish")
         self._call(rules.RESULTS, "updated", plan)
 
     def _keep_rows(
@@ -574,7 +583,8 @@ class StepPartSession:
 
     def _call(self, rule: Rule, method: str, *given: Any) -> Any:
         """Call a method of the half; anything raised but a RequestError of a new one is wrong."""
-        before = snapshot(_engines_own(given)) if self._watch else None
+        reads_only = self._watch and method != "publish"
+        before = snapshot(_engines_own(given)) if reads_only else None
         may_refuse = method in ("check", "gate")
         started = time.perf_counter()
         try:
@@ -586,12 +596,19 @@ class StepPartSession:
             raise rule.violation(f"{method}() raised {type(cause).__name__}: {cause}") from cause
         finally:
             self._seconds += time.perf_counter() - started
-        if self._watch and snapshot(_engines_own(given)) != before:
+        if reads_only and snapshot(_engines_own(given)) != before:
             raise rules.READS_ONLY.violation(f"{method}() changed what it was given")
         is_empty = isinstance(returned, Collection) and not returned
         if method not in _WITHOUT_EFFECT and returned is not None and not is_empty:
             self.effects.add(method)
         return returned
+
+
+def _output(live: _Live, sampled: Sequence[int]) -> EngineCoreOutput:
+    ended = FinishReason.STOP if live.trace.ended else None
+    return EngineCoreOutput(
+        request_id=live.request_id, new_token_ids=list(sampled), finish_reason=ended
+    )
 
 
 def without_data(request: EngineCoreRequest) -> EngineCoreRequest:

@@ -17,10 +17,10 @@ from hardpoint.builtin_plugins.kv_connectors.stores import StoresConnector
 from hardpoint.builtin_plugins.kv_stores.memory import MemoryStore
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.core.build import build_engine
-from hardpoint.core.worker.block_identity import config_hash
 from hardpoint.errors import PluginError, PluginFaultError
 from hardpoint.plugins import EngineConfig, ModelConfig
 from hardpoint.testing import HistoryAttention, ScriptedModel, scripted_engine
+from hardpoint.toolkit.kv_blocks.identity import config_hash
 
 NAME = "support.core.scripted_connector:ScriptedConnector"
 USES = {"kv_connector": {"use": NAME}}

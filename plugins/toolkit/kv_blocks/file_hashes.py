@@ -19,6 +19,8 @@ import msgspec
 from hardpoint.errors import HardpointError
 from hardpoint.plugins.config_tables import WeightCacheConfig
 
+__all__ = ["cache_folder", "hash_file"]
+
 _log = logging.getLogger("hardpoint")
 
 _FILE = "content-hashes.json"

@@ -8,13 +8,16 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from hardpoint.errors import PluginFaultError, shown
-from hardpoint.host.registry.blame import describe
-from hardpoint.host.system.file_hashes import cache_folder, hash_file
 from hardpoint.plugins import ConfigError, HardpointError, WeightLoader
 from hardpoint.plugins.config_tables import WeightCacheConfig
+
+from .file_hashes import cache_folder, hash_file
+
+__all__ = ["WeightsHash", "hash_weights"]
 
 _log = logging.getLogger("hardpoint")
 
@@ -22,13 +25,20 @@ _log = logging.getLogger("hardpoint")
 class WeightsHash:
     """The hash of a model's weights, made in a thread while workers load them."""
 
-    def __init__(self, loader: WeightLoader, config: WeightCacheConfig, user: str) -> None:
+    def __init__(
+        self,
+        loader: WeightLoader,
+        config: WeightCacheConfig,
+        user: str,
+        describe_fault: Callable[[BaseException], str],
+    ) -> None:
         """Begin; before the workers do.
 
         Args:
             loader: loader of the weights.
             config: its folder keeps the hashes of files.
             user: the setting that needs it, for messages.
+            describe_fault: as in `EngineHalfContext`.
 
         Raises:
             ConfigError: the loader cannot identify the weights.
@@ -36,6 +46,7 @@ class WeightsHash:
         if type(loader).content_hash is WeightLoader.content_hash:
             raise _no_content_hash(loader, user)
         self._loader, self._config, self._user = loader, config, user
+        self._describe_fault = describe_fault
         self._fingerprint = _fingerprint(loader)
         self._hash: Future[str] = Future()
         self._stop = threading.Event()
@@ -44,8 +55,11 @@ class WeightsHash:
 
     def _run(self) -> None:
         try:
-            found = hash_weights(self._loader, self._config, self._user, self._stop)
-            self._hash.set_result(found)
+            self._hash.set_result(
+                hash_weights(
+                    self._loader, self._config, self._user, self._describe_fault, self._stop
+                )
+            )
         except BaseException as error:
             self._hash.set_exception(error)
 
@@ -89,6 +103,7 @@ def hash_weights(
     loader: WeightLoader,
     config: WeightCacheConfig,
     user: str,
+    describe_fault: Callable[[BaseException], str],
     stop: threading.Event | None = None,
 ) -> str:
     """Return a text that identifies the weights of a model, for the keys of KV blocks.
@@ -97,6 +112,7 @@ def hash_weights(
         loader: loader of the weights.
         config: its folder keeps the hashes of files.
         user: the setting that needs it, for messages.
+        describe_fault: as in `EngineHalfContext`.
         stop: ends it, if set.
 
     Raises:
@@ -111,7 +127,7 @@ def hash_weights(
         raise
     except BaseException as cause:
         raise PluginFaultError(
-            f"loader {loader.name!r}: its content_hash() failed: {describe(cause)}"
+            f"loader {loader.name!r}: its content_hash() failed: {describe_fault(cause)}"
         ) from cause
     if found is None:
         raise _no_content_hash(loader, user)

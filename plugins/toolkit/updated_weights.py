@@ -13,8 +13,12 @@ from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightFormat,
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
 
+from .cut_weights import cut_weights
+
 if TYPE_CHECKING:
     import torch
+
+__all__ = ["UpdatedWeights", "tensor_files", "write_tensors"]
 
 _HEAD = "lm_head.weight"
 _SHOWN = 3  # names in a message
@@ -74,8 +78,6 @@ class UpdatedWeights(WeightLoader):
         Raises:
             ModelError: a tensor has numbers that are not finite.
         """
-        from hardpoint.host.boundary.checked_model import cut_weights  # noqa: PLC0415 - it imports torch
-
         rest = {name: tuple(shape) for name, shape in shapes.items() if name not in self._where}
         if rest:
             of_rest = {name: cut for name, cut in cuts.items() if name in rest}

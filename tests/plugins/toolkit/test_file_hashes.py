@@ -13,8 +13,8 @@ import pytest
 from support.waiting import PATIENCE_S
 
 from hardpoint import HardpointError
-from hardpoint.host.system import file_hashes
-from hardpoint.host.system.file_hashes import hash_file
+from hardpoint.toolkit.kv_blocks import file_hashes
+from hardpoint.toolkit.kv_blocks.file_hashes import hash_file
 
 OLD = 1_000_000_000_000_000_000  # ns since 1970
 

@@ -1,0 +1,1 @@
+"""The start of step parts that move KV blocks: hash of the weights, identity of the blocks."""

@@ -210,7 +210,7 @@ def test_prepared_weights_do_not_outlive_the_model(folders, expected):
     with opened(first) as llm:
 
         def call(method, **arguments):
-            return llm.call_part("weight_updates", method, arguments)
+            return llm.plugins.call_part("weight_updates", method, arguments)
 
         how = {"ticket": 1, "mode": "keep", "recompute": True}
         for wakes_before in (True, False):
@@ -234,7 +234,7 @@ def test_calls_name_the_update_that_they_mean(folders, expected):
     with opened(folders[0]) as llm:
 
         def call(method, **arguments):
-            return llm.call_part("weight_updates", method, arguments)
+            return llm.plugins.call_part("weight_updates", method, arguments)
 
         how = {"mode": "keep", "recompute": True}
         call("prepare", ticket=1, updates=[str(file_of(folders[1]))], version="1", **how)
@@ -283,7 +283,7 @@ def test_what_is_given_up_while_it_is_read_holds_nobody_up(folders, expected, mo
     with opened(folders[0]) as llm:
 
         def call(method, **arguments):
-            return llm.call_part("weight_updates", method, arguments)
+            return llm.plugins.call_part("weight_updates", method, arguments)
 
         how = {"ticket": 1, "mode": "keep", "recompute": True}
         weights = {"updates": [str(file_of(folders[1]))], "version": "1"}

@@ -29,9 +29,9 @@ from hardpoint.host.system.memory import (
     out_of_memory,
 )
 from hardpoint.plugins import ModelError, Ops, WeightLoader, WorkerInfo
+from hardpoint.plugins.step_part.border import PreparedModel
 from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
 
-from .prepared_model import PreparedModel
 from .ranks import Ranks
 from .sequence_model import model_opener
 

@@ -53,8 +53,8 @@ from hardpoint.toolkit.kv_blocks.identity import block_identity
 from .input_batch import InputBatch
 from .loaded_model import measure, naming_memory, open_parts, share_of_memory
 from .model_runner import ModelRunner
-from .prepared_model import PreparedModel
 from .ranks import Ranks
+from .reloaded_model import ReloadedModel
 
 _log = logging.getLogger("hardpoint")
 
@@ -386,12 +386,12 @@ class LocalWorker:
         else:
             self.initialize_cache(self._num_blocks)
 
-    def _prepare_again(self, loader: Callable[[], WeightLoader]) -> PreparedModel:
+    def _prepare_again(self, loader: Callable[[], WeightLoader]) -> ReloadedModel:
         """Return the model once more, to be read with the weights of another loader."""
         assert self._spec is not None
         ops, backend = self.runner.ops, self.runner.attention.backend
         plan = functools.partial(self._plan_model, ops=ops, backend=backend)
-        return PreparedModel(self._spec, loader, plan, self._use_model)
+        return ReloadedModel(self._spec, loader, plan, self._use_model)
 
     def _use_model(self, planned: PlannedModel, spec: WorkerSpec) -> None:
         """Run with another model than before from the next step on."""

@@ -29,22 +29,22 @@ from hardpoint.plugins.step_part.border import StepBorder
 from hardpoint.toolkit.updated_weights import UpdatedWeights
 
 from .messages import (
-    Ask,
+    AskWeights,
     Call,
-    Drop,
     DropArguments,
+    DropWeights,
     PollArguments,
     PrepareArguments,
-    Read,
-    Use,
+    ReadWeights,
     UseArguments,
+    UseWeights,
 )
 
 _GIVEN_UP = "the update of the weights was given up"
 
 
 @dataclass
-class _Live:
+class _TokenVersions:
     """The versions of a live request's tokens.
 
     Attributes:
@@ -78,7 +78,7 @@ class VersionedRequests(EngineHalf):
         self._call_workers, self._border = context.call_workers, context.border
         self._version = config.load.version
         self._prepared: PrepareArguments | None = None
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _TokenVersions] = {}
         self.is_active = config.load != LoadConfig(use=config.load.use)
         self._methods: Mapping[str, tuple[type, Callable[[Any], Any]]] = {
             "prepare": (PrepareArguments, self._prepare),
@@ -130,7 +130,7 @@ class VersionedRequests(EngineHalf):
             )
         self._forget_prepared()
         self._prepared = update
-        self._send(Read(update.ticket, update.updates))
+        self._send(ReadWeights(update.ticket, update.updates))
         return True
 
     def _poll(self, update: PollArguments) -> bool | None:
@@ -145,7 +145,7 @@ class VersionedRequests(EngineHalf):
         if self._prepared is None or self._prepared.ticket != ticket:
             raise HardpointError("no weights are prepared: prepare() comes first")
         try:
-            answers = self._send(Ask(ticket))
+            answers = self._send(AskWeights(ticket))
         except HardpointError:
             self._forget_prepared()
             raise
@@ -176,7 +176,7 @@ class VersionedRequests(EngineHalf):
             base = base.base if isinstance(base, UpdatedWeights) else base
             return UpdatedWeights(base, prepared.updates)
 
-        use = functools.partial(self._send, Use(prepared.ticket))
+        use = functools.partial(self._send, UseWeights(prepared.ticket))
         border.change_weights(use, loader, recompute=recompute)
         self._note(prepared.version, kept=not recompute)
         self.is_active, self._version = True, prepared.version
@@ -192,7 +192,7 @@ class VersionedRequests(EngineHalf):
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             with contextlib.suppress(HardpointError):  # workers without a model have none prepared
-                self._send(Drop(prepared.ticket))
+                self._send(DropWeights(prepared.ticket))
 
     def _send(self, call: Call) -> Sequence[bytes]:
         return self._call_workers(msgspec.msgpack.encode(call))
@@ -203,7 +203,7 @@ class VersionedRequests(EngineHalf):
         before, self._live = self._live, {}
         for request in self._between.live_requests():
             count = len(request.output_token_ids)
-            live = before.get(request.request_id) or _Live(
+            live = before.get(request.request_id) or _TokenVersions(
                 [WeightRun(0, self._version, self._version)]
             )
             is_old = kept and request.num_computed_tokens > 0
@@ -220,13 +220,13 @@ class VersionedRequests(EngineHalf):
         if request.resumed is not None:
             self._live[request.request_id] = self._resumed(request.resumed)
 
-    def _resumed(self, resumed: ResumedOutputs) -> _Live:
+    def _resumed(self, resumed: ResumedOutputs) -> _TokenVersions:
         count = len(resumed.output_token_ids)
         runs = [run for run in resumed.weight_runs or () if run.start < count]
         own = self._version, self._version
         if not runs or (runs[-1].version, runs[-1].kv_version) != own:
             runs.append(WeightRun(count, *own))
-        return _Live(runs, is_reported=False)
+        return _TokenVersions(runs, is_reported=False)
 
     def refused(self, request_id: str) -> None:
         """Forget a request."""
@@ -241,7 +241,9 @@ class VersionedRequests(EngineHalf):
         for output in (output for message in outputs.values() for output in message.outputs):
             live = self._live.get(output.request_id)
             if live is None:
-                live = _Live([WeightRun(0, self._version, self._version)], is_reported=False)
+                live = _TokenVersions(
+                    [WeightRun(0, self._version, self._version)], is_reported=False
+                )
                 self._live[output.request_id] = live
             elif live.kept is not None:
                 self._follow(live, live.kept, len(output.new_token_ids))
@@ -250,7 +252,7 @@ class VersionedRequests(EngineHalf):
             if output.finished:
                 del self._live[output.request_id]
 
-    def _follow(self, live: _Live, request: Request, num_new: int) -> None:
+    def _follow(self, live: _TokenVersions, request: Request, num_new: int) -> None:
         """Begin a run where a preempted request computes its keys and values again."""
         if request.num_preemptions == live.num_preemptions:
             return

@@ -47,7 +47,7 @@ class DropArguments(msgspec.Struct, forbid_unknown_fields=True):
     """Arguments of the call that forgets the weights: none."""
 
 
-class Read(msgspec.Struct, tag=True):
+class ReadWeights(msgspec.Struct, tag=True):
     """Begin to read weights, instead of those that are prepared.
 
     Attributes:
@@ -59,23 +59,23 @@ class Read(msgspec.Struct, tag=True):
     updates: list[str]
 
 
-class Ask(msgspec.Struct, tag=True):
+class AskWeights(msgspec.Struct, tag=True):
     """Report whether the weights are read: a msgpack bool."""
 
     ticket: int
 
 
-class Use(msgspec.Struct, tag=True):
+class UseWeights(msgspec.Struct, tag=True):
     """Run with the weights that are read, from the next step on."""
 
     ticket: int
 
 
-class Drop(msgspec.Struct, tag=True):
+class DropWeights(msgspec.Struct, tag=True):
     """Forget the weights that are prepared."""
 
     ticket: int
 
 
-Call = Read | Ask | Use | Drop
+Call = ReadWeights | AskWeights | UseWeights | DropWeights
 """What the engine's half asks of the worker halves."""

@@ -12,12 +12,12 @@ from hardpoint.plugins import WeightLoader, WorkerHalf
 from hardpoint.plugins.step_part.border import PreparedModel
 from hardpoint.toolkit.updated_weights import UpdatedWeights
 
-from .messages import Ask, Call, Drop, Read, Use
+from .messages import AskWeights, Call, DropWeights, ReadWeights, UseWeights
 
 NOT_PREPARED = "no weights are prepared: prepare them first"
 
 
-class _Reading:
+class _WeightReading:
     """Reads a model in a thread.
 
     Attributes:
@@ -25,7 +25,7 @@ class _Reading:
         error: what prevented the reading; None if nothing did.
     """
 
-    def __init__(self, model: PreparedModel, earlier: _Reading | None) -> None:
+    def __init__(self, model: PreparedModel, earlier: _WeightReading | None) -> None:
         """Begin, once an earlier reading that was given up has ended."""
         self.is_done = False
         self.error: BaseException | None = None
@@ -37,7 +37,7 @@ class _Reading:
         )
         self._thread.start()
 
-    def _run(self, model: PreparedModel, earlier: _Reading | None) -> None:
+    def _run(self, model: PreparedModel, earlier: _WeightReading | None) -> None:
         error: BaseException | None = None
         try:
             if earlier is not None:
@@ -94,28 +94,28 @@ class WeightReader(WorkerHalf):
         """
         self._base = loader.base if isinstance(loader, UpdatedWeights) else loader
         self._prepare_again = prepare_again
-        self._reading: _Reading | None = None
+        self._reading: _WeightReading | None = None
         self._ticket: int | None = None  # of what is prepared
 
     def call(self, message: bytes) -> bytes:
         """Begin to read weights, report whether they are read, use or forget them."""
         match msgspec.msgpack.decode(message, type=Call):
-            case Read(ticket, updates):
+            case ReadWeights(ticket, updates):
                 self._drop()
                 model = self._prepare_again(lambda: self._loader(updates))
-                self._reading, self._ticket = _Reading(model, self._reading), ticket
-            case Ask(ticket):
+                self._reading, self._ticket = _WeightReading(model, self._reading), ticket
+            case AskWeights(ticket):
                 return msgspec.msgpack.encode(self._is_read(ticket))
-            case Use(ticket):
+            case UseWeights(ticket):
                 self._use(ticket)
-            case Drop():
+            case DropWeights():
                 self._drop()
         return b""
 
     def _loader(self, updates: Sequence[str]) -> WeightLoader:
         return UpdatedWeights(self._base, updates)
 
-    def _prepared(self, ticket: int) -> _Reading:
+    def _prepared(self, ticket: int) -> _WeightReading:
         # The half may have been built again, after a sleep.
         if self._reading is None or self._ticket != ticket:
             raise HardpointError(NOT_PREPARED)

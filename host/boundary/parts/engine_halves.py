@@ -33,8 +33,7 @@ from . import figures, returns
 from .bound_half import INCLUDE, BoundPart, OpenHalves, call_for
 from .calls import PartCalls
 from .components import describe_fault
-from .gates import PartGates, part_encoder_cache, part_transfers, without_data
-from .moving_halves import MovingHalves
+from .gates import MovingHalves, PartGates, part_encoder_cache, part_transfers, without_data
 
 
 class EngineHalves:

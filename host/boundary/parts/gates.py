@@ -1,7 +1,7 @@
 """Step parts as a scheduler sees them: gates, resources, and loads and saves of blocks.
 
 `EngineHalves` makes these objects for the scheduler, which calls one of them instead of every part,
-and gets checked results.
+and gets checked results; and one for the start of the parts that move blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from hardpoint.errors import PluginConflictError, RequestError
+from hardpoint.errors import PluginConflictError, PluginFaultError, RequestError
+from hardpoint.host.registry.blame import faults_as
 from hardpoint.plugins import (
     BlockIds,
     EngineCoreRequest,
@@ -228,3 +229,33 @@ def _only(parts: Sequence[BoundPart], what: str) -> BoundPart | None:
         names = " and ".join(str(part.source) for part in parts)
         raise PluginConflictError(f"{names} both {what}; expected one of them")
     return parts[0] if parts else None
+
+
+class MovingHalves:
+    """The halves of the parts that move blocks, which no live change replaces.
+
+    Attributes:
+        moves_blocks: the setting that makes a part move blocks; None if none does.
+    """
+
+    def __init__(self, parts: Sequence[BoundPart]) -> None:
+        """Find them among all parts."""
+        self._parts = [part for part in parts if part.moves_blocks]
+        self.moves_blocks = self._parts[0].moves_blocks if self._parts else None
+
+    def started(self, handshakes: Sequence[Mapping[str, bytes]]) -> None:
+        """Give the parts the handshakes of their worker halves, of each rank."""
+        for part in self._parts:
+            if part.overrides("started"):
+                own = [handshake.get(part.name) for handshake in handshakes]
+                with faults_as(PluginFaultError, f"{part.source}: its started()"):
+                    part.run("started", own)
+
+    def start_failed(self, cause: BaseException) -> None:
+        """Let the parts go on without their worker halves.
+
+        Raises:
+            BaseException: one cannot.
+        """
+        for part in self._parts:
+            part.run("start_failed", cause)

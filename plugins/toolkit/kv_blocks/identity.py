@@ -18,10 +18,10 @@ from hardpoint.plugins.model.files import ModelConfig
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.typed import stable_bytes
 
-__all__ = ["AttentionBlocks", "Settings", "block_identity", "config_hash"]
+__all__ = ["AttentionBlocks", "BlockSettings", "block_identity", "config_hash"]
 
 
-class Settings(Protocol):
+class BlockSettings(Protocol):
     """The settings of a worker."""
 
     @property
@@ -62,7 +62,7 @@ class AttentionBlocks(Protocol):
 
 
 def block_identity(
-    settings: Settings,
+    settings: BlockSettings,
     parallel: Parallel,
     attention: AttentionBlocks,
     *,

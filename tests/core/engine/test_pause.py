@@ -344,7 +344,7 @@ class TestUpdatesOfWeights:
         loop.run_until_idle()
         assert (used.result(0), asleep.result(0)) == (True, None)
         names = worker_calls(rig.executor)
-        assert names.index("Use") < names.index("sleep")
+        assert names.index("UseWeights") < names.index("sleep")
         assert not rig.core.has_requests()
         rig.core.wake_up()
         assert rig.run()["a"] == expected([1, 2, 3], 6)
@@ -361,7 +361,7 @@ class TestUpdatesOfWeights:
             first.result(0)
         loop.run_until_idle()
         assert second.result(0) is True
-        assert worker_calls(rig.executor).count("Use") == 1
+        assert worker_calls(rig.executor).count("UseWeights") == 1
         assert not rig.core.is_paused()
         rig.add("b", max_tokens=2)
         assert rig.run()["b"] == expected([1, 2, 3], 2)

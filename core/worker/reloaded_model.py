@@ -22,7 +22,7 @@ from hardpoint.plugins.component.base import no_progress
 _TRIAL = 2  # tokens and rows
 
 
-class PreparedModel:
+class ReloadedModel:
     """The share of a rank of the model with other weights; see the contract's `PreparedModel`."""
 
     def __init__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from hardpoint import SamplingParams
@@ -77,9 +79,11 @@ class Broken(Log):
     error: Exception = OSError("full")
 
     def __getattribute__(self, name):
-        if name in object.__getattribute__(self, "failing"):
-            raise object.__getattribute__(self, "error")
-        return object.__getattribute__(self, name)
+        own = functools.partial(object.__getattribute__, self)
+        return own("fail") if name in own("failing") else own(name)
+
+    def fail(self, *_):
+        raise self.error
 
 
 class Breaking(Watch):

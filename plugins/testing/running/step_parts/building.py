@@ -145,8 +145,10 @@ class StepPartHalves(GeneralComponentSuite, LiveComponentSuite):
             publish=lambda _events: None,
             call_workers=lambda message: [] if worker is None else [worker.call(message)],
         )
-        is_in_workers = type(part).worker_half is not StepPart.worker_half
-        if not isinstance(half, EngineHalf) and not (half is None and is_in_workers):
+        cls = type(part)
+        is_elsewhere = cls.worker_half is not StepPart.worker_half
+        is_elsewhere = is_elsewhere or cls.frontend_half is not StepPart.frontend_half
+        if not isinstance(half, EngineHalf) and not (half is None and is_elsewhere):
             raise rules.HALVES.violation(
                 f"engine_half() returned {short_repr(half)}, expected an EngineHalf"
             )

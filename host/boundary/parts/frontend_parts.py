@@ -35,6 +35,7 @@ from hardpoint.plugins.step_part.part import (
 
 from .bound_half import BoundHalf, OpenHalves, open_halves
 from .components import Components
+from .hooks import FRONTEND_HOOKS
 
 Record = Callable[[str, str, str], None]
 Validator = functools.partial[str | None]
@@ -43,7 +44,7 @@ Validator = functools.partial[str | None]
 class BoundFrontendHalf(BoundHalf[FrontendHalf]):
     """The frontend half of one part."""
 
-    interface, maker = FrontendHalf, "frontend_half"
+    hooks, maker = FRONTEND_HOOKS, "frontend_half"
     at_start = {"media_tokens": "by which prompts are read", "read_media": "by which they are read"}
 
     def fault(self, method: str, cause: BaseException) -> str:

@@ -11,17 +11,23 @@ import msgspec
 
 from hardpoint.errors import HardpointError
 from hardpoint.plugins import (
+    AdmissionGate,
     EngineConfig,
     EngineCoreRequest,
-    EngineHalf,
     LoRARequest,
     ModelError,
     ModelRunnerOutput,
+    PlanData,
+    ProgramCalls,
     Request,
     RequestError,
     RequestFault,
+    RequestFilter,
+    RequestLifecycle,
     SchedulerOutput,
     SchedulerStats,
+    StepObserver,
+    WorkerSetup,
 )
 from hardpoint.plugins.step_part import EngineHalfContext
 
@@ -36,7 +42,15 @@ _UNASKED_SECONDS = 120.0
 _WAIT_SECONDS = 0.002
 
 
-class AdapterSlots(EngineHalf):
+class AdapterSlots(
+    RequestFilter,
+    AdmissionGate,
+    RequestLifecycle,
+    PlanData,
+    StepObserver,
+    WorkerSetup,
+    ProgramCalls,
+):
     """Knows the adapters by name and content, and gives requests leases of slots.
 
     A name is an alias of a content, and may become that of another one: a request keeps the content

@@ -40,7 +40,8 @@ class HookTable:
 
     def implemented(self, half: object) -> frozenset[str]:
         """Return the hooks that the class of a half has, and neither a default nor a protocol."""
-        cls, interfaces = type(half), (self.defaults, *self.protocols)
+        own_half = half.original if isinstance(half, CompletedHalf) else half
+        cls, interfaces = type(own_half), (self.defaults, *self.protocols)
         return frozenset(
             name
             for name in self.names
@@ -108,18 +109,22 @@ class HookTable:
 
 
 class CompletedHalf:
-    """A half with all hooks: its own, and the defaults of those that it does not have."""
+    """A half with all hooks: its own, and the defaults of those that it does not have.
+
+    Attributes:
+        original: the half.
+    """
 
     def __init__(self, half: object, defaults: object, implemented: Collection[str]) -> None:
         """Bind the methods of the half; attributes, which may change, are read when asked for."""
-        self._half, self._defaults = half, defaults
+        self.original, self._defaults = half, defaults
         for name in implemented:
             if callable(getattr(type(half), name)):
                 setattr(self, name, getattr(half, name))
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the half; of the defaults if it has none."""
-        value = getattr(self._half, name, _ABSENT)
+        value = getattr(self.original, name, _ABSENT)
         return getattr(self._defaults, name) if value is _ABSENT else value
 
 

@@ -86,7 +86,7 @@ class HookTable:
         return None
 
     def misnamed(self, half: object, own: Collection[str] = ()) -> Iterator[str]:
-        """Yield a text about each public method of a half that looks like a hook and is none.
+        """Yield a text about each public method of a half with nearly the name of a hook.
 
         Args:
             half: half to look at.

@@ -1,4 +1,4 @@
-"""The context of a step part's half in the engine, and the fields of requests that parts use."""
+"""Context of the engine half of a step part, and the fields of requests that parts use."""
 
 from __future__ import annotations
 

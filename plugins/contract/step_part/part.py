@@ -33,6 +33,7 @@ from hardpoint.plugins.text.vocabulary import Vocabulary
 from .components import ComponentFactory
 from .engine import EngineHalfContext
 from .engine_hooks import EngineHooks
+from .halves import EngineHalf, WorkerHalf
 from .worker import WorkerHalfContext
 from .worker_hooks import WorkerHooks
 
@@ -311,7 +312,7 @@ class StepPart(ComponentWithArguments):
         """Return the half in the frontend; None, the default, if there is none. Called once."""
         return None
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHooks | None:  # noqa: ARG002
+    def engine_half(self, context: EngineHalfContext) -> EngineHooks | EngineHalf | None:  # noqa: ARG002
         """Return the half in the engine; None, the default, if there is none. Called once.
 
         It is an object with the members of some protocols: `AdmissionGate`, `ResourceCost` and the
@@ -319,7 +320,7 @@ class StepPart(ComponentWithArguments):
         """
         return None
 
-    def worker_half(self, context: WorkerHalfContext) -> WorkerHooks | None:  # noqa: ARG002
+    def worker_half(self, context: WorkerHalfContext) -> WorkerHooks | WorkerHalf | None:  # noqa: ARG002
         """Return the half in a worker; None if there is none. Called once per worker.
 
         It is an object with the members of some protocols: `WorkerStep`, `ModelLogits` and the

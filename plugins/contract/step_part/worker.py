@@ -1,4 +1,4 @@
-"""What the half of a step part in a worker gets of the worker's model and KV cache."""
+"""Context of the worker half of a step part: the worker's model and KV cache."""
 
 from __future__ import annotations
 

@@ -124,6 +124,8 @@ class CompletedHalf:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the half; of the defaults if it has none."""
+        if name.startswith("__"):
+            raise AttributeError(name)
         value = getattr(self.original, name, _ABSENT)
         return getattr(self._defaults, name) if value is _ABSENT else value
 

@@ -321,7 +321,7 @@ class LocalWorker:
 
     @torch.inference_mode()
     def idle(self) -> bool | None:
-        """Let a step part do one piece of work ahead; return as `WorkerHalf.idle`."""
+        """Let a step part do one piece of work ahead; return as `ForwardWrapper.idle`."""
         if self._runner is None:
             return None
         self._use_device()

@@ -44,7 +44,7 @@ class PrefixIndex:
     One walk over the blocks of a prompt serves all engines: a block has a mask of those that have
     it. The block hashes are the engines' own, cut to `BLOCK_KEY_BYTES`: two requests share what
     they would share in an engine, whose cache salt, adapter, features and whatever else a block
-    depends on are in them. What step parts add (`EngineHalf.block_key`) is known to engines alone,
+    depends on are in them. What step parts add (`BlockKey.block_key`) is known to engines alone,
     so that blocks which depend on it are not found. An answer is a hint in any case: blocks come
     and go until the request arrives.
 

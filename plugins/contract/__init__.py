@@ -102,10 +102,40 @@ from .server.adapter_resolver import AdapterResolver, AdapterResolverContext
 from .server.commands import Command, CommandContext
 from .server.hooks import HookContext, hookimpl
 from .server.stat_sink import StatSink, StatSinkContext
-from .step_part.engine import EngineHalf
+from .step_part.engine_hooks import (
+    AdmissionGate,
+    BlockKey,
+    BlockTransfer,
+    DraftTokens,
+    EncoderBudget,
+    OutputFigures,
+    OutputPublisher,
+    PlanData,
+    ProgramCalls,
+    RequestFilter,
+    RequestLifecycle,
+    ResourceCost,
+    StepObserver,
+    TokenMask,
+    WorkerSetup,
+)
+from .step_part.halves import EngineHalf, WorkerHalf
 from .step_part.part import FrontendHalf, StepPart, StepPartContext
 from .step_part.speculator import DraftRequest, Speculator, SpeculatorContext
-from .step_part.worker import WorkerHalf
+from .step_part.worker_hooks import (
+    BlockAccess,
+    CacheObserver,
+    ForwardWrapper,
+    HiddenStates,
+    InputEmbeddings,
+    LayerWrapper,
+    LinearProducts,
+    ModelLogits,
+    ResidualStream,
+    WorkerCalls,
+    WorkerMemory,
+    WorkerStep,
+)
 from .text.arguments import PrepareContext
 from .text.grammars import GrammarBackend, GrammarContext
 from .text.io_processor import IOProcessor, IOProcessorContext
@@ -285,6 +315,35 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "StepPart",
     "StepPartContext",
     "WorkerHalf",
+    # Engine hooks of step parts: provisional
+    "AdmissionGate",
+    "BlockKey",
+    "BlockTransfer",
+    "DraftTokens",
+    "EncoderBudget",
+    "OutputFigures",
+    "OutputPublisher",
+    "PlanData",
+    "ProgramCalls",
+    "RequestFilter",
+    "RequestLifecycle",
+    "ResourceCost",
+    "StepObserver",
+    "TokenMask",
+    "WorkerSetup",
+    # Worker hooks of step parts: provisional
+    "BlockAccess",
+    "CacheObserver",
+    "ForwardWrapper",
+    "HiddenStates",
+    "InputEmbeddings",
+    "LayerWrapper",
+    "LinearProducts",
+    "ModelLogits",
+    "ResidualStream",
+    "WorkerCalls",
+    "WorkerMemory",
+    "WorkerStep",
     # Hooks and commands: provisional
     "Command",
     "CommandContext",

@@ -5,6 +5,7 @@ from .model.forward import (
     ForwardStep,
     PackedInputs,
 )
+from .step_part.halves import WorkerHalf
 from .step_part.worker import (
     AllocatedCache,
     KVBlocks,
@@ -13,7 +14,6 @@ from .step_part.worker import (
     SequenceModel,
     StepModel,
     StepRows,
-    WorkerHalf,
     WorkerHalfContext,
 )
 

@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, ForwardRef
+from typing import Any, ForwardRef, get_args
 
 import msgspec
 
@@ -37,6 +37,8 @@ from hardpoint import plugins
 from hardpoint.host.registry.kinds import KINDS
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.server.hook_specs import HookSpecs
+from hardpoint.plugins.step_part.engine_hooks import EngineHooks
+from hardpoint.plugins.step_part.worker_hooks import WorkerHooks
 
 RECORD = Path(__file__).parents[1] / "compatibility" / "interfaces.json"
 
@@ -50,6 +52,13 @@ DATA = "data"
 USED_BY = "used by"
 
 _CONTRACT = "hardpoint.plugins"
+
+_UNIONS = {
+    name: " | ".join(protocol.__name__ for protocol in get_args(union))
+    for name, union in (("EngineHooks", EngineHooks), ("WorkerHooks", WorkerHooks))
+}
+"""The classes that each name of a union in a signature stands for."""
+
 _REQUIRED = "required"
 
 
@@ -248,6 +257,7 @@ def _uses(classes: Mapping[str, type]) -> Iterator[tuple[Any, set[tuple[str, boo
             text, by_plugins = texts.pop()
             taken, _, returned = text.rpartition(" -> ")
             for part, made in ((taken, not by_plugins), (returned, by_plugins)):
+                part = re.sub(r"\w+", lambda found: _UNIONS.get(found[0], found[0]), part)
                 new = {(n, made) for n in re.findall(r"\w+", part) if n in classes} - found
                 found |= new
                 texts += [(t, made) for n, made in new for t in _data_members(classes[n]).values()]
@@ -269,7 +279,7 @@ def _data_members(owner: type, by_plugins: bool = True) -> dict[str, str]:
         found.update({f.name: _field(f) for f in dataclasses.fields(owner)})
     elif inspect.isfunction(init := vars(owner).get("__init__")) and not _is_protocol(owner):
         found.update(_assigned(init), __init__=f"method {_signature(init)}")
-    if by_plugins and _is_protocol(owner):
+    if by_plugins and _is_protocol(owner) and not getattr(owner, "__abstractmethods__", ()):
         found = {n: f"abstract {t.removeprefix('abstract ')}" for n, t in found.items()}
     if not by_plugins:
         found = {n: re.sub(f"^({_REQUIRED}|optional|abstract) ", "", t) for n, t in found.items()}

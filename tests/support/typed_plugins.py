@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import assert_type
 
 import torch
@@ -14,23 +14,29 @@ import torch
 from hardpoint import LLM, plugins
 from hardpoint.async_llm import AsyncLLM
 from hardpoint.plugins import (
+    AdmissionGate,
     AttentionBackend,
     AttentionStep,
     Edits,
+    EngineCoreRequest,
     KVSpec,
     OutputParser,
     ParserRequest,
     Phase,
     Request,
+    RequestFilter,
+    ResourceCost,
     Rows,
     Sampler,
     SamplingRows,
     SchedulingPolicy,
     SparseLogitsProcessor,
+    StepPart,
 )
 from hardpoint.plugins.output_parser import (
     OutputState,
 )
+from hardpoint.plugins.step_part import EngineHalfContext
 
 
 class Processor(SparseLogitsProcessor):
@@ -127,6 +133,59 @@ def use(backend: Backend, spec: KVSpec, step: AttentionStep) -> None:
 
 def bare(rows: Rows, request: Request, sampled: SamplingRows, backend: AttentionBackend) -> None:
     """Without parameters they are right, too."""
+
+
+class Slots(RequestFilter, ResourceCost, AdmissionGate):
+    """Implements what the protocols require; the rest has defaults."""
+
+    def __init__(self, running: int) -> None:
+        self.capacity = {"slots": running}
+
+    def uses(self, request: EngineCoreRequest) -> bool:
+        return "batch" in request.tags
+
+    def cost(self, request: Request) -> Mapping[str, int]:
+        return {"slots": 1}
+
+    def gate(self, request: Request) -> str | None:
+        return None
+
+
+class NoCost(ResourceCost):
+    capacity = {"slots": 1}
+
+
+class NoCapacity(ResourceCost):
+    def cost(self, request: Request) -> Mapping[str, int]:
+        return {"slots": 1}
+
+
+class OneCost(ResourceCost):
+    capacity = {"slots": 1}
+
+    def cost(self, request: Request) -> int:  # type: ignore[override]
+        return 1
+
+
+class NoHook:
+    def costs(self, request: Request) -> Mapping[str, int]:
+        return {"slots": 1}
+
+
+class Limit(StepPart):
+    contract = 1
+
+    def engine_half(self, context: EngineHalfContext) -> Slots:
+        NoCost()  # type: ignore[abstract]
+        NoCapacity()  # type: ignore[abstract]
+        return Slots(1)
+
+
+class NoLimit(StepPart):
+    contract = 1
+
+    def engine_half(self, context: EngineHalfContext) -> NoHook:  # type: ignore[override]
+        return NoHook()
 
 
 def call(llm: LLM, async_llm: AsyncLLM) -> None:

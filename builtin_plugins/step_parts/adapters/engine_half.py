@@ -11,23 +11,29 @@ import msgspec
 
 from hardpoint.errors import HardpointError
 from hardpoint.plugins import (
+    AdmissionGate,
     EngineConfig,
     EngineCoreRequest,
-    EngineHalf,
     LoRARequest,
     ModelError,
     ModelRunnerOutput,
+    PlanData,
+    ProgramCalls,
     Request,
     RequestError,
     RequestFault,
+    RequestFilter,
+    RequestLifecycle,
     SchedulerOutput,
     SchedulerStats,
+    StepObserver,
+    WorkerSetup,
 )
 from hardpoint.plugins.step_part import EngineHalfContext
 
 from .identity import content_hash, link_files, read_files, remove_links
 from .leases import Leases
-from .messages import AdapterSlot, StepAdapters
+from .messages import AdapterSlot, StepAdapters, requested_lora
 from .readings import Readings
 
 _UNASKED_SECONDS = 120.0
@@ -36,7 +42,15 @@ _UNASKED_SECONDS = 120.0
 _WAIT_SECONDS = 0.002
 
 
-class AdapterSlots(EngineHalf):
+class AdapterSlots(
+    RequestFilter,
+    AdmissionGate,
+    RequestLifecycle,
+    PlanData,
+    StepObserver,
+    WorkerSetup,
+    ProgramCalls,
+):
     """Knows the adapters by name and content, and gives requests leases of slots.
 
     A name is an alias of a content, and may become that of another one: a request keeps the content
@@ -258,7 +272,7 @@ class AdapterSlots(EngineHalf):
         Raises:
             RequestError: one is not known.
         """
-        return [self._content_of(_lora(given)) for given in loras]
+        return [self._content_of(requested_lora(given)) for given in loras]
 
     def _content_of(self, lora: LoRARequest) -> str | None:
         loaded = self._names.get(lora.name)
@@ -298,7 +312,7 @@ class AdapterSlots(EngineHalf):
             RequestError: its number is another adapter's, or it has no path; or a scale, which
                 requests have.
         """
-        new = _lora(lora)
+        new = requested_lora(lora)
         if not new.path:
             raise RequestError(f"lora.path: expected the folder of {new.name!r}, got an empty one")
         if new.scale != 1.0:
@@ -476,20 +490,3 @@ class AdapterSlots(EngineHalf):
         for path in self._temporary - used:
             remove_links(path)
         self._temporary &= used
-
-
-def _lora(given: Mapping[str, Any]) -> LoRARequest:
-    """Return an adapter as a program states it.
-
-    Raises:
-        RequestError: it is not one.
-    """
-    try:
-        lora = msgspec.convert(given, LoRARequest)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"lora: {error}") from None
-    if not lora.name:
-        raise RequestError("lora.name: expected a name, got an empty one")
-    if lora.id < 1:
-        raise RequestError(f"lora.id: expected at least 1, got {lora.id}")
-    return lora

@@ -269,7 +269,7 @@ class HostAdapter:
 
     Attributes:
         content: hash of its files.
-        changes: by the name that `WorkerHalf.linear` gets for a matrix of this rank.
+        changes: by the name that `LinearProducts.linear` gets for a matrix of this rank.
         unknown: modules for which this rank has no matrix.
     """
 

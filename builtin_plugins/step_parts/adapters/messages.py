@@ -1,8 +1,13 @@
-"""The messages between the halves of adapters, as msgpack."""
+"""The messages between the halves of adapters, as msgpack, and those of programs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
+
+from hardpoint.plugins import LoRARequest, RequestError
 
 
 class AdapterSlot(msgspec.Struct, array_like=True, frozen=True):
@@ -76,3 +81,20 @@ class Progress(msgspec.Struct):
     error: str | None = None
     content: str = ""
     unknown: list[str] = []
+
+
+def requested_lora(given: Mapping[str, Any]) -> LoRARequest:
+    """Return an adapter as a program states it.
+
+    Raises:
+        RequestError: it is not one.
+    """
+    try:
+        lora = msgspec.convert(given, LoRARequest)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"lora: {error}") from None
+    if not lora.name:
+        raise RequestError("lora.name: expected a name, got an empty one")
+    if lora.id < 1:
+        raise RequestError(f"lora.id: expected at least 1, got {lora.id}")
+    return lora

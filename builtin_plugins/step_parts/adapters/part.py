@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hardpoint.plugins import EngineConfig, EngineHalf, StepPart, WorkerHalf
+from hardpoint.plugins import EngineConfig, StepPart
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
+
+if TYPE_CHECKING:
+    from .engine_half import AdapterSlots
+    from .worker_half import AdapterProducts
 
 
 class Adapters(StepPart):
@@ -36,7 +40,7 @@ class Adapters(StepPart):
         super().merge_answers(method, [_without_paths(answer) for answer in answers])
         return answers[0]
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf | None:
+    def engine_half(self, context: EngineHalfContext) -> AdapterSlots | None:
         """Return the half that gives requests slots; None if adapters are off."""
         if not self.context.config.adapters.max_loras:
             return None
@@ -44,7 +48,7 @@ class Adapters(StepPart):
 
         return AdapterSlots(self.context.name, self.context.config, context)
 
-    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+    def worker_half(self, context: WorkerHalfContext) -> AdapterProducts | None:
         """Return the half that computes adapters; None if they are off, or there is no model."""
         if not self.context.config.adapters.max_loras or context.loaded is None:
             return None

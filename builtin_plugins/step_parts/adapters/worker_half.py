@@ -10,7 +10,16 @@ from itertools import pairwise
 import msgspec
 import torch
 
-from hardpoint.plugins import EngineConfig, ModelError, Ops, SchedulerOutput, WorkerHalf
+from hardpoint.plugins import (
+    EngineConfig,
+    LinearProducts,
+    ModelError,
+    Ops,
+    SchedulerOutput,
+    WorkerCalls,
+    WorkerMemory,
+    WorkerStep,
+)
 from hardpoint.plugins.worker_half import LoadedModel, StepRows, WorkerHalfContext
 
 from .files import HostAdapter, load_adapter
@@ -38,7 +47,7 @@ class _ReaderThread(threading.Thread):
             self.error = f"cannot be read: {type(error).__name__}: {error}"
 
 
-class AdapterProducts(WorkerHalf):
+class AdapterProducts(WorkerStep, LinearProducts, WorkerMemory, WorkerCalls):
     """Adds what adapters change to the products of linear layers."""
 
     def __init__(

@@ -9,11 +9,15 @@ import numpy as np
 
 from hardpoint.errors import RequestError
 from hardpoint.plugins import (
+    EncoderBudget,
     EngineCoreRequest,
-    EngineHalf,
     ModelRunnerOutput,
+    PlanData,
     RequestFault,
+    RequestFilter,
+    RequestLifecycle,
     SchedulerOutput,
+    StepObserver,
 )
 from hardpoint.plugins.requests import MediaFormat, MultiModalFeature
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
@@ -21,7 +25,7 @@ from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 from .messages import EncoderItem, EncoderStep, Span
 
 
-class EncodedRequests(EngineHalf):
+class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, EncoderBudget):
     """Sends workers what a plan encodes, and where its embeddings belong.
 
     It knows which embeddings workers have, so that those of a plan that was lost, or of earlier

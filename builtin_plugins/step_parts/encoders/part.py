@@ -7,7 +7,7 @@ from typing import Annotated
 
 from hardpoint import plugins
 from hardpoint.errors import ModelError
-from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, Meta, StepPart, WorkerHalf
+from hardpoint.plugins import EngineConfig, FrontendHalf, Meta, StepPart
 from hardpoint.plugins.requests import MediaFormat
 from hardpoint.plugins.step_part import ComponentFactory, EngineHalfContext, FrontendHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
@@ -53,12 +53,12 @@ class Encoders(StepPart):
         limits = self.context.config.images
         return MediaPrompts(self._format(context.components), name, limits, context.encode)
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf:
+    def engine_half(self, context: EngineHalfContext) -> EncodedRequests:
         """Return the half that knows which media are in the workers; of others, it refuses."""
         media = self._format(context.components)
         return EncodedRequests(self.name, media, self._budget(media))
 
-    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+    def worker_half(self, context: WorkerHalfContext) -> EncoderWorker | None:
         """Return the half that encodes, in the ranks that embed tokens."""
         media = self._format(context.components)
         parallel = self.context.config.parallel

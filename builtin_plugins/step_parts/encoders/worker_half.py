@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from hardpoint.plugins import SchedulerOutput, WorkerHalf
+from hardpoint.plugins import InputEmbeddings, SchedulerOutput, WorkerMemory, WorkerStep
 from hardpoint.plugins.requests import MediaFormat
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class EncoderWorker(WorkerHalf):
+class EncoderWorker(WorkerStep, InputEmbeddings, WorkerMemory):
     """Encodes media by the model, and keeps their embeddings until the scheduler frees them."""
 
     encodes = True

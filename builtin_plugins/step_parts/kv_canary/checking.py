@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from hardpoint.plugins import SchedulerOutput, WorkerHalf
+from hardpoint.plugins import (
+    CacheObserver,
+    ForwardWrapper,
+    HiddenStates,
+    SchedulerOutput,
+    WorkerStep,
+)
 from hardpoint.plugins.worker_half import (
     AllocatedCache,
     Forward,
@@ -44,7 +50,7 @@ class _Sequence:
     entries: Ints
 
 
-class CanaryWorker(WorkerHalf):
+class CanaryWorker(WorkerStep, HiddenStates, ForwardWrapper, CacheObserver):
     """Follows the tokens of requests by plans and samples, and compares the cache with them.
 
     Entries are written from the inputs that the attention gets, before the layers write keys and

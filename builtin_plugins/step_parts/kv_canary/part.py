@@ -9,12 +9,14 @@ import msgspec
 
 from hardpoint.plugins import (
     EngineCoreRequest,
-    EngineHalf,
     ModelRunnerOutput,
+    PlanData,
     RequestFault,
+    RequestFilter,
+    RequestLifecycle,
     SchedulerOutput,
+    StepObserver,
     StepPart,
-    WorkerHalf,
 )
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
@@ -35,11 +37,11 @@ class KVCanary(StepPart):
     fault_scope = "request"
     after = ("kv_transfer", "recorded_steps")
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf | None:  # noqa: ARG002
+    def engine_half(self, context: EngineHalfContext) -> CanaryFindings | None:  # noqa: ARG002
         """Return the half that ends requests; None unless the canary is on."""
         return CanaryFindings(self.name) if self.context.config.debug.kv_canary else None
 
-    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+    def worker_half(self, context: WorkerHalfContext) -> CanaryWorker | None:
         """Return the half that writes and checks entries, in the rank that samples."""
         config = self.context.config
         if not config.debug.kv_canary or context.rank != config.parallel.output_rank:
@@ -47,7 +49,7 @@ class KVCanary(StepPart):
         return CanaryWorker(context)
 
 
-class CanaryFindings(EngineHalf):
+class CanaryFindings(RequestFilter, RequestLifecycle, PlanData, StepObserver):
     """Ends the requests for which the worker has found a wrong entry."""
 
     every_plan = True

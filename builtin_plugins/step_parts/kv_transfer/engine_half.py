@@ -12,16 +12,18 @@ import msgspec
 from hardpoint.errors import PluginFaultError, RequestError, shown
 from hardpoint.plugins import (
     BlockIds,
+    BlockTransfer,
     EngineCoreRequest,
-    EngineHalf,
     KVConnector,
     KVTierStats,
     ModelRunnerOutput,
+    PlanData,
     PrefixCacheStats,
     Request,
     RequestFault,
     SchedulerOutput,
     SchedulerStats,
+    StepObserver,
 )
 from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.plugins.step_part import ComponentCalls, EngineHalfContext
@@ -53,7 +55,7 @@ class _Step:
     reports: int = 0
 
 
-class TransferPlanner(EngineHalf):
+class TransferPlanner(BlockTransfer, PlanData, StepObserver):
     """Loads and saves of an engine, as its connector plans them.
 
     No method raises for a fault of the connector, and every wait has a deadline. A load that fails

@@ -6,7 +6,7 @@ import functools
 import logging
 
 from hardpoint.errors import HardpointError, PluginFaultError, shown
-from hardpoint.plugins import EngineCoreRequest, EngineHalf, KVConnector, StepPart, WorkerHalf
+from hardpoint.plugins import EngineCoreRequest, KVConnector, RequestFilter, StepPart
 from hardpoint.plugins.kv_connector import (
     KVConnectorContext,
     KVConnectorScheduler,
@@ -39,7 +39,7 @@ class KVTransfer(StepPart):
         use = self.context.config.kv_connector.use
         return None if use is None else f"kv_connector.use: {use!r}"
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf:
+    def engine_half(self, context: EngineHalfContext) -> TransferPlanner | _WithoutConnector:
         """Return the half that plans; without a connector, one that warns of parameters for it.
 
         Raises:
@@ -81,14 +81,14 @@ class KVTransfer(StepPart):
             ) from cause
         return TransferPlanner(self.name, plugin, half, calls, context)
 
-    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+    def worker_half(self, context: WorkerHalfContext) -> TransferWorker | None:
         """Return the half that moves blocks; None without a connector."""
         if self.moves_blocks is None:
             return None
         return TransferWorker(self.context.config, context)
 
 
-class _WithoutConnector(EngineHalf):
+class _WithoutConnector(RequestFilter):
     """Warns of requests with parameters for a connector."""
 
     def uses(self, request: EngineCoreRequest) -> bool:

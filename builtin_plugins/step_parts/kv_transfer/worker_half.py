@@ -13,13 +13,15 @@ import msgspec
 
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import (
+    BlockAccess,
     ConfigError,
     HardpointError,
     KVConnector,
     KVStore,
     KVTierStats,
+    LayerWrapper,
     SchedulerOutput,
-    WorkerHalf,
+    WorkerStep,
 )
 from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.plugins.kv_connector import (
@@ -46,7 +48,7 @@ _MOST_FAULTS = 64  # of one report; a component that fails in each call fails al
 _MOST_EVENTS = 1 << 16
 
 
-class TransferWorker(WorkerHalf):
+class TransferWorker(BlockAccess, WorkerStep, LayerWrapper):
     """Calls the connector's worker half; collects what happens in each step.
 
     A half that cannot end its loads, or take the KV cache, is closed and not called again.

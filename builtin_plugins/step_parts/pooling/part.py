@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Annotated, Any
 
 from hardpoint import plugins
-from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, Meta, StepPart, WorkerHalf
+from hardpoint.plugins import EngineConfig, FrontendHalf, Meta, StepPart
 from hardpoint.plugins.step_part import ComponentFactory, EngineHalfContext, FrontendHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
@@ -49,12 +49,12 @@ class Pooling(StepPart):
         """Return the half that checks which pooler a request names."""
         return PooledRequests(context.components, self._model(context.components))
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf:
+    def engine_half(self, context: EngineHalfContext) -> PooledResults:
         """Return the half that reads results."""
         components = context.components
         return PooledResults(self.name, components.enabled(KIND), self._model(components))
 
-    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+    def worker_half(self, context: WorkerHalfContext) -> PoolingWorker | None:
         """Return the half that pools, in the rank that has the last hidden states."""
         if context.rank != self.context.config.parallel.output_rank:
             return None

@@ -13,13 +13,16 @@ from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import (
     EncodedPair,
     EngineCoreRequest,
-    EngineHalf,
     FrontendHalf,
     ModelRunnerOutput,
+    PlanData,
     Pooler,
+    ProgramCalls,
     ReasoningMarkers,
     RequestFault,
+    RequestFilter,
     SchedulerOutput,
+    StepObserver,
 )
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.step_part import ComponentFactory, GivenPrompt, PromptReader
@@ -216,7 +219,7 @@ class PooledRequests(FrontendHalf):
         return self._components.hint(KIND, name)
 
 
-class PooledResults(EngineHalf):
+class PooledResults(RequestFilter, PlanData, StepObserver, ProgramCalls):
     """Hands the vectors of workers on to the scheduler, which ends their requests."""
 
     def __init__(self, name: str, poolers: Collection[str], model: ModelPooling) -> None:

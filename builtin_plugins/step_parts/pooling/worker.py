@@ -10,13 +10,14 @@ import msgspec
 
 from hardpoint.plugins import (
     Arguments,
+    HiddenStates,
     ModelError,
     NewRequest,
     Pooler,
     PoolerContext,
     PromptPooler,
     SchedulerOutput,
-    WorkerHalf,
+    WorkerStep,
 )
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.step_part import ComponentCalls
@@ -59,10 +60,8 @@ _Alike = tuple[Sequence[int], int | None, bool]
 """Shape of a result, the dimensions that were asked for, and whether it is scaled."""
 
 
-class PoolingWorker(WorkerHalf):
+class PoolingWorker(WorkerStep, HiddenStates):
     """Pools the hidden states of requests, in the rank that has the last ones."""
-
-    wants_layers = False
 
     def __init__(self, context: WorkerHalfContext, model: ModelPooling) -> None:
         """Load the dense layers of the model.

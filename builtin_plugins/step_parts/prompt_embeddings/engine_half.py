@@ -9,14 +9,21 @@ import msgspec
 import numpy as np
 
 from hardpoint.errors import RequestError, shown
-from hardpoint.plugins import EngineCoreRequest, EngineHalf, SchedulerOutput
+from hardpoint.plugins import (
+    BlockKey,
+    EngineCoreRequest,
+    PlanData,
+    RequestFilter,
+    RequestLifecycle,
+    SchedulerOutput,
+)
 from hardpoint.toolkit.half_floats import FLOATS, float32_of
 
 from .requests import check_together
 from .rows import Positions, check_mask, check_shape, positions_of
 
 
-class EmbeddedPrompts(EngineHalf):
+class EmbeddedPrompts(RequestFilter, RequestLifecycle, BlockKey, PlanData):
     """Knows where the prompts of requests have embeddings."""
 
     def __init__(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from hardpoint import plugins
-from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, Meta, StepPart, WorkerHalf
+from hardpoint.plugins import EngineConfig, FrontendHalf, Meta, StepPart
 from hardpoint.plugins.step_part import EngineHalfContext, FrontendHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .requests import FIELDS, NAME, EmbeddedRequests, RefusedEmbeddings
+
+if TYPE_CHECKING:
+    from .engine_half import EmbeddedPrompts
+    from .worker_half import EmbeddedRows
+
 
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
@@ -48,7 +53,7 @@ class PromptEmbeddings(StepPart):
             return RefusedEmbeddings()
         return EmbeddedRequests(self._width(), self.options.max_bytes)
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf | None:
+    def engine_half(self, context: EngineHalfContext) -> EmbeddedPrompts | None:
         """Return the half that keys blocks; None if embeddings are off."""
         if not self.options.enabled:
             return None
@@ -56,7 +61,7 @@ class PromptEmbeddings(StepPart):
 
         return EmbeddedPrompts(self._width(), self.options.max_bytes, context.call_workers)
 
-    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+    def worker_half(self, context: WorkerHalfContext) -> EmbeddedRows | None:
         """Return the half that puts rows in their places; None if embeddings are off."""
         if not self.options.enabled:
             return None

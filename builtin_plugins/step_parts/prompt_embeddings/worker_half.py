@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hardpoint.plugins import SchedulerOutput, WorkerHalf
+from hardpoint.plugins import InputEmbeddings, SchedulerOutput, WorkerCalls, WorkerStep
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
 
 from .rows import Positions, Rows, positions_of
@@ -25,7 +25,7 @@ class _Prompt(NamedTuple):
         return slice(int(first), int(end))
 
 
-class EmbeddedRows(WorkerHalf):
+class EmbeddedRows(WorkerStep, InputEmbeddings, WorkerCalls):
     """Replaces embedded tokens, in each rank of the first stage.
 
     The rows of a request are kept until it ends.

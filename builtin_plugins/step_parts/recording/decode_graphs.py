@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hardpoint.errors import size_text
-from hardpoint.plugins import ForwardBatch, Recorded, WorkerHalf
+from hardpoint.plugins import CacheObserver, ForwardBatch, ForwardWrapper, Recorded, WorkerMemory
 from hardpoint.plugins.worker_half import (
     AllocatedCache,
     Forward,
@@ -52,7 +52,7 @@ class _Graph:
     is_checked: bool = False
 
 
-class DecodeGraphs(WorkerHalf):
+class DecodeGraphs(ForwardWrapper, CacheObserver, WorkerMemory):
     """Repeats decode steps without running Python, padded to the next size (`Ops.record_sizes`).
 
     Nothing is recorded until a request has ended, so that the first answer waits for no recording.

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from hardpoint.errors import PluginFaultError, shown
-from hardpoint.plugins import StepPart, WorkerHalf
+from hardpoint.plugins import StepPart
 from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
 
 from .decode_graphs import DecodeGraphs
@@ -23,7 +23,7 @@ class RecordedSteps(StepPart):
     contract = 1
     fault_scope = "engine"
 
-    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+    def worker_half(self, context: WorkerHalfContext) -> DecodeGraphs | RepeatedSteps | None:
         """Return the worker half that repeats steps; None, with the reason logged, if none may be.
 
         Raises:

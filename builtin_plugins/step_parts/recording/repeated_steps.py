@@ -8,7 +8,7 @@ from collections import Counter
 
 import torch
 
-from hardpoint.plugins import ForwardBatch, Ops, Recorded, WorkerHalf
+from hardpoint.plugins import CacheObserver, ForwardBatch, ForwardWrapper, Ops, Recorded
 from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep, StepModel
 
 _log = logging.getLogger("hardpoint")
@@ -21,7 +21,7 @@ _UNRECORDED_STEPS = 3  # of each number of tokens: what it costs to record comes
 _CHECKED_STEPS = 4  # that are compared with what the model computes, of different numbers of tokens
 
 
-class RepeatedSteps(WorkerHalf):
+class RepeatedSteps(ForwardWrapper, CacheObserver):
     """Runs the model; steps of few tokens are recorded, and repeated without running Python.
 
     They differ in their number of tokens alone (`Ops.record` without sizes).

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 from hardpoint import plugins
-from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, Meta, StepPart
+from hardpoint.plugins import EngineConfig, FrontendHalf, Meta, StepPart
 from hardpoint.plugins.step_part import EngineHalfContext, FrontendHalfContext
 
 from .sessions import RetainedSessions, RetainingRequests
@@ -53,7 +53,7 @@ class PrefixRetention(StepPart):
         """Return the half that includes the outcome of a wish in the output."""
         return RetainingRequests(self.name)
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf:
+    def engine_half(self, context: EngineHalfContext) -> RetainedSessions:
         """Return the half that knows the sessions."""
         options, caching = self.options, self.context.config.kv_cache.prefix_caching
         share = options.share if caching else 0.0

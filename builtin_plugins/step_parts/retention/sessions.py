@@ -14,16 +14,21 @@ import msgspec
 
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import (
+    AdmissionGate,
     EngineCoreRequest,
-    EngineHalf,
     FrontendHalf,
     ModelRunnerOutput,
+    OutputFigures,
+    ProgramCalls,
     ReasoningMarkers,
     Request,
     RequestFault,
+    RequestFilter,
+    RequestLifecycle,
     RequestStatus,
     SchedulerOutput,
     SchedulerStats,
+    StepObserver,
 )
 from hardpoint.plugins.step_part import EngineHalfContext
 
@@ -103,7 +108,9 @@ class _Live:
     num_refused: int = 0
 
 
-class RetainedSessions(EngineHalf):
+class RetainedSessions(
+    RequestFilter, AdmissionGate, RequestLifecycle, StepObserver, OutputFigures, ProgramCalls
+):
     """Knows which sessions retain which blocks, and writes the latest deadline of each block.
 
     A session is known while it retains anything, or one of its requests runs. Those of other salts

@@ -10,14 +10,21 @@ from typing import Any
 import msgspec
 
 from hardpoint.plugins import (
+    AdmissionGate,
+    DraftTokens,
     EngineConfig,
     EngineCoreRequest,
-    EngineHalf,
     ModelRunnerOutput,
+    OutputFigures,
+    PlanData,
     Request,
     RequestFault,
+    RequestFilter,
+    RequestLifecycle,
     SchedulerOutput,
     StepCost,
+    StepObserver,
+    WorkerSetup,
 )
 from hardpoint.plugins.step_part import EngineHalfContext
 
@@ -119,7 +126,16 @@ class _SpeculatingRequest:
         self.by_position = counted.num_accepted_by_position
 
 
-class DraftPlanner(EngineHalf):
+class DraftPlanner(
+    RequestFilter,
+    AdmissionGate,
+    RequestLifecycle,
+    PlanData,
+    StepObserver,
+    DraftTokens,
+    OutputFigures,
+    WorkerSetup,
+):
     """Chooses limits of drafts, and hands on what the worker has drafted."""
 
     def __init__(self, name: str, config: EngineConfig, context: EngineHalfContext) -> None:

@@ -15,12 +15,14 @@ from hardpoint.plugins import (
     Arguments,
     DraftRequest,
     EngineConfig,
+    HiddenStates,
     LogitsOps,
     NewRequest,
     SchedulerOutput,
     Speculator,
     SpeculatorContext,
-    WorkerHalf,
+    WorkerMemory,
+    WorkerStep,
 )
 from hardpoint.plugins.exponential_race import mixed_seed
 from hardpoint.plugins.kv_cache import sharing_key
@@ -51,7 +53,7 @@ class _Drafted:
     hidden_end: int = 0
 
 
-class Drafting(WorkerHalf):
+class Drafting(WorkerStep, WorkerMemory):
     """Follows the outputs of requests, and lets their speculators draft what comes next."""
 
     def __init__(self, config: EngineConfig, context: WorkerHalfContext) -> None:
@@ -215,7 +217,7 @@ class Drafting(WorkerHalf):
                 stack.callback(self._components.close, speculator)
 
 
-class DraftingFromHidden(Drafting):
+class DraftingFromHidden(Drafting, HiddenStates):
     """As `Drafting`, with speculators that read hidden states."""
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from hardpoint.plugins import EngineHalf, FrontendHalf, Speculator, StepPart, WorkerHalf
+from hardpoint.plugins import FrontendHalf, Speculator, StepPart
 from hardpoint.plugins.step_part import EngineHalfContext, FrontendHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
@@ -26,13 +26,13 @@ class Speculation(StepPart):
         """Return the half that checks which speculator a request names."""
         return DraftedRequests(context.components)
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf | None:
+    def engine_half(self, context: EngineHalfContext) -> DraftPlanner | None:
         """Return the half that plans drafts; None without a speculator."""
         if not context.components.enabled(KIND):
             return None
         return DraftPlanner(self.name, self.context.config, context)
 
-    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+    def worker_half(self, context: WorkerHalfContext) -> Drafting | None:
         """Return the half that drafts, in the rank that samples."""
         config = self.context.config
         if not context.components.enabled(KIND):

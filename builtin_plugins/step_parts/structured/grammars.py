@@ -14,17 +14,22 @@ import numpy as np
 
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError
 from hardpoint.plugins import (
+    AdmissionGate,
     EngineConfig,
     EngineCoreRequest,
-    EngineHalf,
     GrammarBackend,
     GrammarBitmask,
     GrammarContext,
     ModelRunnerOutput,
+    PlanData,
     Request,
     RequestFault,
+    RequestFilter,
+    RequestLifecycle,
     SchedulerOutput,
+    StepObserver,
     StepPart,
+    TokenMask,
     WaitingFor,
     WaitReason,
 )
@@ -56,7 +61,7 @@ class StructuredOutput(StepPart):
         """Return the half that checks requests, and validates answers that nothing constrained."""
         return StructuredRequests(context, self.context.config)
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf:
+    def engine_half(self, context: EngineHalfContext) -> GrammarManager | _WithoutVocabulary:
         """Return the half that compiles and masks; without a vocabulary, one that refuses."""
         if context.vocabulary is None:
             return _WithoutVocabulary()
@@ -70,7 +75,7 @@ class StructuredOutput(StepPart):
         )
 
 
-class _WithoutVocabulary(EngineHalf):
+class _WithoutVocabulary(RequestFilter):
     """Refuses requests with a grammar."""
 
     def uses(self, request: EngineCoreRequest) -> bool:
@@ -86,7 +91,9 @@ class _WithoutVocabulary(EngineHalf):
         raise RequestError("structured: this engine has no grammars, for it got no vocabulary")
 
 
-class GrammarManager(EngineHalf):
+class GrammarManager(
+    RequestFilter, AdmissionGate, RequestLifecycle, PlanData, StepObserver, TokenMask
+):
     """Compiles the grammars of requests, and masks the tokens that they do not allow.
 
     A fault of a backend ends the requests that use it.

@@ -15,10 +15,11 @@ from hardpoint.plugins import (
     ActivationTapContext,
     EngineCoreRequest,
     RequestError,
+    ResidualStream,
     SchedulerOutput,
     TapRows,
     TapSite,
-    WorkerHalf,
+    WorkerStep,
 )
 from hardpoint.plugins.step_part import ComponentCalls
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
@@ -66,7 +67,7 @@ class _FailedError(Exception):
     """The result of a tap cannot be used; the text follows its name in messages."""
 
 
-class TapsInLayers(WorkerHalf):
+class TapsInLayers(WorkerStep, ResidualStream):
     """Calls the taps of a step's requests, and reports what they read."""
 
     def __init__(self, context: WorkerHalfContext, taps: Taps, *, samples: bool) -> None:

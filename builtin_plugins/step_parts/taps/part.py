@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from hardpoint import plugins
-from hardpoint.plugins import ConfigError, EngineHalf, FrontendHalf, Meta, StepPart, WorkerHalf
+from hardpoint.plugins import ConfigError, FrontendHalf, Meta, StepPart
 from hardpoint.plugins.step_part import ComponentFactory, EngineHalfContext, FrontendHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .requests import KIND, TappedRequests, Taps
 from .results import TapResults
+
+if TYPE_CHECKING:
+    from .layers import TapsInLayers
 
 
 class ActivationTaps(StepPart):
@@ -40,7 +43,7 @@ class ActivationTaps(StepPart):
             return None
         return TappedRequests(self.name, self._taps(context.components))
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf | None:
+    def engine_half(self, context: EngineHalfContext) -> TapResults | None:
         """Return the half that gives requests what taps have read; None without taps.
 
         Raises:
@@ -56,7 +59,7 @@ class ActivationTaps(StepPart):
             )
         return TapResults(self.name, self._taps(context.components), self.options.max_bytes)
 
-    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+    def worker_half(self, context: WorkerHalfContext) -> TapsInLayers | None:
         """Return the half that calls taps in the layers; None without taps."""
         if not context.components.enabled(KIND):
             return None

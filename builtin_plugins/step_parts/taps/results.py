@@ -10,11 +10,15 @@ import msgspec
 import numpy as np
 
 from hardpoint.plugins import (
+    BlockKey,
     EngineCoreRequest,
-    EngineHalf,
     ModelRunnerOutput,
+    PlanData,
     RequestFault,
+    RequestFilter,
+    RequestLifecycle,
     SchedulerOutput,
+    StepObserver,
 )
 from hardpoint.plugins.requests import PartArray
 
@@ -39,7 +43,7 @@ class _Reading:
     num_bytes: int = 0
 
 
-class TapResults(EngineHalf):
+class TapResults(RequestFilter, RequestLifecycle, BlockKey, PlanData, StepObserver):
     """Gives workers the positions of a step, and hands out what taps read of them."""
 
     def __init__(self, name: str, taps: Taps, max_bytes: int) -> None:

@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hardpoint.plugins import (
-    EngineHalf,
+    AdmissionGate,
     ModelRunnerOutput,
+    OutputFigures,
+    PlanData,
     Request,
     RequestFault,
+    RequestLifecycle,
     SchedulerOutput,
+    StepObserver,
     StepPart,
 )
 from hardpoint.plugins.step_part import EngineHalfContext
@@ -25,7 +29,7 @@ class Timings(StepPart):
     contract = 1
     fault_scope = "step"
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf:
+    def engine_half(self, context: EngineHalfContext) -> RequestTimer:
         """Return the half that knows the steps."""
         return RequestTimer(context.clock)
 
@@ -42,7 +46,7 @@ class _Timed:
     num_accepted_drafts: int = 0
 
 
-class RequestTimer(EngineHalf):
+class RequestTimer(AdmissionGate, RequestLifecycle, PlanData, StepObserver, OutputFigures):
     """Notes when requests are scheduled, and when their tokens come."""
 
     only_included = True

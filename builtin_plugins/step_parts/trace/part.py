@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, cast
 
 from hardpoint import plugins
-from hardpoint.plugins import EngineHalf, Meta, Sampler, StepPart, WorkerHalf
+from hardpoint.plugins import Meta, Sampler, StepPart
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
@@ -47,11 +47,11 @@ class Tracing(StepPart):
 
     options: Options
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf:
+    def engine_half(self, context: EngineHalfContext) -> TraceRecorder:
         """Return the half that knows the steps, and keeps the records."""
         return TraceRecorder(self.name, self.options.positions, context.why_waiting)
 
-    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+    def worker_half(self, context: WorkerHalfContext) -> LogitsReader | None:
         """Return the half that reads logits, in the rank that samples."""
         if context.rank != self.context.config.parallel.output_rank:
             return None

@@ -9,7 +9,7 @@ from itertools import takewhile
 import msgspec
 import torch
 
-from hardpoint.plugins import LogitsRequest, Sampler, SchedulerOutput, WorkerHalf
+from hardpoint.plugins import LogitsRequest, Sampler, SchedulerOutput, WorkerStep
 from hardpoint.plugins.sampling import LogitsStage
 from hardpoint.toolkit.trace import Draw
 
@@ -32,7 +32,7 @@ class _Row:
     first: Stages = field(default_factory=list)
 
 
-class LogitsReader(WorkerHalf):
+class LogitsReader(WorkerStep):
     """Keeps the logits of the rows of a step on the host until their tokens are known."""
 
     def __init__(

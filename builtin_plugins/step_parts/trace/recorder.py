@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 import msgspec
 
 from hardpoint.plugins import (
-    EngineHalf,
+    AdmissionGate,
     GrammarBitmask,
     ModelRunnerOutput,
+    OutputFigures,
+    PlanData,
     Request,
     RequestFault,
+    RequestLifecycle,
     SchedulerOutput,
+    StepObserver,
 )
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.requests import RequestStatus
@@ -70,7 +74,7 @@ class _Traced:
             self.steps[step] = _replace(entry, **fields)
 
 
-class TraceRecorder(EngineHalf):
+class TraceRecorder(AdmissionGate, RequestLifecycle, PlanData, StepObserver, OutputFigures):
     """Keeps the records of traced requests until they end."""
 
     only_included = True

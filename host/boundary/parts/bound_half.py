@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Generic, TypeVar
@@ -34,6 +35,11 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
+from hardpoint.plugins.step_part.engine_hooks import EngineHooks
+
+from .hooks import ENGINE_HOOKS, WORKER_HOOKS, HookTable
+
+_log = logging.getLogger("hardpoint")
 
 HalfT = TypeVar("HalfT", FrontendHalf, EngineHalf, WorkerHalf)
 
@@ -52,7 +58,7 @@ class BoundHalf(Generic[HalfT]):
 
     Attributes:
         name: name of the part.
-        half: the half.
+        half: the half, with the defaults of the hooks that it does not have.
         source: names the part in messages.
         moves_blocks: see `StepPart.moves_blocks`.
         part: the part.
@@ -63,24 +69,22 @@ class BoundHalf(Generic[HalfT]):
         until: the generation from which on requests do not use it; None if they do.
     """
 
-    interface: ClassVar[type]
+    hooks: ClassVar[HookTable]
     maker: ClassVar[str]
     """Name of the part's method that returns the half."""
     at_start: ClassVar[Mapping[str, str]] = {}
     """Why a half that has a method, or sets an attribute, can not be changed live, by its name."""
 
-    def __init__(self, part: StepPart, half: HalfT, calls: PluginCalls) -> None:
+    def __init__(self, part: StepPart, half: object, calls: PluginCalls) -> None:
         """Call the half by `calls`; the part is closed with it."""
-        self.half: HalfT = half
+        self._implemented = self.hooks.implemented(half)
+        self.half: HalfT = self.hooks.completed(half)
         self.name, self.source = part.name, calls.source
         self.moves_blocks = part.moves_blocks
         self.part, self._calls = part, calls
         self.state = StateAtFault(part, calls.source)
         self.key, self.since = part.name, 0
         self.until: int | None = None
-        cls, base = type(half), self.interface
-        own = (name for name in dir(base) if getattr(cls, name) is not getattr(base, name))
-        self._overridden = frozenset(own)
 
     def begin_with(self, generation: int) -> None:
         """Serve the requests of a generation of the plugins, and later ones."""
@@ -96,14 +100,14 @@ class BoundHalf(Generic[HalfT]):
     def why_fixed(self) -> str | None:
         """Why the half can not be changed while the engine runs; None if it can."""
         for name, why in self.at_start.items():
-            own, default = getattr(self.half, name), getattr(self.interface, name)
-            if name in self._overridden or (not callable(default) and own and own != default):
+            own, default = getattr(self.half, name), getattr(self.hooks.defaults, name)
+            if name in self._implemented or (not callable(default) and own and own != default):
                 return f"its {self.maker} has {name}, {why}"
         return None
 
     def overrides(self, method: str) -> bool:
-        """Return whether the half has a method of its own."""
-        return method in self._overridden
+        """Return whether the half has a hook, and not its default."""
+        return method in self._implemented
 
     def run(self, method: str, *args: Any, function: Callable[..., Any] | None = None) -> Any:
         """Call a method of the half, or `function` in its place."""
@@ -183,7 +187,7 @@ def _made(part: StepPart, source: Source, context: Any, cls: type[BoundHalf[Any]
     """Return the half of a part; None if it has none.
 
     Raises:
-        PluginFaultError: it cannot be built, or is of another class.
+        PluginFaultError: it cannot be built, or has no hooks.
     """
     name = f"{source}: its {cls.maker}()"
     with (
@@ -191,10 +195,13 @@ def _made(part: StepPart, source: Source, context: Any, cls: type[BoundHalf[Any]
         keeping_torch(source, cls.maker),
     ):
         half = getattr(part, cls.maker)(context)
-    if half is not None and not isinstance(half, cls.interface):
-        expected = cls.interface.__name__
-        article = "an" if expected[0] in "AEIOU" else "a"
-        raise PluginFaultError(f"{name} gave {shown(half)}, expected {article} {expected} or None")
+    if half is None:
+        return None
+    if (defect := cls.hooks.defect(half)) is not None:
+        raise PluginFaultError(f"{name} {defect}")
+    if isinstance(half, cls.hooks.defaults):  # a class of before there were protocols runs on
+        for wrong in cls.hooks.misnamed(half, cls.hooks.implemented(half)):
+            _log.warning("%s gave a %s whose %s", name, type(half).__name__, wrong)
     return half
 
 
@@ -208,7 +215,7 @@ class BoundPart(BoundHalf[EngineHalf]):
             `INCLUDE` of the part's name.
     """
 
-    interface, maker = EngineHalf, "engine_half"
+    hooks, maker = ENGINE_HOOKS, "engine_half"
     at_start = {
         "block_key": "on which the keys of cached blocks depend",
         "get_num_new_matched_tokens": "which moves blocks of the KV cache",
@@ -219,7 +226,7 @@ class BoundPart(BoundHalf[EngineHalf]):
     }
 
     def __init__(
-        self, part: StepPart, half: EngineHalf, source: Source, faults: StepFaults
+        self, part: StepPart, half: EngineHooks, source: Source, faults: StepFaults
     ) -> None:
         """Bind the methods that the half overrides.
 
@@ -233,11 +240,12 @@ class BoundPart(BoundHalf[EngineHalf]):
         self.users = set[str]()
         self.ended: dict[str, int] = {}
         self._scope, self._faults = part.fault_scope, faults
-        self.capacity = dict(half.capacity)
-        self.every_plan, self.only_included = half.every_plan, half.only_included
-        given = {f"step_parts/{part.name}": part.named_only, INCLUDE(part.name): half.only_included}
+        self.capacity = dict(self.half.capacity)
+        self.every_plan = self.half.every_plan
+        self.only_included = is_included = self.half.only_included
+        given = {f"step_parts/{part.name}": part.named_only, INCLUDE(part.name): is_included}
         self.required = frozenset(name for name, is_required in given.items() if is_required)
-        self.num_draft_tokens = half.num_draft_tokens
+        self.num_draft_tokens = self.half.num_draft_tokens
 
     @property
     def planned_users(self) -> Collection[str]:
@@ -303,7 +311,7 @@ def call_for(part: BoundPart, method: str, *args: Any) -> Any:
 class BoundWorkerHalf(BoundHalf[WorkerHalf]):
     """The worker half of one part."""
 
-    interface, maker = WorkerHalf, "worker_half"
+    hooks, maker = WORKER_HOOKS, "worker_half"
     at_start = {
         "memory": "for which workers leave room when they start",
         "around_model": "which replaces the model's forward pass",

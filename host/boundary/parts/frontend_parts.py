@@ -44,6 +44,7 @@ from hardpoint.plugins.step_part.part import (
 
 from .bound_half import BoundHalf, OpenHalves, open_halves
 from .components import Components
+from .hooks import FRONTEND_HOOKS
 from .observers import Observers
 
 Record = Callable[[str, str, str], None]
@@ -53,7 +54,7 @@ Validator = functools.partial[str | None]
 class BoundFrontendHalf(BoundHalf[FrontendHalf]):
     """The frontend half of one part."""
 
-    interface, maker = FrontendHalf, "frontend_half"
+    hooks, maker = FRONTEND_HOOKS, "frontend_half"
     at_start = {
         "observer": "which observes requests from their start",
         "media_tokens": "by which prompts are read",

@@ -11,12 +11,14 @@ from hardpoint.errors import PluginFaultError
 from hardpoint.host.boundary.activity import Activity, PluginCalls
 from hardpoint.host.boundary.faults import StepFaults
 from hardpoint.host.registry.plugin_set import PluginSet
-from hardpoint.plugins import EngineConfig, WorkerHalf
+from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.scheduling.step_record import WaitReason
-from hardpoint.plugins.step_part import EngineHalf, EngineHalfContext, StepPart
+from hardpoint.plugins.step_part import EngineHalfContext, StepPart
+from hardpoint.plugins.step_part.engine_hooks import EngineHooks
 from hardpoint.plugins.step_part.part import FrontendHalfContext
+from hardpoint.plugins.step_part.worker_hooks import WorkerHooks
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .bound_half import BoundPart, BoundT, BoundWorkerHalf, OpenHalves, open_halves
@@ -55,10 +57,11 @@ def open_parts(
 
         return own
 
-    def bind(part: StepPart, half: EngineHalf, source: Source) -> BoundPart:
-        if (defect := limit_defect(half.num_draft_tokens)) is not None:
+    def bind(part: StepPart, half: EngineHooks, source: Source) -> BoundPart:
+        bound = BoundPart(part, half, source, faults)
+        if (defect := limit_defect(bound.num_draft_tokens)) is not None:
             raise PluginFaultError(f"{source}: its {defect}")
-        return BoundPart(part, half, source, faults)
+        return bound
 
     entries = plugins.entries("step_parts")
     parts = open_halves(plugins, entries, about, context_of(context), BoundPart, bind)
@@ -88,7 +91,7 @@ def open_worker_parts(
         PluginError: one cannot be built; the others are closed.
     """
 
-    def bind(part: StepPart, half: WorkerHalf, source: Source) -> BoundWorkerHalf:
+    def bind(part: StepPart, half: WorkerHooks, source: Source) -> BoundWorkerHalf:
         return BoundWorkerHalf(part, half, PluginCalls(activity, "step_parts", source))
 
     entries = plugins.entries("step_parts")

@@ -120,7 +120,7 @@ class WorkerParts:
             PluginFaultError: a half failed, or returned something else.
         """
         total: Counter[str] = Counter()
-        for half in self._halves:
+        for half in [half for half in self._halves if half.overrides("memory")]:
             sizes = half.checked("memory")
             if not isinstance(sizes, Mapping) or not all(
                 isinstance(what, str) and type(size) is int and size >= 0
@@ -435,7 +435,8 @@ class WorkerParts:
     def notify(self, method: str, *args: Any) -> None:
         """Call `sleep`, `wake_up` or `weights_changed` of all halves."""
         for half in self._halves:
-            half.run(method, *args)
+            if half.overrides(method):
+                half.run(method, *args)
 
     def close(self) -> None:
         """Close all halves."""

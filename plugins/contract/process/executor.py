@@ -158,7 +158,7 @@ class Worker(Protocol):
         """
 
     def call_part(self, name: str, message: bytes) -> tuple[str | None, bytes]:
-        """Return the answer of this rank's half of a step part, see `WorkerHalf.call`.
+        """Return the answer of this rank's half of a step part, see `WorkerCalls.call`.
 
         Returns:
             None and the answer, or kind and text of the error that it raised.

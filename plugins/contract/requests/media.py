@@ -58,9 +58,9 @@ class MultiModalFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         modality: what it is: "image".
         sees_itself: whether its tokens see those after them, up to its last one. They are computed
             in one step then, and no cached prefix ends between them.
-        data: what the encoder gets, an array; for `EngineHalf.check` of the part that encodes. The
-            engine takes it off then: schedulers and workers get None, and the part sends it with
-            the plan of the step that encodes it.
+        data: array for the encoder; there for `RequestFilter.check` of the encoding part.
+            The engine takes it off then: schedulers and workers get None, and the part sends it
+            with the plan of the step that encodes it.
     """
 
     identifier: str

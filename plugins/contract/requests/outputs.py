@@ -61,7 +61,7 @@ class PartArray(msgspec.Struct):
     """Numbers that a step part gives for positions of a request.
 
     Attributes:
-        positions: int64 array [positions], ascending, from 0: those that `EngineHalf.arrays` names.
+        positions: int64 array [positions], ascending, from 0, see `OutputFigures.arrays`.
         values: array [positions, ...].
     """
 

@@ -118,7 +118,7 @@ class Gates(Protocol):
 
 
 class BlockTransfers(Protocol):
-    """Loads and saves of blocks by a step part, for a scheduler; see `EngineHalf`.
+    """Loads and saves of blocks by a step part, for a scheduler; see `BlockTransfer`.
 
     What has ended is in the result of a step: `ModelRunnerOutput.kv_loaded`, `kv_saved` and
     `invalid_block_ids`.

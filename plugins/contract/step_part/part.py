@@ -2,9 +2,10 @@
 
 A part completes requests in the frontend, gates them, counts resources, puts data on the plan,
 masks logits, reads results, and is notified of plans that are lost; in a worker it may run the
-model in another way. The engine binds the methods that a half overrides to lists when it starts; a
-method that no half overrides is never called, and none of the engine's half is called in a step
-without a request that uses the part.
+model in another way. There is a protocol for each of these, `engine_hooks` and `worker_hooks`, and
+the half of a part in the engine or in a worker implements those that it needs. The engine binds the
+methods that a half has to lists when it starts; a method that no half has is never called, and none
+of the engine's half is called in a step without a request that uses the part.
 
 The frontend half, `FrontendHalf`, checks requests and reads answers. It completes a request before
 the engine gets it, with what only the frontend has: the tokenizer, and the classes of components
@@ -32,9 +33,12 @@ from hardpoint.plugins.text.tokenizer import Tokenizer
 from hardpoint.plugins.text.vocabulary import Vocabulary
 
 from .components import ComponentFactory, FaultCounter
-from .engine import EngineHalf, EngineHalfContext
+from .engine import EngineHalfContext
+from .engine_hooks import EngineHooks
+from .halves import EngineHalf, WorkerHalf
 from .observer import OutputObserver, PreparedPartChange
-from .worker import WorkerHalf, WorkerHalfContext
+from .worker import WorkerHalfContext
+from .worker_hooks import WorkerHooks
 
 __all__ = [
     "FrontendHalf",
@@ -326,7 +330,7 @@ class StepPart(ComponentWithArguments):
 
         Args:
             method: the call.
-            answers: what `EngineHalf.call` answered in each engine, in the order of their ranks,
+            answers: what `ProgramCalls.call` answered in each engine, in the order of their ranks,
                 none of them None: an engine that answers None is asked again.
 
         Raises:
@@ -349,10 +353,18 @@ class StepPart(ComponentWithArguments):
         """Return the half in the frontend; None, the default, if there is none. Called once."""
         return None
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf | None:  # noqa: ARG002
-        """Return the half in the engine; None, the default, if there is none. Called once."""
+    def engine_half(self, context: EngineHalfContext) -> EngineHooks | EngineHalf | None:  # noqa: ARG002
+        """Return the half in the engine; None, the default, if there is none. Called once.
+
+        It is an object with the members of some protocols: `AdmissionGate`, `ResourceCost` and the
+        others of `engine_hooks`.
+        """
         return None
 
-    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:  # noqa: ARG002
-        """Return the half in a worker; None if there is none. Called once per worker."""
+    def worker_half(self, context: WorkerHalfContext) -> WorkerHooks | WorkerHalf | None:  # noqa: ARG002
+        """Return the half in a worker; None if there is none. Called once per worker.
+
+        It is an object with the members of some protocols: `WorkerStep`, `ModelLogits` and the
+        others of `worker_hooks`.
+        """
         return None

@@ -11,16 +11,20 @@ import msgspec
 
 from hardpoint import plugins
 from hardpoint.plugins import (
+    AdmissionGate,
     DraftRequest,
-    EngineHalf,
+    DraftTokens,
     Meta,
     ModelRunnerOutput,
+    PlanData,
     Request,
     RequestFault,
+    RequestLifecycle,
     SchedulerOutput,
     Speculator,
+    StepObserver,
     StepPart,
-    WorkerHalf,
+    WorkerStep,
 )
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
@@ -81,13 +85,13 @@ class ScriptedDrafts(StepPart):
 
     options: Options
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf:
+    def engine_half(self, context: EngineHalfContext) -> _ReportedDrafts | _EngineDrafts:
         """Return the half that drafts, or hands on what workers have drafted."""
         if self.options.made_in == "worker":
             return _ReportedDrafts(self.name, self.options)
         return _EngineDrafts(_Script(self.options, context.vocab_size), self.options.count)
 
-    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+    def worker_half(self, context: WorkerHalfContext) -> _WorkerDrafts | None:
         """Return the half that drafts, if it is the worker's."""
         if self.options.made_in == "engine":
             return None
@@ -123,7 +127,7 @@ class _Script:
         return token if drawn.random() < self._right else (token + 1) % self._vocab_size
 
 
-class _EngineDrafts(EngineHalf):
+class _EngineDrafts(AdmissionGate, DraftTokens, RequestLifecycle):
     """Drafts in the engine's process."""
 
     def __init__(self, script: _Script, count: int) -> None:
@@ -149,7 +153,7 @@ class _EngineDrafts(EngineHalf):
         self._requests.pop(request_id, None)
 
 
-class _ReportedDrafts(EngineHalf):
+class _ReportedDrafts(AdmissionGate, PlanData, StepObserver, DraftTokens, RequestLifecycle):
     """Hands on the drafts in the reports of the worker half."""
 
     def __init__(self, name: str, options: ScriptedDrafts.Options) -> None:
@@ -188,7 +192,7 @@ class _ReportedDrafts(EngineHalf):
         self._reported.pop(request_id, None)
 
 
-class _WorkerDrafts(WorkerHalf):
+class _WorkerDrafts(WorkerStep):
     """Drafts in the worker, from the plans and from what it has sampled."""
 
     def __init__(self, script: _Script, count: int) -> None:

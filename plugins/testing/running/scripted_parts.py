@@ -13,12 +13,18 @@ import msgspec
 
 from hardpoint.errors import RequestError
 from hardpoint.plugins import (
+    BlockKey,
     EngineCoreRequest,
-    EngineHalf,
+    InputEmbeddings,
+    LinearProducts,
+    PlanData,
     Request,
+    RequestFilter,
+    RequestLifecycle,
+    ResourceCost,
     SchedulerOutput,
     StepPart,
-    WorkerHalf,
+    WorkerStep,
 )
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
@@ -40,11 +46,11 @@ class ScriptedEmbeddings(StepPart):
 
     contract = 1
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf:  # noqa: ARG002
+    def engine_half(self, context: EngineHalfContext) -> _EmbeddingsPlanner:  # noqa: ARG002
         """Return the half that sends the embeddings of a step."""
         return _EmbeddingsPlanner()
 
-    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf:  # noqa: ARG002
+    def worker_half(self, context: WorkerHalfContext) -> _EmbeddingsWorker:  # noqa: ARG002
         """Return the half that scatters them."""
         return _EmbeddingsWorker()
 
@@ -62,7 +68,7 @@ def _embeddings_of(request: EngineCoreRequest) -> dict[int, int]:
     return found
 
 
-class _EmbeddingsPlanner(EngineHalf):
+class _EmbeddingsPlanner(RequestFilter, RequestLifecycle, BlockKey, PlanData):
     def __init__(self) -> None:
         self._values: dict[str, dict[int, int]] = {}
 
@@ -119,7 +125,7 @@ class _EmbeddingsPlanner(EngineHalf):
         self._values.pop(request_id, None)
 
 
-class _EmbeddingsWorker(WorkerHalf):
+class _EmbeddingsWorker(WorkerStep, InputEmbeddings):
     def __init__(self) -> None:
         self._values: Mapping[str, Mapping[int, int]] = {}
 
@@ -144,16 +150,16 @@ class ScriptedAdapters(StepPart):
 
     contract = 1
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf:  # noqa: ARG002
+    def engine_half(self, context: EngineHalfContext) -> _AdaptersPlanner:  # noqa: ARG002
         """Return the half that sends the numbers of a step."""
         return _AdaptersPlanner()
 
-    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf:  # noqa: ARG002
+    def worker_half(self, context: WorkerHalfContext) -> _AdaptersWorker:  # noqa: ARG002
         """Return the half that adds them."""
         return _AdaptersWorker()
 
 
-class _AdaptersPlanner(EngineHalf):
+class _AdaptersPlanner(RequestFilter, ResourceCost, RequestLifecycle, BlockKey, PlanData):
     capacity: Mapping[str, int] = {"adapter slots": 2}
 
     def __init__(self) -> None:
@@ -196,7 +202,7 @@ class _AdaptersPlanner(EngineHalf):
         self._numbers.pop(request_id, None)
 
 
-class _AdaptersWorker(WorkerHalf):
+class _AdaptersWorker(WorkerStep, LinearProducts):
     def __init__(self) -> None:
         self._numbers: Mapping[str, int] = {}
 

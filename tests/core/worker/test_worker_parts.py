@@ -88,6 +88,22 @@ def test_a_half_of_a_wrong_type_is_an_error_at_the_start(folder):
         open_llm(folder, "NoHalf", in_process=True)
 
 
+def test_a_misspelled_hook_is_an_error_at_the_start_that_names_both(folder):
+    expected = r"'shift'.*: its worker_half\(\) gave a NearHooks whose logit is not a hook"
+    with pytest.raises(PluginFaultError, match=expected + r" \(did you mean 'logits'\?\)"):
+        open_llm(folder, "Misnamed", in_process=True)
+
+
+def test_a_half_that_derives_from_the_class_with_all_hooks_runs_with_a_warning(folder, caplog):
+    with (
+        caplog.at_level(logging.WARNING, "hardpoint"),
+        open_llm(folder, "OldMisnamed", in_process=True) as llm,
+    ):
+        _, own = ends(llm, {"part": "1"})
+    assert own.token_ids == [CHOSEN] * 3
+    assert "gave a OldNearHooks whose sample is not a hook (did you mean 'sampled'?)" in caplog.text
+
+
 def test_a_part_without_a_half_in_the_engine_goes_around_the_model(folder, caplog):
     with caplog.at_level(logging.INFO, "hardpoint"), open_llm(folder, "Shift") as llm:
         expected = ends(llm, {})

@@ -99,6 +99,34 @@ class NoHalf(Shift):
         return "a half"
 
 
+class Misnamed(Shift):
+    def worker_half(self, context):
+        return NearHooks()
+
+
+class NearHooks:
+    """Has nearly the name of a hook."""
+
+    def begin(self, plan, data):
+        pass
+
+    def logit(self, logits, request_ids):
+        return logits
+
+
+class OldMisnamed(Shift):
+    def worker_half(self, context):
+        return OldNearHooks()
+
+
+class OldNearHooks(Worker):
+    def report_(self):
+        return None
+
+    def sample(self, token_ids):
+        pass
+
+
 class Around(StepPart):
     """Has a half in the worker alone, which notes its calls."""
 

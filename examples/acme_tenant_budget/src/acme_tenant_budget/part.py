@@ -10,17 +10,21 @@ import msgspec
 
 from hardpoint import plugins
 from hardpoint.plugins import (
+    AdmissionGate,
     Annotated,
     EngineCoreRequest,
-    EngineHalf,
     Meta,
+    PlanData,
     Request,
     RequestError,
+    RequestFilter,
+    RequestLifecycle,
+    ResourceCost,
     SchedulerOutput,
     StepPart,
     WaitingFor,
     WaitReason,
-    WorkerHalf,
+    WorkerStep,
 )
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
@@ -71,7 +75,7 @@ class TenantBudget(StepPart):
         return BudgetLog(context.rank)
 
 
-class Budgets(EngineHalf):
+class Budgets(RequestFilter, AdmissionGate, ResourceCost, RequestLifecycle, PlanData):
     """The budgets of all tenants that have sent a request."""
 
     def __init__(self, options: TenantBudget.Options, clock: Callable[[], float]) -> None:
@@ -158,7 +162,7 @@ class Budgets(EngineHalf):
         return self._buckets[tenant]
 
 
-class BudgetLog(WorkerHalf):
+class BudgetLog(WorkerStep):
     """Logs the budgets that are spent, for the logs of each worker.
 
     Attributes:

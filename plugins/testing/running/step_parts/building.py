@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from hardpoint.host.boundary.parts.hooks import ENGINE_HOOKS, WORKER_HOOKS, HookTable
 from hardpoint.plugins import (
     EngineHalf,
     FrontendHalf,
@@ -148,11 +149,9 @@ class StepPartHalves(GeneralComponentSuite, LiveComponentSuite):
         cls = type(part)
         is_elsewhere = cls.worker_half is not StepPart.worker_half
         is_elsewhere = is_elsewhere or cls.frontend_half is not StepPart.frontend_half
-        if not isinstance(half, EngineHalf) and not (half is None and is_elsewhere):
-            raise rules.HALVES.violation(
-                f"engine_half() returned {short_repr(half)}, expected an EngineHalf"
-            )
-        return part, half
+        if half is None and not is_elsewhere:
+            raise rules.HALVES.violation("engine_half() returned None, expected an EngineHalf")
+        return part, self._completed(half, ENGINE_HOOKS, "engine_half")
 
     def _build_worker_half(self, loaded: Any) -> tuple[StepPart, WorkerHalf | None]:
         part, half = self._build_half(
@@ -166,11 +165,15 @@ class StepPartHalves(GeneralComponentSuite, LiveComponentSuite):
             host_memory=lambda: 1 << 30,
             loaded=loaded,
         )
-        if half is not None and not isinstance(half, WorkerHalf):
-            raise rules.HALVES.violation(
-                f"worker_half() returned {short_repr(half)}, expected a WorkerHalf or None"
-            )
-        return part, half
+        return part, self._completed(half, WORKER_HOOKS, "worker_half")
+
+    def _completed(self, half: Any, hooks: HookTable, method: str) -> Any:
+        """Return a half with all hooks, as the engine calls it; None if there is none."""
+        if half is None:
+            return None
+        if (defect := hooks.defect(half)) is not None:
+            raise rules.HALVES.violation(f"{method}() {defect}")
+        return hooks.completed(half)
 
     def _opened(
         self, *, clock: Callable[[], float] = time.monotonic, **named: Any

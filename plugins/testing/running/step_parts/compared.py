@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hardpoint.host.boundary.parts.hooks import ENGINE_HOOKS, WORKER_HOOKS
 from hardpoint.plugins import EngineHalf, GrammarBitmask, SchedulerOutput, StepPart, WorkerHalf
 from hardpoint.testing.reporting.calls import CLOSE, call
 from hardpoint.testing.suite import Rule
@@ -131,12 +132,9 @@ class Halves:
     loaded: Any = None
 
     def overrides(self, method: str) -> bool:
-        """Return whether one of the halves has a method of its own."""
-        return any(
-            getattr(type(half), method) is not getattr(base, method)
-            for half, base in ((self.engine, EngineHalf), (self.worker, WorkerHalf))
-            if half is not None
-        )
+        """Return whether one of the halves has a hook, and not its default."""
+        halves = ((ENGINE_HOOKS, self.engine), (WORKER_HOOKS, self.worker))
+        return any(method in hooks.implemented(half) for hooks, half in halves if half is not None)
 
     def close(self) -> None:
         """Close all, those of the worker first.

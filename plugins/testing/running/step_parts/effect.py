@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
+from hardpoint.host.boundary.parts.hooks import ENGINE_HOOKS, FRONTEND_HOOKS, WORKER_HOOKS
 from hardpoint.plugins import (
     EngineCoreRequest,
     EngineHalf,
@@ -23,29 +24,22 @@ NO_METHODS = "no half has a method of its own"
 
 EFFECT = Rule(
     "effect: the part does something",
-    "override methods of EngineHalf, WorkerHalf or FrontendHalf, and return the half from "
-    "engine_half(), worker_half() or frontend_half()",
-)
-
-_INTERFACES: tuple[type[FrontendHalf | EngineHalf | WorkerHalf], ...] = (
-    FrontendHalf,
-    EngineHalf,
-    WorkerHalf,
+    "implement hooks, such as those of RequestFilter, WorkerStep or FrontendHalf, and return the "
+    "half from engine_half(), worker_half() or frontend_half()",
 )
 
 
-def overridden(*halves: FrontendHalf | EngineHalf | WorkerHalf | None) -> list[str]:
-    """Return the names of the members that halves override, without those that forget."""
-    found: list[str] = []
-    for half in halves:
-        for interface in _INTERFACES:
-            if isinstance(half, interface):
-                names = [name for name in dir(interface) if not name.startswith("_")]
-                found += [
-                    name
-                    for name in names
-                    if getattr(type(half), name) is not getattr(interface, name)
-                ]
+def overridden(
+    frontend: FrontendHalf | None, engine: EngineHalf | None, worker: WorkerHalf | None
+) -> list[str]:
+    """Return the names of the hooks that halves have, without those that forget."""
+    halves = ((FRONTEND_HOOKS, frontend), (ENGINE_HOOKS, engine), (WORKER_HOOKS, worker))
+    found = [
+        name
+        for hooks, half in halves
+        if half is not None
+        for name in sorted(hooks.implemented(half))
+    ]
     return [name for name in dict.fromkeys(found) if name not in ("close", "ended", "refused")]
 
 

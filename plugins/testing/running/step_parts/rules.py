@@ -17,7 +17,8 @@ from hardpoint.testing.suite import Rule, short_repr
 
 HALVES = Rule(
     "contract: the loader can check and build the class and its halves",
-    "return halves that derive from FrontendHalf, EngineHalf or WorkerHalf",
+    "return halves with hooks: of a class that derives from FrontendHalf, or that implements "
+    "protocols such as RequestFilter and WorkerStep",
 )
 USES = Rule(
     "uses: it returns a bool, and check returns or raises a RequestError",

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
+from hardpoint.host.boundary.parts.hooks import WORKER_HOOKS
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput, WorkerHalf
 from hardpoint.plugins.requests.plan import PartData
 from hardpoint.plugins.worker_half import StepRows
@@ -39,8 +40,8 @@ PositionRows = dict[tuple[str, int], np.ndarray]
 
 
 def overrides(half: WorkerHalf, method: str) -> bool:
-    """Return whether a half has a method of its own."""
-    return getattr(type(half), method) is not getattr(WorkerHalf, method)
+    """Return whether a half has a hook, and not its default."""
+    return method in WORKER_HOOKS.implemented(half)
 
 
 class WorkerSteps:
@@ -56,6 +57,7 @@ class WorkerSteps:
             watch: whether to compare plans and other arguments before and after each call.
         """
         self._half, self._part, self._vocab_size, self._watch = half, part, vocab_size, watch
+        self._hooks = WORKER_HOOKS.implemented(half)
         self._ended = set[str]()  # not reported to the half yet
 
     def run(
@@ -123,7 +125,7 @@ class WorkerSteps:
         self._ended |= plan.finished_request_ids
 
     def _overrides(self, method: str) -> bool:
-        return overrides(self._half, method)
+        return method in self._hooks
 
     def _wants_layers(self) -> bool:
         return bool(self._checked("wants_layers", lambda: self._half.wants_layers))

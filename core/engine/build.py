@@ -109,6 +109,7 @@ def build_core(
         PluginError: a component could not be built.
     """
     activity, outside = activity or Activity(), open_outside(spec)
+    activity.compares_settings = spec.config.debug.watch_plugins
     clock, faults = outside.clock(clock), StepFaults.under(spec.config.plugins, activity)
     with contextlib.ExitStack() as undo:
         fit = StepCostFit()

@@ -11,6 +11,7 @@ from hardpoint.host.boundary.errors import RefusedInCallError, close_all
 from hardpoint.host.boundary.step_check import live_request
 from hardpoint.host.live.engine import EngineChanges
 from hardpoint.host.registry.blame import describe, faults_as
+from hardpoint.host.system.torch_state import StepSettings
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
 from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
 
@@ -40,7 +41,8 @@ class EngineCore(EngineUtilities):
         self._scheduler = parts.scheduler
         self._executor = parts.executor
         self._steps = steps = StepRunner(parts)
-        self.step = steps.step_fn
+        self._settings = StepSettings(steps.in_flight, threads=False)  # those are the worker's
+        self.step = self._settings.around(steps.step_fn)
         self.activity = parts.activity
         self._changes = EngineChanges(parts, steps.abort_later)
         self._idle_since: int | None = None  # wake-ups when workers had nothing more to do
@@ -84,6 +86,12 @@ class EngineCore(EngineUtilities):
         """
         if live_request(self._scheduler, request.request_id) is not None:
             raise RequestError(f"request_id: {request.request_id!r} is the id of a live request")
+        with self._settings:
+            self._add_request(request, block_hashes, arrived)
+
+    def _add_request(
+        self, request: EngineCoreRequest, block_hashes: list[bytes] | None, arrived: float | None
+    ) -> None:
         self._parts.policy.take_arguments(request)
         # Not the client's: its clock may be another one, and it could jump the queue.
         request.arrival_time = self._scheduler.context.clock() if arrived is None else arrived
@@ -140,7 +148,8 @@ class EngineCore(EngineUtilities):
         Returns:
             Their last outputs, one message per client, with the ids that ended.
         """
-        return self._steps.abort_requests(request_ids)
+        with self._settings:
+            return self._steps.abort_requests(request_ids)
 
     def has_requests(self) -> bool:
         """Return whether a step has any work; paused requests are not counted."""

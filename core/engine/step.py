@@ -21,10 +21,10 @@ from hardpoint.host.boundary.parts.states import States, states_of, states_of_pa
 from hardpoint.host.boundary.policy import PolicySlot
 from hardpoint.host.boundary.step_check import (
     ResultCheck,
-    StepSettings,
     no_result,
     plan_defect,
     result_of,
+    watched,
 )
 from hardpoint.host.registry.blame import is_fault, raise_unless_fault
 from hardpoint.plugins import (
@@ -32,6 +32,7 @@ from hardpoint.plugins import (
     EngineCoreOutputs,
     Executor,
     FinishReason,
+    GrammarBitmask,
     HardpointError,
     ModelRunnerOutput,
     RequestFault,
@@ -137,16 +138,15 @@ class StepRunner:
 
     def __init__(self, parts: EngineCoreParts) -> None:
         self._parts = parts
-        self._scheduler = parts.scheduler
-        self._executor = parts.executor
+        self._scheduler, self._executor = parts.scheduler, parts.executor
+        if parts.config is not None and parts.config.debug.watch_plugins:
+            self._scheduler = watched(parts.scheduler, "schedule", "update")
+            self._executor = watched(parts.executor, "execute_model", "sample_tokens")
         self._activity = parts.activity
         self._step_parts = parts.step_parts
         self._step_parts.follow(parts.scheduler)
         self._times = parts.step_times if parts.step_log or parts.step_cost else None
         self._unsent: list[Outputs] = []
-        self._settings = StepSettings(
-            parts.scheduler, parts.scheduler_label, parts.executor, lambda: parts.policy.source
-        )
         self._check = ResultCheck(parts.executor_label, parts.scheduler)
         self._batches = BatchQueue(parts.executor.max_concurrent_batches)
         limits = parts.scheduler.context.limits
@@ -166,8 +166,12 @@ class StepRunner:
         """Return whether a step has any work; paused requests are not counted."""
         return bool(self._unsent or len(self._batches) or self._scheduler.has_requests())
 
+    def in_flight(self) -> bool:
+        """Return whether the executor has batches that are not complete."""
+        return len(self._batches) > 0
+
     def step(self, late_aborts: Callable[[], Sequence[str]] = tuple) -> tuple[Outputs, bool]:
-        """Schedule, execute, sample, update. Does nothing without requests.
+        """Schedule, execute, sample, update the scheduler, publish. Does nothing without requests.
 
         Args:
             late_aborts: called once the results are in; returns the requests that were aborted
@@ -180,27 +184,16 @@ class StepRunner:
             return self._pop_unsent(), False
         plan = None
         try:
-            settings = self._settings.before_scheduler()
-            plan = self._scheduler.schedule()  # kept at once: an interrupt must not lose it
-            self._settings.of_scheduler(settings, "schedule")
+            plan = self._scheduler.schedule()  # assigned here, so that no interrupt loses it
             checked(plan, Scheduler, "schedule", self._parts.scheduler_label)
             forward = self._execute(plan)
             bitmask = self._step_parts.mask(plan)  # while the model runs
-            result = result_of(forward, self._parts.executor_label, "execute_model")
-            if result is None and plan.total_num_scheduled_tokens:
-                settings = self._settings.before_executor()
-                sampling = self._executor.sample_tokens(plan, bitmask)
-                result = result_of(sampling, self._parts.executor_label, "sample_tokens")
-                self._settings.of_executor(settings, "sample_tokens")
-            if result is None:
-                raise no_result(plan, self._parts.executor_label)
-            if aborted := late_aborts():
-                self.abort_later(aborted)
-            outputs = self._update(plan, result)
+            result = self._sample(plan, forward, bitmask)
+            outputs = self._update(plan, result, late_aborts)
         except BaseException as error:
             self._step_failed(plan, error)
             raise
-        return self._complete_step(plan, outputs)
+        return self._publish(plan, outputs)
 
     def step_with_batch_queue(
         self, late_aborts: Callable[[], Sequence[str]] = tuple
@@ -235,13 +228,11 @@ class StepRunner:
     def _start_batch(self) -> bool:
         plan = None
         try:
-            settings = self._settings.before_scheduler()
             plan = self._scheduler.schedule()
-            self._settings.of_scheduler(settings, "schedule")
             checked(plan, Scheduler, "schedule", self._parts.scheduler_label)
             if (part := self._awaits_results(plan)) is not None:
                 self._parts.num_waits[part] += 1
-            sample = self._sample if part is None else None
+            sample = self._start_sampling if part is None else None
             self._batches.push(start_batch(plan, self._execute, sample))
         except BaseException:
             if isinstance(plan, SchedulerOutput) and not self._batches.has(plan):
@@ -258,19 +249,17 @@ class StepRunner:
                 self._lose(batch.plan)
                 return {}, False
             result = batch.result(self._parts.executor_label)
-            if aborted := late_aborts():
-                self.abort_later(aborted)
-            outputs = self._update(batch.plan, result)
+            outputs = self._update(batch.plan, result, late_aborts)
         except BaseException as error:
             self._step_failed(batch.plan if batch else None, error)
             raise
-        return self._complete_step(batch.plan, outputs)
+        return self._publish(batch.plan, outputs)
 
     def _sample_deferred(self) -> None:
         batch = self._batches.deferred
         if batch is None or self._awaits_results(batch.plan):
             return
-        batch.sample(self._sample)
+        batch.sample(self._start_sampling)
 
     def _execute(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
         if self._times is not None:
@@ -285,18 +274,28 @@ class StepRunner:
             plan = msgspec.structs.replace(plan, sampled=tuple(self._sampled))
         if data:
             plan = msgspec.structs.replace(plan, part_data=data)
-        settings = self._settings.before_executor()
         future = self._executor.execute_model(plan)
-        self._settings.of_executor(settings, "execute_model")
         if self._sampled:  # after an interrupt they are sent again, and workers pass them over
             self._sampled.clear()
         return checked(future, Executor, "execute_model", self._parts.executor_label)
 
-    def _sample(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        bitmask, settings = self._step_parts.mask(plan), self._settings.before_executor()
-        future = self._executor.sample_tokens(plan, bitmask)
-        self._settings.of_executor(settings, "sample_tokens")
-        return future
+    def _sample(
+        self,
+        plan: SchedulerOutput,
+        forward: Future[ModelRunnerOutput | None],
+        bitmask: GrammarBitmask | None,
+    ) -> ModelRunnerOutput:
+        label = self._parts.executor_label
+        result = result_of(forward, label, "execute_model")
+        if result is None and plan.total_num_scheduled_tokens:
+            sampling = self._executor.sample_tokens(plan, bitmask)
+            result = result_of(sampling, label, "sample_tokens")
+        if result is None:
+            raise no_result(plan, label)
+        return result
+
+    def _start_sampling(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        return self._executor.sample_tokens(plan, self._step_parts.mask(plan))
 
     def _awaits_results(self, plan: SchedulerOutput) -> str | None:
         """Return the part whose masks of a plan need results that are under way; None if none."""
@@ -304,7 +303,14 @@ class StepRunner:
         delayed = self._batches.delays(plan, needed_by)
         return needed_by[delayed[0]] if delayed else None
 
-    def _update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
+    def _update(
+        self,
+        plan: SchedulerOutput,
+        result: ModelRunnerOutput,
+        late_aborts: Callable[[], Sequence[str]],
+    ) -> Outputs:
+        if aborted := late_aborts():
+            self.abort_later(aborted)
         self._check.check_type(plan, result)
         if self._sampled is not None and result.sampled_token_ids:
             self._sampled.append(SampledTokens(plan.step, dict(result.sampled_token_ids)))
@@ -323,9 +329,7 @@ class StepRunner:
             self._parts.faults.note("executor", fault.message, consequence="its request ends")
             if request_id not in plan.num_scheduled_tokens:  # the scheduler looks at no others
                 self._end(request_id, fault)
-        settings = self._settings.before_scheduler()
         outputs = self._scheduler.update(plan, result)
-        self._settings.of_scheduler(settings, "update")
         checked(outputs, Scheduler, "update", self._parts.scheduler_label)
         if result.observed_logprobs:
             _add_observed(outputs, result)
@@ -347,7 +351,7 @@ class StepRunner:
         if ended:
             self._unsent.append(self._with_stats(ended))
 
-    def _complete_step(self, plan: SchedulerOutput, outputs: Outputs) -> tuple[Outputs, bool]:
+    def _publish(self, plan: SchedulerOutput, outputs: Outputs) -> tuple[Outputs, bool]:
         executed = plan.total_num_scheduled_tokens > 0
         if not executed:
             self._step_parts.wait()

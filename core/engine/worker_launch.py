@@ -314,7 +314,7 @@ def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
     """Make the worker of a launch; see `open_worker`."""
     if launch.prepared is not None:
         spec, activity = launch.prepared
-        return LocalWorker(spec, activity, launch.on_forward)
+        return LocalWorker(spec, activity, launch.on_forward, shares_process=True)
     data = _checked_data(launch)
     plugins = PluginSet(data.manifest)
     config = msgspec.convert(data.config, prepared(EngineConfig))

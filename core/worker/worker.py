@@ -32,6 +32,7 @@ from hardpoint.host.system.memory import MemoryEstimate, MovedWeights, release_p
 from hardpoint.host.system.profiling import Profiling
 from hardpoint.host.system.rank_store import served_store
 from hardpoint.host.system.threads import ComputeThreads, crowding
+from hardpoint.host.system.torch_state import StepSettings
 from hardpoint.host.system.weight_cache import WeightCache
 from hardpoint.plugins import (
     AttentionBackend,
@@ -73,6 +74,8 @@ class LocalWorker:
         spec: WorkerSpec,
         activity: Activity | None = None,
         on_forward: Callable[[], None] | None = None,
+        *,
+        shares_process: bool = False,
     ) -> None:
         """Store the spec; `load_model` builds the model.
 
@@ -80,9 +83,12 @@ class LocalWorker:
             spec: what to build.
             activity: records the methods of plugins that run.
             on_forward: see `WorkerLaunch`.
+            shares_process: whether the engine runs in this process, and restores what is its own.
         """
         self._spec: WorkerSpec | None = spec
         self._activity = activity or Activity()
+        self._activity.compares_settings = spec.config.debug.watch_plugins
+        self._settings = StepSettings(process=not shares_process)
         self._device, self._on_forward = spec.device, on_forward
         self._runner: ModelRunner | None = None
         self._components: list[Component] = []
@@ -293,7 +299,8 @@ class LocalWorker:
             self._threads.adapt()
         self._use_device()
         try:
-            return self.runner.execute(plan)
+            with self._settings:
+                return self.runner.execute(plan)
         except BaseException as error:
             self._step_failed(error)
             raise
@@ -306,7 +313,8 @@ class LocalWorker:
         """Sample the tokens of a step whose model has run, of those that the bitmask allows."""
         self._use_device()
         try:
-            return self.runner.sample(bitmask)
+            with self._settings:
+                return self.runner.sample(bitmask)
         except BaseException as error:
             self._step_failed(error)
             raise
@@ -322,11 +330,13 @@ class LocalWorker:
         if self._runner is None:
             return None
         self._use_device()
-        return self._runner.parts.idle()
+        with self._settings:
+            return self._runner.parts.idle()
 
     def call_part(self, name: str, message: bytes) -> tuple[str | None, bytes]:
         """Return None and what the half of a step part answers, or kind and text of an error."""
-        return self.runner.parts.call(name, message)
+        with self._settings:
+            return self.runner.parts.call(name, message)
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return the time and the faults of each logits processor so far, by name."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from .plugin_settings import READ
 
 _log = logging.getLogger("hardpoint")
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _DEVICE: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
 """Has what `torch.set_default_device` has set in this thread."""
@@ -28,7 +32,7 @@ State = tuple[Any, torch.dtype, int, bool, bool, bool]
 inference mode, the recording of gradients.
 """
 
-_logged: set[tuple[str, str, str]] = set()
+_logged: set[tuple[str, str]] = set()
 
 
 def read() -> State:
@@ -49,27 +53,38 @@ def put_back(before: State, plugin: object, method: str, *, threads: bool = True
         method: method of the call.
         threads: whether the number of threads is restored, too.
     """
+    keep = before[2] if threads else _threads()
+    _restore((*before[:2], keep, *before[3:]), f"{plugin}: its {method}", _ADVICE)
+
+
+_ADVICE = "pass it where it is needed instead"
+_HOW_TO_FIND = "set debug.watch_plugins to find out which plugin does it"
+
+
+def _restore(before: State, who: str, advice: str) -> None:
+    """Restore settings; log each once, with who changed it and what to do about that."""
     after = read()
     device, dtype, num_threads, deterministic, inference, grad = before
+    report = functools.partial(_report, who, advice)
     if after[0] is not device:
         torch.set_default_device(None if device is None else device.device)
-        _report(plugin, method, "default device", _device(device), _device(after[0]))
+        report("default device", _device(device), _device(after[0]))
     if after[1] is not dtype:
         torch.set_default_dtype(dtype)
-        _report(plugin, method, "default dtype", dtype, after[1])
-    if threads and after[2] != num_threads:
+        report("default dtype", dtype, after[1])
+    if after[2] != num_threads:
         torch.set_num_threads(num_threads)
-        _report(plugin, method, "number of threads", num_threads, after[2])
+        report("number of threads", num_threads, after[2])
     if after[3] != deterministic:
         torch.use_deterministic_algorithms(deterministic)
-        _report(plugin, method, "use of deterministic algorithms", deterministic, after[3])
+        report("use of deterministic algorithms", deterministic, after[3])
     if after[4] != inference:
         _set_inference_mode(inference)
-        _report(plugin, method, "inference mode", inference, after[4])
+        report("inference mode", inference, after[4])
     if _grad() != grad:
         torch.set_grad_enabled(grad)
         if after[4] == inference:  # which turns it on and off, too
-            _report(plugin, method, "recording of gradients", grad, after[5])
+            report("recording of gradients", grad, after[5])
 
 
 def _set_inference_mode(on: bool) -> None:
@@ -125,18 +140,67 @@ def kept_within(items: Iterable[Any], plugin: object, method: str) -> Iterator[A
         yield item
 
 
+class StepSettings:
+    """torch's settings around the steps of a thread, which restores them once per step.
+
+    So a plugin that changes them changes at most the rest of its step. Steps in flight have one
+    state in common: the one from before the first of them.
+    """
+
+    def __init__(
+        self,
+        in_flight: Callable[[], bool] = bool,
+        *,
+        threads: bool = True,
+        process: bool = True,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            in_flight: whether further steps are in flight at the end of one.
+            threads: whether the number of threads is restored.
+            process: whether the settings that threads of a process share are restored.
+        """
+        self._in_flight = in_flight
+        self._threads, self._process = threads, process
+        self._before: State | None = None
+
+    def __enter__(self) -> None:
+        if self._before is None:
+            self._before = read()
+
+    def __exit__(self, *_error: object) -> None:
+        before, now = self._before, read()
+        if before is None:  # restored by a call within this one
+            return
+        if not self._in_flight():
+            self._before = None
+        if now == before:
+            return
+        device, dtype, num_threads, deterministic, *modes = before
+        if not self._threads:
+            num_threads = now[2]
+        if not self._process:
+            dtype, deterministic = now[1], now[3]
+        _restore((device, dtype, num_threads, deterministic, *modes), "a plugin", _HOW_TO_FIND)
+
+    def around(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Return a function that calls another one as a step, or a part of it."""
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return function(*args, **kwargs)
+
+        return call
+
+
 def _device(context: Any) -> str:
     return "none" if context is None else str(context.device)
 
 
-def _report(plugin: object, method: str, what: str, before: object, after: object) -> None:
-    key = str(plugin), method, what
-    if key not in _logged:
-        _logged.add(key)
-        _log.warning(
-            "%s: its %s changed torch's %s from %s to %s, which is put back; pass it where it is "
-            "needed instead",
-            *key,
-            before,
-            after,
-        )
+def _report(who: str, advice: str, what: str, before: object, after: object) -> None:
+    if (who, what) not in _logged:
+        _logged.add((who, what))
+        text = "%s changed torch's %s from %s to %s, which is put back; %s"
+        _log.warning(text, who, what, before, after, advice)

@@ -54,18 +54,24 @@ def put_back(before: State, plugin: object, method: str, *, threads: bool = True
         threads: whether the number of threads is restored, too.
     """
     keep = before[2] if threads else _threads()
-    _restore((*before[:2], keep, *before[3:]), f"{plugin}: its {method}", _ADVICE)
+    report = functools.partial(_log_change, f"{plugin}: its {method}", _ADVICE)
+    restore((*before[:2], keep, *before[3:]), report)
 
 
 _ADVICE = "pass it where it is needed instead"
 _HOW_TO_FIND = "set debug.watch_plugins to find out which plugin does it"
 
 
-def _restore(before: State, who: str, advice: str) -> None:
-    """Restore settings; log each once, with who changed it and what to do about that."""
+def restore(before: State, report: Callable[[str, object, object], None]) -> None:
+    """Restore settings.
+
+    Args:
+        before: the settings to restore.
+        report: called with the name of each setting that differs, its value before and its value
+            now.
+    """
     after = read()
     device, dtype, num_threads, deterministic, inference, grad = before
-    report = functools.partial(_report, who, advice)
     if after[0] is not device:
         torch.set_default_device(None if device is None else device.device)
         report("default device", _device(device), _device(after[0]))
@@ -182,7 +188,8 @@ class StepSettings:
             num_threads = now[2]
         if not self._process:
             dtype, deterministic = now[1], now[3]
-        _restore((device, dtype, num_threads, deterministic, *modes), "a plugin", _HOW_TO_FIND)
+        report = functools.partial(_log_change, "a plugin", _HOW_TO_FIND)
+        restore((device, dtype, num_threads, deterministic, *modes), report)
 
     def around(self, function: Callable[P, R]) -> Callable[P, R]:
         """Return a function that calls another one as a step, or a part of it."""
@@ -199,7 +206,7 @@ def _device(context: Any) -> str:
     return "none" if context is None else str(context.device)
 
 
-def _report(who: str, advice: str, what: str, before: object, after: object) -> None:
+def _log_change(who: str, advice: str, what: str, before: object, after: object) -> None:
     if (who, what) not in _logged:
         _logged.add((who, what))
         text = "%s changed torch's %s from %s to %s, which is put back; %s"

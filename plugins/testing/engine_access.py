@@ -52,6 +52,7 @@ from hardpoint.host.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.host.registry.references import provided_by
 from hardpoint.host.registry.request_arguments import convert_arguments, prepare_arguments, prepares
 from hardpoint.host.registry.selection import BACKEND_KINDS
+from hardpoint.host.system import torch_state as torch_state
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     BatchUpdate,
@@ -146,12 +147,19 @@ def engine_config(extra: Mapping[str, Any]) -> EngineConfig:
 def installed_components(config: EngineConfig) -> ComponentFactory:
     """Return the factory of the components that a configuration enables, for a step part."""
     plugins = _resolved(msgspec.json.encode(config))
-    return Components(plugins, functools.partial(PluginCalls, Activity()))
+    return Components(plugins, functools.partial(PluginCalls, _engine_activity()))
 
 
 def fault_counter(config: EngineConfig) -> StepFaults:
     """Return a counter of faults, as the engine hands it to step parts."""
-    return StepFaults.under(config.plugins, Activity())
+    return StepFaults.under(config.plugins, _engine_activity())
+
+
+def _engine_activity() -> Activity:
+    """Return an activity as an engine has it: the suites compare torch's settings."""
+    activity = Activity()
+    activity.compares_settings = False
+    return activity
 
 
 def load_default_scheduler() -> type[Scheduler]:
@@ -354,7 +362,8 @@ class ProcessorPipeline:
     ) -> None:
         """Allocate the device state for `max_rows` rows."""
         source = _source(type(processor), name)
-        self._runner = ProcessorRunner(processor, source, device, max_rows)
+        activity = _engine_activity()
+        self._runner = ProcessorRunner(processor, source, device, max_rows, activity=activity)
         self._pipeline = LogitsPipeline([self._runner], device)
         self.processor = processor
         self.name = self._runner.name

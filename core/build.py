@@ -53,7 +53,7 @@ from hardpoint.typed import join_path, read_only
 from .kv_cache import CacheSize
 
 if TYPE_CHECKING:
-    from .engine.outside import OpenOutside
+    from .engine.inputs import OpenInputs
     from .weights.worker_spec import WorkerSpec
 
 _log = logging.getLogger("hardpoint")
@@ -116,7 +116,7 @@ def build_engine(
     handed: Sequence[InstalledPlugin] = (),
     open_client: OpenClient = open_process_client,
     companions: Sequence[OpenCompanion] = (),
-    open_outside: OpenOutside | None = None,
+    open_inputs: OpenInputs | None = None,
 ) -> LLMEngine:
     """Resolve the plugins, find the model, do all cheap checks, then load.
 
@@ -128,7 +128,7 @@ def build_engine(
         handed: the plugins that the program hands over, see `handed_over`.
         open_client: opens the client of an engine in a process of its own, or of several.
         companions: open what the program has next to the engine.
-        open_outside: as of `build_core`, for an engine in this process; None is its default.
+        open_inputs: as of `build_core`, for an engine in this process; None is its default.
 
     Raises:
         ConfigError, PluginError: before any weight is read.
@@ -144,7 +144,7 @@ def build_engine(
         prepared = prepare()
         with prepared.closed_on_error(), naming_plugin(prepared.spec.plugins):
             from hardpoint.core.engine.build import build_core  # noqa: PLC0415 - needs torch
-            from hardpoint.core.engine.outside import Outside  # noqa: PLC0415 - as above
+            from hardpoint.core.engine.inputs import EngineInputs  # noqa: PLC0415 - as above
 
             built = build_core(
                 prepared.spec,
@@ -152,7 +152,7 @@ def build_engine(
                 prepared.config_sources,
                 clock,
                 vocabulary=prepared.vocabulary,
-                open_outside=open_outside or Outside,
+                open_inputs=open_inputs or EngineInputs,
             )
             parts = prepared.parts(InprocClient(built.core, built.info.process_id), built.size)
     else:

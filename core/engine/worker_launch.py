@@ -34,6 +34,7 @@ from hardpoint.host.system.process.child import ParentWatch
 from hardpoint.host.system.process.launch import ChildLaunch, decode_launch, main_objects
 from hardpoint.host.system.process.naming import log_to_stderr, name_process
 from hardpoint.host.system.process.process import ChildProcess, socket_pair
+from hardpoint.host.system.torch_state import StepSettings
 from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.plugins.component.base import Progress, no_progress
 from hardpoint.plugins.component.manifest import Manifest, PluginEntry
@@ -314,7 +315,8 @@ def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
     """Make the worker of a launch; see `open_worker`."""
     if launch.prepared is not None:
         spec, activity = launch.prepared
-        return LocalWorker(spec, activity, launch.on_forward, shares_process=True)
+        settings = StepSettings(process=False)  # the engine, in this process, restores those
+        return LocalWorker(spec, activity, launch.on_forward, settings)
     data = _checked_data(launch)
     plugins = PluginSet(data.manifest)
     config = msgspec.convert(data.config, prepared(EngineConfig))

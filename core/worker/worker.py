@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import torch
@@ -74,8 +74,7 @@ class LocalWorker:
         spec: WorkerSpec,
         activity: Activity | None = None,
         on_forward: Callable[[], None] | None = None,
-        *,
-        shares_process: bool = False,
+        settings: StepSettings | None = None,
     ) -> None:
         """Store the spec; `load_model` builds the model.
 
@@ -83,12 +82,12 @@ class LocalWorker:
             spec: what to build.
             activity: records the methods of plugins that run.
             on_forward: see `WorkerLaunch`.
-            shares_process: whether the engine runs in this process, and restores what is its own.
+            settings: restores torch's settings after a step; None restores all of them.
         """
         self._spec: WorkerSpec | None = spec
         self._activity = activity or Activity()
         self._activity.compares_settings = spec.config.debug.watch_plugins
-        self._settings = StepSettings(process=not shares_process)
+        self._settings = settings or StepSettings()
         self._device, self._on_forward = spec.device, on_forward
         self._runner: ModelRunner | None = None
         self._components: list[Component] = []
@@ -297,13 +296,8 @@ class LocalWorker:
             return ModelRunnerOutput()  # the requests of the plan have no other state here
         if self._threads is not None:
             self._threads.adapt()
-        self._use_device()
-        try:
-            with self._settings:
-                return self.runner.execute(plan)
-        except BaseException as error:
-            self._step_failed(error)
-            raise
+        with self._in_step():
+            return self.runner.execute(plan)
 
     def sample_tokens(
         self,
@@ -311,13 +305,21 @@ class LocalWorker:
         bitmask: GrammarBitmask | None = None,
     ) -> ModelRunnerOutput | None:
         """Sample the tokens of a step whose model has run, of those that the bitmask allows."""
+        with self._in_step():
+            return self.runner.sample(bitmask)
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Let the other ranks, which wait for this one, fail too; name memory if it lacks."""
         self._use_device()
-        try:
-            with self._settings:
-                return self.runner.sample(bitmask)
-        except BaseException as error:
-            self._step_failed(error)
-            raise
+        with self._naming_memory(), self._settings:
+            try:
+                yield
+            except BaseException as error:
+                follows = isinstance(error, CommunicationAbortedError)
+                failed = f"rank {self._ranks.rank} failed: {describe(error)}"
+                self._ranks.abort(str(error) if follows else failed)
+                raise
 
     def execute_dummy_batch(self) -> None:
         """Run the model on one token, without a cache."""
@@ -452,14 +454,6 @@ class LocalWorker:
 
     def _naming_memory(self) -> contextlib.AbstractContextManager[None]:
         return naming_memory(lambda: self._estimate)
-
-    def _step_failed(self, error: BaseException) -> None:
-        """Let the other ranks fail, too, which wait for this one; name memory if it lacks."""
-        follows = isinstance(error, CommunicationAbortedError)
-        failed = f"rank {self._ranks.rank} failed: {describe(error)}"
-        self._ranks.abort(str(error) if follows else failed)
-        with self._naming_memory():
-            raise error
 
     def _release(self) -> None:
         if self._prepared is not None:

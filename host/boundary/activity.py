@@ -97,10 +97,11 @@ class Activity:
             engines and workers, only with `debug.watch_plugins`: they restore them once per step.
     """
 
-    compares_settings = True
-
-    def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
+    def __init__(
+        self, memory: mmap.mmap | bytearray | None = None, *, compares_settings: bool = True
+    ) -> None:
         """Start idle, in `memory` of the right size or in memory of this process alone."""
+        self.compares_settings = compares_settings
         self._use(bytearray(_SIZE) if memory is None else memory)
         self._calls: list[PluginCall] = []
         self._numbers: dict[tuple[str, str, str], int] = {}

@@ -206,8 +206,8 @@ def _device(context: Any) -> str:
     return "none" if context is None else str(context.device)
 
 
-def _log_change(who: str, advice: str, what: str, before: object, after: object) -> None:
-    if (who, what) not in _logged:
-        _logged.add((who, what))
+def _log_change(subject: str, advice: str, what: str, before: object, after: object) -> None:
+    if (subject, what) not in _logged:
+        _logged.add((subject, what))
         text = "%s changed torch's %s from %s to %s, which is put back; %s"
-        _log.warning(text, who, what, before, after, advice)
+        _log.warning(text, subject, what, before, after, advice)

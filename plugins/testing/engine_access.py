@@ -147,19 +147,12 @@ def engine_config(extra: Mapping[str, Any]) -> EngineConfig:
 def installed_components(config: EngineConfig) -> ComponentFactory:
     """Return the factory of the components that a configuration enables, for a step part."""
     plugins = _resolved(msgspec.json.encode(config))
-    return Components(plugins, functools.partial(PluginCalls, _engine_activity()))
+    return Components(plugins, functools.partial(PluginCalls, Activity(compares_settings=False)))
 
 
 def fault_counter(config: EngineConfig) -> StepFaults:
     """Return a counter of faults, as the engine hands it to step parts."""
-    return StepFaults.under(config.plugins, _engine_activity())
-
-
-def _engine_activity() -> Activity:
-    """Return an activity as an engine has it: the suites compare torch's settings."""
-    activity = Activity()
-    activity.compares_settings = False
-    return activity
+    return StepFaults.under(config.plugins, Activity(compares_settings=False))
 
 
 def load_default_scheduler() -> type[Scheduler]:
@@ -362,8 +355,7 @@ class ProcessorPipeline:
     ) -> None:
         """Allocate the device state for `max_rows` rows."""
         source = _source(type(processor), name)
-        activity = _engine_activity()
-        self._runner = ProcessorRunner(processor, source, device, max_rows, activity=activity)
+        self._runner = ProcessorRunner(processor, source, device, max_rows)
         self._pipeline = LogitsPipeline([self._runner], device)
         self.processor = processor
         self.name = self._runner.name

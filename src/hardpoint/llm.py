@@ -18,7 +18,7 @@ from hardpoint.host.boundary.parts.states import joined_states
 from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.discovery import InstalledPlugin
 from hardpoint.host.registry.references import handed_over
-from hardpoint.journal import outside_of
+from hardpoint.journal import inputs_of
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -153,7 +153,7 @@ class LLM(
                 handed=handed,
                 open_client=open_client,
                 companions=COMPANIONS,
-                open_outside=outside_of(config),
+                open_inputs=inputs_of(config),
             )
         self._begin(built)
         self._calls = OpenCalls(self._engine)

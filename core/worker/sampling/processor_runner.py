@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -75,7 +76,7 @@ class ProcessorRunner:
     ends_engine: bool = False
     rebuild: Callable[[], LogitsPlugin] | None = None
     meter: PluginMeter = field(default_factory=PluginMeter)
-    activity: Activity = field(default_factory=Activity)
+    activity: Activity = field(default_factory=partial(Activity, compares_settings=False))
     slow_seconds: float = 0.0
     broken: BaseException | None = None
     since: int = 0

@@ -77,7 +77,7 @@ def changing(cls, method, change):
 
 
 def changing_half(half):
-    """Return what makes a step part one half of which changes a setting when a step begins."""
+    """Return a function like `changing` for one half of a step part."""
 
     def make(cls, method, change):
         return type("Changes", (cls,), {half: changing(getattr(cls, half), method, change)})

@@ -111,10 +111,10 @@ def build_core(
         # The plugins of the engine: one that cannot start fails before a model loads.
         policy = PolicySlot(plugins, faults, spec.model_config.vocab_size)
         close_if_failed(undo, policy.close)
-        kv_events = _kv_events(plugins, faults, spec.place.rank)
+        kv_events = _open_kv_events(plugins, faults, spec.place.rank)
         close_if_failed(undo, kv_events.close)
         blocks = BlockMetadata(clock)
-        eviction_policy, eviction = _eviction(plugins, faults, blocks, clock)
+        eviction_policy, eviction = _build_eviction(plugins, faults, blocks, clock)
         close_if_failed(undo, partial(close_all, [eviction_policy]))
         block_hashes = _BlockHashes()
         context = EngineHalfContext(
@@ -138,13 +138,13 @@ def build_core(
 
         launcher = WorkerLauncher(spec, config_sources, activity)
         close_if_failed(undo, launcher.close)
-        executor = _executor(spec, launcher, step_parts, undo)
-        start = _parts_start(spec, executor, step_parts, undo)
-        info, size, config = _start(executor, spec, config_sources, step_parts)
+        executor = _build_executor(spec, launcher, step_parts, undo)
+        start = _build_parts_start(spec, executor, step_parts, undo)
+        info, size, config = _start_workers(executor, spec, config_sources, step_parts)
         launcher.close()
 
         events = changes is not None or bool(plugins.entries("kv_event_publishers"))
-        kv_cache = _kv_cache(config, size, info, step_parts, eviction, blocks, events=events)
+        kv_cache = _build_kv_cache(config, size, info, step_parts, eviction, blocks, events=events)
         block_hashes.set(kv_cache.block_hashes)
         if start is not None:
             start.start()
@@ -152,7 +152,7 @@ def build_core(
         scheduler = plugins.create(
             plugins.one("schedulers"),
             SchedulerContext,
-            limits=_limits(config, size, executor, step_parts, spec.num_draft_tokens),
+            limits=_scheduler_limits(config, size, executor, step_parts, spec.num_draft_tokens),
             kv_cache=kv_cache,
             policy=policy.policy,
             policy_fault=policy.report_fault,
@@ -164,7 +164,7 @@ def build_core(
             encoder_cache=step_parts.encoder_cache,
             gates=gates,
             grammars=GatesAsGrammars(gates),
-            record=inputs.recorder(_recorder(hooks, faults)),
+            record=inputs.recorder(_build_recorder(hooks, faults)),
             log_stats=config.stats.on,
         )
 
@@ -214,14 +214,14 @@ class _BlockHashes:
         return self._function(request, num_blocks)
 
 
-def _kv_events(plugins: PluginSet, faults: StepFaults, rank: int) -> KVEventFanout:
+def _open_kv_events(plugins: PluginSet, faults: StepFaults, rank: int) -> KVEventFanout:
     publishers = create_all(
         plugins, "kv_event_publishers", faults, PublisherContext, data_parallel_rank=rank
     )
     return KVEventFanout(publishers, time.time, rank)
 
 
-def _eviction(
+def _build_eviction(
     plugins: PluginSet, faults: StepFaults, blocks: BlockMetadata, clock: Clock
 ) -> tuple[EvictionPolicy, Eviction]:
     """Return the eviction policy, and the eviction that calls it and catches its faults."""
@@ -232,7 +232,7 @@ def _eviction(
     return policy, Eviction(policy, faults.reporter(entry.source), calls)
 
 
-def _executor(
+def _build_executor(
     spec: WorkerSpec, launcher: WorkerLauncher, parts: EngineHalves, undo: contextlib.ExitStack
 ) -> Executor:
     """Build the executor.
@@ -265,7 +265,7 @@ def _executor(
     return executor
 
 
-def _parts_start(
+def _build_parts_start(
     spec: WorkerSpec, executor: Executor, parts: EngineHalves, undo: contextlib.ExitStack
 ) -> PartsStart | None:
     """Return the starter of the parts that move blocks, which hashes weights; None without any."""
@@ -277,7 +277,7 @@ def _parts_start(
     return start
 
 
-def _kv_cache(
+def _build_kv_cache(
     engine_config: EngineConfig,
     size: CacheSize,
     info: WorkerInfo,
@@ -303,7 +303,7 @@ def _kv_cache(
     )
 
 
-def _start(
+def _start_workers(
     executor: Executor, spec: WorkerSpec, config_sources: ConfigSources, parts: EngineHalves
 ) -> tuple[WorkerInfo, CacheSize, EngineConfig]:
     """Load the model and allocate the KV cache.
@@ -314,12 +314,12 @@ def _start(
     Raises:
         PluginFaultError: the executor did not return an info per rank, of the same groups.
     """
-    info = _tightest(executor.start(), spec)
+    info = _find_tightest(executor.start(), spec)
     if not info.has_cache and (moving := parts.moves_blocks) is not None:
         raise ConfigError(
             f"{moving} moves blocks of the KV cache, and the model {spec.config.model!r} has none"
         )
-    config = spec.config if info.has_cache else _without_cache(spec)
+    config = spec.config if info.has_cache else _config_without_cache(spec)
     try:
         size = size_cache(config, spec.max_model_len, info)
     except ConfigError as error:
@@ -330,15 +330,15 @@ def _start(
         executor.collective_rpc("set_num_states", (size.num_states,))
     executor.initialize_cache(size.num_blocks)
     parts.workers_started()
-    return info, size, _resolved(config, size)
+    return info, size, _resolve_config(config, size)
 
 
-def _resolved(config: EngineConfig, size: CacheSize) -> EngineConfig:
+def _resolve_config(config: EngineConfig, size: CacheSize) -> EngineConfig:
     kv_cache = msgspec.structs.replace(config.kv_cache, num_blocks=size.num_blocks)
     return msgspec.structs.replace(config, max_model_len=size.max_model_len, kv_cache=kv_cache)
 
 
-def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
+def _find_tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
     label = spec.plugins.one("executors").source
     world_size = spec.config.parallel.world_size
     if (
@@ -363,7 +363,7 @@ def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
     )
 
 
-def _without_cache(spec: WorkerSpec) -> EngineConfig:
+def _config_without_cache(spec: WorkerSpec) -> EngineConfig:
     """Return the configuration for a model without a KV cache.
 
     Raises:
@@ -406,7 +406,7 @@ def _check_depth(executor: Executor, config: EngineConfig) -> None:
         )
 
 
-def _limits(
+def _scheduler_limits(
     config: EngineConfig,
     size: CacheSize,
     executor: Executor,
@@ -424,7 +424,7 @@ def _limits(
     )
 
 
-def _recorder(hooks: HookSet, faults: StepFaults) -> RecordStep | None:
+def _build_recorder(hooks: HookSet, faults: StepFaults) -> RecordStep | None:
     """Return the receiver of step records, None if no hook is registered for them."""
     if not hooks.has("step_planned"):
         return None

@@ -41,7 +41,9 @@ class EngineCore(EngineUtilities):
         self._scheduler = parts.scheduler
         self._executor = parts.executor
         self._steps = steps = StepRunner(parts)
-        self._settings = StepSettings(steps.in_flight, threads=False)  # those are the worker's
+        self._settings = StepSettings(
+            steps.has_batches_in_flight, threads=False
+        )  # those are the worker's
         self.step = self._settings.around(steps.step_fn)
         self.activity = parts.activity
         self._changes = EngineChanges(parts, steps.abort_later)

@@ -166,7 +166,7 @@ class StepRunner:
         """Return whether a step has any work; paused requests are not counted."""
         return bool(self._unsent or len(self._batches) or self._scheduler.has_requests())
 
-    def in_flight(self) -> bool:
+    def has_batches_in_flight(self) -> bool:
         """Return whether the executor has batches that are not complete."""
         return len(self._batches) > 0
 
@@ -230,7 +230,7 @@ class StepRunner:
         try:
             plan = self._scheduler.schedule()
             checked(plan, Scheduler, "schedule", self._parts.scheduler_label)
-            if (part := self._awaits_results(plan)) is not None:
+            if (part := self._part_awaiting_results(plan)) is not None:
                 self._parts.num_waits[part] += 1
             sample = self._start_sampling if part is None else None
             self._batches.push(start_batch(plan, self._execute, sample))
@@ -246,7 +246,7 @@ class StepRunner:
         try:
             batch = self._batches.pop()
             if batch.is_lost:
-                self._lose(batch.plan)
+                self._drop_plan(batch.plan)
                 return {}, False
             result = batch.result(self._parts.executor_label)
             outputs = self._update(batch.plan, result, late_aborts)
@@ -257,7 +257,7 @@ class StepRunner:
 
     def _sample_deferred(self) -> None:
         batch = self._batches.deferred
-        if batch is None or self._awaits_results(batch.plan):
+        if batch is None or self._part_awaiting_results(batch.plan):
             return
         batch.sample(self._start_sampling)
 
@@ -268,8 +268,8 @@ class StepRunner:
         if events := self._parts.kv_cache.take_events():
             self._parts.publish(events)
         data = self._step_parts.begin(plan)
-        if self._sampled is not None and not data and _has_no_work(plan):
-            return _done(ModelRunnerOutput())
+        if self._sampled is not None and not data and _is_empty(plan):
+            return _completed_future(ModelRunnerOutput())
         if self._sampled:
             plan = msgspec.structs.replace(plan, sampled=tuple(self._sampled))
         if data:
@@ -297,7 +297,7 @@ class StepRunner:
     def _start_sampling(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
         return self._executor.sample_tokens(plan, self._step_parts.mask(plan))
 
-    def _awaits_results(self, plan: SchedulerOutput) -> str | None:
+    def _part_awaiting_results(self, plan: SchedulerOutput) -> str | None:
         """Return the part whose masks of a plan need results that are under way; None if none."""
         needed_by = self._step_parts.needs_results(plan)
         delayed = self._batches.delays(plan, needed_by)
@@ -324,15 +324,15 @@ class StepRunner:
             if request_id in plan.num_scheduled_tokens and not result.invalid_block_ids:
                 result.faults.setdefault(request_id, fault)
             else:
-                self._end(request_id, fault)
+                self._end_request(request_id, fault)
         for request_id, fault in self._check.check(plan, result).items():
             self._parts.faults.note("executor", fault.message, consequence="its request ends")
             if request_id not in plan.num_scheduled_tokens:  # the scheduler looks at no others
-                self._end(request_id, fault)
+                self._end_request(request_id, fault)
         outputs = self._scheduler.update(plan, result)
         checked(outputs, Scheduler, "update", self._parts.scheduler_label)
         if result.observed_logprobs:
-            _add_observed(outputs, result)
+            _add_observed_logprobs(outputs, result)
         self._step_parts.add_figures(plan, outputs)
         if self._parts.weights is not None:
             self._parts.weights.mark(outputs)
@@ -342,9 +342,9 @@ class StepRunner:
     def halves_built(self) -> None:
         """Notify step parts of worker halves that were built; end requests that cannot go on."""
         for request_id, fault in self._step_parts.workers_started().items():
-            self._end(request_id, fault)
+            self._end_request(request_id, fault)
 
-    def _end(self, request_id: str, fault: RequestFault) -> None:
+    def _end_request(self, request_id: str, fault: RequestFault) -> None:
         ended = self._scheduler.finish_requests([request_id], FinishReason.ERROR)
         for output in (output for message in ended.values() for output in message.outputs):
             output.error = fault.message
@@ -384,7 +384,7 @@ class StepRunner:
             if not isinstance(error, HardpointError):  # which names what failed
                 defect = plan_defect(plan, self._scheduler)
         try:
-            self._lose(plan)
+            self._drop_plan(plan)
         except BaseException as further:  # the caller raises `error`
             raise_unless_fault(further)
             _log.error("the scheduler cannot drop step %d", plan.step, exc_info=further)
@@ -392,7 +392,7 @@ class StepRunner:
             label = self._parts.scheduler_label
             raise PluginFaultError(f"{label}: its plan of step {plan.step} {defect}") from error
 
-    def _lose(self, plan: SchedulerOutput) -> None:
+    def _drop_plan(self, plan: SchedulerOutput) -> None:
         self._step_parts.lost(plan)
         self._scheduler.plan_lost(plan)
 
@@ -440,14 +440,14 @@ class StepRunner:
         return self._unsent.pop(0) if self._unsent else {}
 
 
-def _add_observed(outputs: Outputs, result: ModelRunnerOutput) -> None:
+def _add_observed_logprobs(outputs: Outputs, result: ModelRunnerOutput) -> None:
     for output in (output for message in outputs.values() for output in message.outputs):
         observed = result.observed_logprobs.get(output.request_id)
         if observed and output.new_token_ids:
             output.observed_logprobs = observed[: len(output.new_token_ids)]
 
 
-def _has_no_work(plan: SchedulerOutput) -> bool:
+def _is_empty(plan: SchedulerOutput) -> bool:
     return not (
         plan.total_num_scheduled_tokens
         or plan.finished_request_ids
@@ -456,7 +456,7 @@ def _has_no_work(plan: SchedulerOutput) -> bool:
     )
 
 
-def _done(output: ModelRunnerOutput) -> Future[ModelRunnerOutput | None]:
+def _completed_future(output: ModelRunnerOutput) -> Future[ModelRunnerOutput | None]:
     future: Future[ModelRunnerOutput | None] = Future()
     future.set_result(output)
     return future

@@ -11,7 +11,7 @@ from hardpoint.host.boundary.errors import RefusedInCallError, close_all
 from hardpoint.host.boundary.step_check import live_request
 from hardpoint.host.live.engine import EngineChanges
 from hardpoint.host.registry.blame import describe, faults_as
-from hardpoint.host.system.torch_state import StepSettings
+from hardpoint.host.system.plugin_settings import StepSettings
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
 from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
 

@@ -30,11 +30,11 @@ from hardpoint.host.boundary.errors import naming_plugin
 from hardpoint.host.registry.discovery import discover, installed_version
 from hardpoint.host.registry.kinds import KINDS, Process
 from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.host.system.plugin_settings import StepSettings
 from hardpoint.host.system.process.child import ParentWatch
 from hardpoint.host.system.process.launch import ChildLaunch, decode_launch, main_objects
 from hardpoint.host.system.process.naming import log_to_stderr, name_process
 from hardpoint.host.system.process.process import ChildProcess, socket_pair
-from hardpoint.host.system.torch_state import StepSettings
 from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.plugins.component.base import Progress, no_progress
 from hardpoint.plugins.component.manifest import Manifest, PluginEntry

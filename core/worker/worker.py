@@ -29,10 +29,10 @@ from hardpoint.host.boundary.errors import close_all
 from hardpoint.host.live.worker import WorkerChanges
 from hardpoint.host.registry.blame import describe
 from hardpoint.host.system.memory import MemoryEstimate, MovedWeights, release_pinned_memory
+from hardpoint.host.system.plugin_settings import StepSettings
 from hardpoint.host.system.profiling import Profiling
 from hardpoint.host.system.rank_store import served_store
 from hardpoint.host.system.threads import ComputeThreads, crowding
-from hardpoint.host.system.torch_state import StepSettings
 from hardpoint.host.system.weight_cache import WeightCache
 from hardpoint.plugins import (
     AttentionBackend,

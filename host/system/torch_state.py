@@ -6,16 +6,13 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
 from .plugin_settings import READ
 
 _log = logging.getLogger("hardpoint")
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _DEVICE: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
 """Has what `torch.set_default_device` has set in this thread."""
@@ -146,60 +143,21 @@ def kept_within(items: Iterable[Any], plugin: object, method: str) -> Iterator[A
         yield item
 
 
-class StepSettings:
-    """torch's settings around the steps of a thread, which restores them once per step.
+def restore_after_step(before: State, *, threads: bool, process: bool) -> None:
+    """Restore settings that plugins have changed in a step; log each once.
 
-    So a plugin that changes them changes at most the rest of its step. Steps in flight have one
-    state in common: the one from before the first of them.
+    Args:
+        before: the settings before the step.
+        threads: whether the number of threads is restored.
+        process: whether the settings that threads of a process share are restored.
     """
-
-    def __init__(
-        self,
-        in_flight: Callable[[], bool] = bool,
-        *,
-        threads: bool = True,
-        process: bool = True,
-    ) -> None:
-        """Read nothing yet.
-
-        Args:
-            in_flight: whether further steps are in flight at the end of one.
-            threads: whether the number of threads is restored.
-            process: whether the settings that threads of a process share are restored.
-        """
-        self._in_flight = in_flight
-        self._threads, self._process = threads, process
-        self._before: State | None = None
-
-    def __enter__(self) -> None:
-        if self._before is None:
-            self._before = read()
-
-    def __exit__(self, *_error: object) -> None:
-        before, now = self._before, read()
-        if before is None:  # restored by a call within this one
-            return
-        if not self._in_flight():
-            self._before = None
-        if now == before:
-            return
-        device, dtype, num_threads, deterministic, *modes = before
-        if not self._threads:
-            num_threads = now[2]
-        if not self._process:
-            dtype, deterministic = now[1], now[3]
-        report = functools.partial(_log_change, "a plugin", _HOW_TO_FIND)
-        restore((device, dtype, num_threads, deterministic, *modes), report)
-
-    def around(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Return a function that calls another one as a step, or a part of it."""
-
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self:
-                return function(*args, **kwargs)
-
-        return call
+    device, dtype, num_threads, deterministic, *modes = before
+    if not threads:
+        num_threads = _threads()
+    if not process:
+        dtype, deterministic = _dtype(), _deterministic()
+    report = functools.partial(_log_change, "a plugin", _HOW_TO_FIND)
+    restore((device, dtype, num_threads, deterministic, *modes), report)
 
 
 def _device(context: Any) -> str:

@@ -439,6 +439,39 @@ def test_later_steps_have_the_settings_of_the_start(
     torch.set_num_threads(threads)  # the worker sets them in each step, the engine does not
 
 
+class Notes(LogitsProcessor):
+    """Notes the default dtype, then changes it, in each step."""
+
+    contract = 1
+    phase = Phase.MASK
+
+    class Options(plugins.Options):
+        path: str
+
+    def apply(self, logits, rows):
+        with open(self.options.path, "a", encoding="utf-8") as file:
+            file.write(f"{torch.get_default_dtype()}\n")
+        torch.set_default_dtype(torch.float64)
+        return logits
+
+
+@pytest.mark.parametrize(
+    "places", [{}, {"executor": {"use": "multiproc"}}], ids=["engine process", "worker process"]
+)
+def test_processes_of_workers_restore_settings(scripted, tmp_path, capfd, places):
+    config = {
+        "plugins": {"enable": [f"{HERE}:Notes"]},
+        "plugin": {"notes": {"path": str(tmp_path / "dtypes")}},
+        "engine": {"in_process": False},
+        **places,
+    }
+    with LLM(config=scripted_config(scripted, config)) as llm:
+        (output,) = llm.generate("say abc", SamplingParams(temperature=0.0, max_tokens=4))
+        assert output.outputs[0].text == " abc"
+    assert (tmp_path / "dtypes").read_text().split() == ["torch.float32"] * 4
+    assert "a plugin changed torch's default dtype from torch.float32" in capfd.readouterr().err
+
+
 @crossed("request_received", "step_planned", "request_finished")
 def test_of_hooks(scripted, caplog, what, method):
     with LLM(config=scripted_config(scripted), plugins=[Hooks(method, what)]) as llm:

@@ -45,6 +45,7 @@ class EngineCore(EngineUtilities):
             steps.has_batches_in_flight, threads=False
         )  # those are the worker's
         self.step = self._settings.around(steps.step_fn)
+        self._abort = self._settings.around(steps.abort_requests)
         self.activity = parts.activity
         self._changes = EngineChanges(parts, steps.abort_later)
         self._idle_since: int | None = None  # wake-ups when workers had nothing more to do
@@ -88,21 +89,15 @@ class EngineCore(EngineUtilities):
         """
         if live_request(self._scheduler, request.request_id) is not None:
             raise RequestError(f"request_id: {request.request_id!r} is the id of a live request")
-        with self._settings:
-            self._add_request(request, block_hashes, arrived)
-
-    def _add_request(
-        self, request: EngineCoreRequest, block_hashes: list[bytes] | None, arrived: float | None
-    ) -> None:
         self._parts.policy.take_arguments(request)
         # Not the client's: its clock may be another one, and it could jump the queue.
         request.arrival_time = self._scheduler.context.clock() if arrived is None else arrived
-        request = self._parts.step_parts.add(request)
+        self._settings.begin()
         try:
+            request = self._parts.step_parts.add(request)
             self._add(request)
-        except BaseException:
-            self._parts.step_parts.refused(request.request_id)
-            raise
+        finally:
+            self._settings.end()
         if request.resumed is not None and self._parts.weights is not None:
             self._parts.weights.resumed(request.request_id, request.resumed)
         if block_hashes and (live := live_request(self._scheduler, request.request_id)) is not None:
@@ -126,10 +121,14 @@ class EngineCore(EngineUtilities):
 
     def _add(self, request: EngineCoreRequest) -> None:
         num_before = self._scheduler.num_unfinished_requests()
-        self._scheduler.add_request(request)
-        if self._scheduler.num_unfinished_requests() <= num_before:
-            label = self._parts.scheduler_label
-            raise RequestError(f"{label}: its add_request did not add the request")
+        try:
+            self._scheduler.add_request(request)
+            if self._scheduler.num_unfinished_requests() <= num_before:
+                label = self._parts.scheduler_label
+                raise RequestError(f"{label}: its add_request did not add the request")
+        except BaseException:
+            self._parts.step_parts.refused(request.request_id)
+            raise
 
     def client_of(self, request_id: str) -> int | None:
         """Return the client index of a live request, None if no live request has that id."""
@@ -150,8 +149,7 @@ class EngineCore(EngineUtilities):
         Returns:
             Their last outputs, one message per client, with the ids that ended.
         """
-        with self._settings:
-            return self._steps.abort_requests(request_ids)
+        return self._abort(request_ids)
 
     def has_requests(self) -> bool:
         """Return whether a step has any work; paused requests are not counted."""

@@ -333,6 +333,7 @@ def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
         place=data.place,
     )
     activity = _recorded[-1] if _recorded else Activity()
+    activity.compares_settings = config.debug.watch_plugins
     return _NamingWorker(LocalWorker(spec, activity), plugins, activity)
 
 

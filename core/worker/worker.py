@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -85,14 +86,11 @@ class LocalWorker:
             settings: restores torch's settings after a step; None restores all of them.
         """
         self._spec: WorkerSpec | None = spec
-        self._activity = activity or Activity()
-        self._activity.compares_settings = spec.config.debug.watch_plugins
-        self._settings = settings or StepSettings()
+        self._activity, self._settings = activity or Activity(), settings or StepSettings()
         self._device, self._on_forward = spec.device, on_forward
         self._runner: ModelRunner | None = None
         self._components: list[Component] = []
-        self._max_model_len = spec.max_model_len
-        self._num_blocks = self._num_states = 0
+        self._max_model_len, self._num_blocks, self._num_states = spec.max_model_len, 0, 0
         self._estimate: MemoryEstimate | None = None
         self._threads: ComputeThreads | None = None
         self._weight_cache: WeightCache | None = None
@@ -296,8 +294,15 @@ class LocalWorker:
             return ModelRunnerOutput()  # the requests of the plan have no other state here
         if self._threads is not None:
             self._threads.adapt()
-        with self._in_step():
-            return self.runner.execute(plan)
+        self._use_device()
+        self._settings.begin()
+        try:
+            output = self.runner.execute(plan)
+        except BaseException as error:
+            self._step_failed(error)
+        if output is not None:
+            self._settings.end()
+        return output
 
     def sample_tokens(
         self,
@@ -305,21 +310,13 @@ class LocalWorker:
         bitmask: GrammarBitmask | None = None,
     ) -> ModelRunnerOutput | None:
         """Sample the tokens of a step whose model has run, of those that the bitmask allows."""
-        with self._in_step():
-            return self.runner.sample(bitmask)
-
-    @contextlib.contextmanager
-    def _in_step(self) -> Iterator[None]:
-        """Let the other ranks, which wait for this one, fail too; name memory if it lacks."""
         self._use_device()
-        with self._naming_memory(), self._settings:
-            try:
-                yield
-            except BaseException as error:
-                follows = isinstance(error, CommunicationAbortedError)
-                failed = f"rank {self._ranks.rank} failed: {describe(error)}"
-                self._ranks.abort(str(error) if follows else failed)
-                raise
+        try:
+            return self.runner.sample(bitmask)
+        except BaseException as error:
+            self._step_failed(error)
+        finally:
+            self._settings.end()
 
     def execute_dummy_batch(self) -> None:
         """Run the model on one token, without a cache."""
@@ -332,13 +329,11 @@ class LocalWorker:
         if self._runner is None:
             return None
         self._use_device()
-        with self._settings:
-            return self._runner.parts.idle()
+        return StepSettings().around(self._runner.parts.idle)()
 
     def call_part(self, name: str, message: bytes) -> tuple[str | None, bytes]:
         """Return None and what the half of a step part answers, or kind and text of an error."""
-        with self._settings:
-            return self.runner.parts.call(name, message)
+        return StepSettings().around(self.runner.parts.call)(name, message)
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return the time and the faults of each logits processor so far, by name."""
@@ -454,6 +449,15 @@ class LocalWorker:
 
     def _naming_memory(self) -> contextlib.AbstractContextManager[None]:
         return naming_memory(lambda: self._estimate)
+
+    def _step_failed(self, error: BaseException) -> NoReturn:
+        """Let the other ranks fail, too, which wait for this one; name memory if it lacks."""
+        self._settings.end()
+        follows = isinstance(error, CommunicationAbortedError)
+        failed = f"rank {self._ranks.rank} failed: {describe(error)}"
+        self._ranks.abort(str(error) if follows else failed)
+        with self._naming_memory():
+            raise error
 
     def _release(self) -> None:
         if self._prepared is not None:

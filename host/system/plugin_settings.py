@@ -59,11 +59,13 @@ class StepSettings:
         self._restored = {"threads": threads, "process": process}
         self._before: Any = None
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
+        """Read the settings, unless steps are in flight."""
         if self._before is None:
             self._before = READ[0]()
 
-    def __exit__(self, *_error: object) -> None:
+    def end(self) -> None:
+        """Restore the settings that were read."""
         before = self._before
         if not self._in_flight():
             self._before = None
@@ -75,7 +77,10 @@ class StepSettings:
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self:
+            self.begin()
+            try:
                 return function(*args, **kwargs)
+            finally:
+                self.end()
 
         return call

@@ -280,8 +280,7 @@ class LocalWorker:
         """Run a step; None means that sampling waits for `sample_tokens`.
 
         Raises:
-            NotImplementedError: the plan has encoder inputs, or drafts, and no step part
-                encodes, or makes any.
+            NotImplementedError: no step part encodes the inputs of the plan, or makes drafts.
         """
         if plan.draft_token_ids or plan.encoder_inputs:
             drafts = self._spec is not None and self._spec.num_draft_tokens > 0

@@ -49,7 +49,7 @@ from hardpoint.typed import join_path, read_only
 from .kv_cache import CacheSize
 
 if TYPE_CHECKING:
-    from .engine.outside import OpenOutside
+    from .engine.inputs import OpenInputs
     from .weights.worker_spec import WorkerSpec
 
 _log = logging.getLogger("hardpoint")
@@ -185,13 +185,13 @@ def build_engine(
     clock: Callable[[], float] = time.monotonic,
     handed: Sequence[InstalledPlugin] = (),
     companions: Sequence[OpenCompanion] = (),
-    open_outside: OpenOutside | None = None,
+    open_inputs: OpenInputs | None = None,
 ) -> LLMEngine:
     """Build an engine in this process.
 
     Args:
         config, config_sources, progress, clock, handed, companions: as of `prepare_engine`.
-        open_outside: as of `build_core`; None is its default.
+        open_inputs: as of `build_core`; None is its default.
 
     Raises:
         ConfigError, PluginError, ModelError: as `prepare_engine`.
@@ -209,15 +209,15 @@ def build_engine(
     prepared = prepare_engine(
         config, sources, progress=progress, clock=clock, handed=handed, companions=companions
     )
-    return prepared.open(functools.partial(_open_in_process, open_outside), LLMEngine)
+    return prepared.open(functools.partial(_open_in_process, open_inputs), LLMEngine)
 
 
 def _open_in_process(
-    open_outside: OpenOutside | None, prepared: PreparedEngine
+    open_inputs: OpenInputs | None, prepared: PreparedEngine
 ) -> tuple[EngineCoreClient, CacheSize]:
     with naming_plugin(prepared.spec.plugins):
         from hardpoint.core.engine.build import build_core  # noqa: PLC0415 - needs torch
-        from hardpoint.core.engine.outside import Outside  # noqa: PLC0415 - as above
+        from hardpoint.core.engine.inputs import EngineInputs  # noqa: PLC0415 - as above
 
         built = build_core(
             prepared.spec,
@@ -225,7 +225,7 @@ def _open_in_process(
             prepared.config_sources,
             prepared.clock,
             vocabulary=prepared.vocabulary,
-            open_outside=open_outside or Outside,
+            open_inputs=open_inputs or EngineInputs,
         )
         return InprocClient(built.core, built.info.process_id), built.size
 

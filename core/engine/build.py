@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -45,7 +44,6 @@ from hardpoint.plugins import (
     PublisherContext,
     Request,
     SchedulerContext,
-    StepCost,
     StepRecord,
     WorkerInfo,
 )
@@ -60,15 +58,13 @@ from hardpoint.typed import read_only
 from .border import EngineBorder
 from .cache_changes import CacheChangeLog
 from .core import EngineCore
-from .outside import OpenOutside, Outside
+from .inputs import Clock, EngineInputs, OpenInputs, RecordStep
 from .prepare import check_drafts, limits_of, num_batches, plans_ahead
 from .step import EngineCoreParts
 from .step_log import StepLog
 from .worker_launch import WorkerLauncher
 
 _log = logging.getLogger("hardpoint")
-
-_Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -84,11 +80,11 @@ def build_core(
     spec: WorkerSpec,
     hooks: HookSet,
     config_sources: ConfigSources,
-    clock: _Clock,
+    clock: Clock,
     activity: Activity | None = None,
     vocabulary: Vocabulary | None = None,
     changes: CacheChangeLog | None = None,
-    open_outside: OpenOutside = Outside,
+    open_inputs: OpenInputs = EngineInputs,
 ) -> BuiltCore:
     """Load the model and build the engine core. If a part fails, the others are closed.
 
@@ -100,160 +96,103 @@ def build_core(
         activity: records what the engine does; None is in memory of this process.
         vocabulary: vocabulary of the tokenizer, for grammars.
         changes: collects the changes of the KV cache for clients; None if they get none.
-        open_outside: opens what hands the engine core all that comes from outside.
+        open_inputs: opens the record/replay hook.
 
     Raises:
         ConfigError: the KV cache does not fit; the message names the size that would.
         PluginError: a component could not be built.
     """
-    activity, outside = activity or Activity(), open_outside(spec)
-    clock, faults = outside.clock(clock), StepFaults.under(spec.config.plugins, activity)
+    inputs, plugins = open_inputs(spec), spec.plugins
+    clock, activity = inputs.clock(clock), activity or Activity()
+    activity.compares_settings = spec.config.debug.watch_plugins
+    faults, fit = StepFaults.under(spec.config.plugins, activity), StepCostFit()
     with contextlib.ExitStack() as undo:
-        fit = StepCostFit()
-        opened, spec = _open_plugins(spec, vocabulary, clock, faults, fit.current, undo, changes)
+        # The plugins of the engine: one that cannot start fails before a model loads.
+        policy = PolicySlot(plugins, faults, spec.model_config.vocab_size)
+        close_if_failed(undo, policy.close)
+        kv_events = _open_kv_events(plugins, faults, spec.place.rank)
+        close_if_failed(undo, kv_events.close)
+        blocks = BlockMetadata(clock)
+        eviction_policy, eviction = _build_eviction(plugins, faults, blocks, clock)
+        close_if_failed(undo, partial(close_all, [eviction_policy]))
+        block_hashes, border = _BlockHashes(), EngineBorder(spec.loader)
+        context = EngineHalfContext(
+            components=Components(plugins, faults.calls),
+            describe_fault=describe_fault,
+            faults=faults,
+            clock=clock,
+            scheduler=str(plugins.one("schedulers").source),
+            vocab_size=spec.model_config.vocab_size,
+            vocabulary=vocabulary,
+            block_size=spec.config.kv_cache.block_size,
+            world_size=spec.config.parallel.world_size,
+            block_hashes=block_hashes,
+            publish=kv_events.publish,
+            retained=blocks.retained,
+            step_cost=fit.current,
+            border=border,
+        )
+        step_parts = open_parts(plugins, spec.for_parts, context, faults)
+        close_if_failed(undo, step_parts.close)
+        spec = dataclasses.replace(spec, num_draft_tokens=step_parts.num_draft_tokens)
+
         launcher = WorkerLauncher(spec, config_sources, activity)
         close_if_failed(undo, launcher.close)
-        executor = _executor(spec, launcher, opened.step_parts, undo)
-        opened.step_parts.blocks.weights_load(spec.loader)
-        info, size, config = _start(executor, spec, config_sources, opened.step_parts)
+        executor = _build_executor(spec, launcher, step_parts, undo)
+        step_parts.blocks.weights_load(spec.loader)
+        info, size, config = _start_workers(executor, spec, config_sources, step_parts)
         launcher.close()
-        kv_cache = _kv_cache(config, size, info, spec, opened, faults)
-        opened.step_parts.blocks.start()
-        fields = opened.for_scheduler(config, kv_cache) | {"record": _recorder(hooks, faults)}
-        scheduler = spec.plugins.create(
-            spec.plugins.one("schedulers"),
+
+        events = changes is not None or bool(plugins.entries("kv_event_publishers"))
+        kv_cache = _build_kv_cache(config, size, info, step_parts, eviction, blocks, events=events)
+        block_hashes.set(kv_cache.block_hashes)
+        step_parts.blocks.start()
+        gates, transfers = inputs.gates(step_parts.gates), inputs.transfers(step_parts.transfers)
+        scheduler = plugins.create(
+            plugins.one("schedulers"),
             SchedulerContext,
-            limits=_limits(config, size, executor, opened.step_parts, spec.num_draft_tokens),
-            **outside.for_scheduler(fields),
+            limits=_scheduler_limits(config, size, executor, step_parts, spec.num_draft_tokens),
+            kv_cache=kv_cache,
+            policy=policy.policy,
+            policy_fault=policy.report_fault,
+            clock=clock,
+            watermark=config.kv_cache.watermark,
+            step_cost=fit.current,
+            transfers=transfers,
+            connector=transfers,
+            encoder_cache=step_parts.encoder_cache,
+            gates=gates,
+            grammars=GatesAsGrammars(gates),
+            record=inputs.recorder(_build_recorder(hooks, faults)),
+            log_stats=config.stats.on,
         )
+
+        model = plugins.get("models", spec.model_config.model_plugin)
         parts = EngineCoreParts(
-            scheduler,
-            executor,
-            kv_cache,
+            scheduler=scheduler,
+            executor=executor,
+            kv_cache=kv_cache,
+            policy=policy,
+            kv_events=kv_events,
             faults=faults,
+            scheduler_label=str(plugins.one("schedulers").source),
+            executor_label=str(plugins.one("executors").source),
+            components=[eviction_policy],
+            config=config,
+            log_stats=config.stats.on,
+            step_parts=step_parts,
+            generates=plugins.target(model).generates,
+            step_log=StepLog() if config.engine.log_steps else None,
             step_cost=fit if config.scheduler.step_milliseconds or spec.num_draft_tokens else None,
-            **opened.for_core(spec, config, info, activity),
+            sleep_levels=info.sleep_levels,
+            idle_method=info.idle_method,
+            activity=activity,
+            border=border,
+            cache_changes=changes,
         )
-        core = outside.core(parts)
+        core = inputs.core(parts)
         undo.pop_all()
         return BuiltCore(core, size, info)
-
-
-@dataclass(frozen=True)
-class _EnginePlugins:
-    """The plugins of the engine's process, which are built before the workers."""
-
-    policy: PolicySlot
-    kv_events: KVEventFanout
-    blocks: BlockMetadata
-    eviction: EvictionPolicy
-    step_parts: EngineHalves
-    block_hashes: _BlockHashes
-    clock: _Clock
-    step_cost: Callable[[], StepCost]
-    changes: CacheChangeLog | None
-    border: EngineBorder
-
-    def for_scheduler(self, config: EngineConfig, kv_cache: BlockManager) -> dict[str, Any]:
-        """Return the fields of the scheduler's context that show these plugins."""
-        parts = self.step_parts
-        return {
-            "kv_cache": kv_cache,
-            "watermark": config.kv_cache.watermark,
-            "log_stats": config.stats.on,
-            "clock": self.clock,
-            "step_cost": self.step_cost,
-            "policy": self.policy.policy,
-            "policy_fault": self.policy.report_fault,
-            "transfers": parts.transfers,
-            "connector": parts.transfers,
-            "encoder_cache": parts.encoder_cache,
-            "gates": parts.gates,
-            "grammars": GatesAsGrammars(parts.gates),
-        }
-
-    def for_core(
-        self, spec: WorkerSpec, config: EngineConfig, info: WorkerInfo, activity: Activity
-    ) -> dict[str, Any]:
-        """Return the fields of `EngineCoreParts` that follow from plugins, workers and settings."""
-        plugins = spec.plugins
-        model = plugins.get("models", spec.model_config.model_plugin)
-        return {
-            "scheduler_label": str(plugins.one("schedulers").source),
-            "executor_label": str(plugins.one("executors").source),
-            "policy": self.policy,
-            "kv_events": self.kv_events,
-            "cache_changes": self.changes,
-            "border": self.border,
-            "activity": activity,
-            "components": [self.eviction],
-            "step_parts": self.step_parts,
-            "generates": plugins.target(model).generates,
-            "config": config,
-            "log_stats": config.stats.on,
-            "sleep_levels": info.sleep_levels,
-            "idle_method": info.idle_method,
-            "step_log": StepLog() if config.engine.log_steps else None,
-        }
-
-
-def _open_plugins(
-    spec: WorkerSpec,
-    vocabulary: Vocabulary | None,
-    clock: _Clock,
-    faults: StepFaults,
-    step_cost: Callable[[], StepCost],
-    undo: contextlib.ExitStack,
-    changes: CacheChangeLog | None,
-) -> tuple[_EnginePlugins, WorkerSpec]:
-    """Build the plugins of the engine: one that cannot start fails before a model loads.
-
-    Returns:
-        The plugins, and the spec with what follows from them.
-    """
-    policy = PolicySlot(spec.plugins, faults, spec.model_config.vocab_size)
-    close_if_failed(undo, policy.close)
-    rank = spec.place.rank
-    publishers = create_all(
-        spec.plugins, "kv_event_publishers", faults, PublisherContext, data_parallel_rank=rank
-    )
-    kv_events = KVEventFanout(publishers, time.time, rank)
-    close_if_failed(undo, kv_events.close)
-    blocks = BlockMetadata(clock)
-    eviction = _eviction_policy(spec.plugins, blocks, clock)
-    close_if_failed(undo, partial(close_all, [eviction]))
-    block_hashes, border = _BlockHashes(), EngineBorder(spec.loader)
-    context = EngineHalfContext(
-        components=Components(spec.plugins, faults.calls),
-        describe_fault=describe_fault,
-        faults=faults,
-        clock=clock,
-        scheduler=str(spec.plugins.one("schedulers").source),
-        vocab_size=spec.model_config.vocab_size,
-        vocabulary=vocabulary,
-        block_size=spec.config.kv_cache.block_size,
-        world_size=spec.config.parallel.world_size,
-        block_hashes=block_hashes,
-        publish=kv_events.publish,
-        retained=blocks.retained,
-        step_cost=step_cost,
-        border=border,
-    )
-    step_parts = open_parts(spec.plugins, spec.for_parts, context, faults)
-    close_if_failed(undo, step_parts.close)
-    opened = _EnginePlugins(
-        policy,
-        kv_events,
-        blocks,
-        eviction,
-        step_parts,
-        block_hashes,
-        clock,
-        step_cost,
-        changes,
-        border,
-    )
-    return opened, dataclasses.replace(spec, num_draft_tokens=step_parts.num_draft_tokens)
 
 
 class _BlockHashes:
@@ -272,13 +211,25 @@ class _BlockHashes:
         return self._function(request, num_blocks)
 
 
-def _eviction_policy(plugins: PluginSet, blocks: BlockMetadata, clock: _Clock) -> EvictionPolicy:
+def _open_kv_events(plugins: PluginSet, faults: StepFaults, rank: int) -> KVEventFanout:
+    publishers = create_all(
+        plugins, "kv_event_publishers", faults, PublisherContext, data_parallel_rank=rank
+    )
+    return KVEventFanout(publishers, time.time, rank)
+
+
+def _build_eviction(
+    plugins: PluginSet, faults: StepFaults, blocks: BlockMetadata, clock: Clock
+) -> tuple[EvictionPolicy, Eviction]:
+    """Return the eviction policy, and the eviction that calls it and catches its faults."""
     entry = plugins.one("eviction_policies")
     history = blocks.start_history
-    return plugins.create(entry, EvictionContext, blocks=blocks, history=history, clock=clock)
+    policy = plugins.create(entry, EvictionContext, blocks=blocks, history=history, clock=clock)
+    calls = faults.calls("eviction_policies", entry.source)
+    return policy, Eviction(policy, faults.reporter(entry.source), calls)
 
 
-def _executor(
+def _build_executor(
     spec: WorkerSpec, launcher: WorkerLauncher, parts: EngineHalves, undo: contextlib.ExitStack
 ) -> Executor:
     """Build the executor.
@@ -312,18 +263,18 @@ def _executor(
     return executor
 
 
-def _kv_cache(
+def _build_kv_cache(
     engine_config: EngineConfig,
     size: CacheSize,
     info: WorkerInfo,
-    spec: WorkerSpec,
-    opened: _EnginePlugins,
-    faults: StepFaults,
+    parts: EngineHalves,
+    eviction: Eviction,
+    blocks: BlockMetadata,
+    *,
+    events: bool,
 ) -> BlockManager:
     config, needs = engine_config.kv_cache, block_needs(engine_config, info)
-    entry = spec.plugins.one("eviction_policies")
-    calls = faults.calls("eviction_policies", entry.source)
-    manager = BlockManager(
+    return BlockManager(
         size.num_blocks,
         config.block_size,
         groups=needs.groups,
@@ -331,16 +282,14 @@ def _kv_cache(
         max_step_tokens=needs.max_step_tokens,
         prefix_caching=config.prefix_caching,
         hash_algorithm=config.hash_algorithm,
-        part_keys=opened.step_parts.block_keys,
-        eviction=Eviction(opened.eviction, faults.reporter(entry.source), calls),
-        metadata=opened.blocks,
-        events=opened.changes is not None or bool(spec.plugins.entries("kv_event_publishers")),
+        part_keys=parts.block_keys,
+        eviction=eviction,
+        metadata=blocks,
+        events=events,
     )
-    opened.block_hashes.set(manager.block_hashes)
-    return manager
 
 
-def _start(
+def _start_workers(
     executor: Executor, spec: WorkerSpec, config_sources: ConfigSources, parts: EngineHalves
 ) -> tuple[WorkerInfo, CacheSize, EngineConfig]:
     """Load the model and allocate the KV cache.
@@ -351,12 +300,12 @@ def _start(
     Raises:
         PluginFaultError: the executor did not return an info per rank, of the same groups.
     """
-    info = _tightest(executor.start(), spec)
+    info = _find_tightest(executor.start(), spec)
     if not info.has_cache and (moving := parts.moves_blocks) is not None:
         raise ConfigError(
             f"{moving} moves blocks of the KV cache, and the model {spec.config.model!r} has none"
         )
-    config = spec.config if info.has_cache else _without_cache(spec)
+    config = spec.config if info.has_cache else _config_without_cache(spec)
     try:
         size = size_cache(config, spec.max_model_len, info)
     except ConfigError as error:
@@ -367,15 +316,15 @@ def _start(
         executor.collective_rpc("set_num_states", (size.num_states,))
     executor.initialize_cache(size.num_blocks)
     parts.workers_started()
-    return info, size, _resolved(config, size)
+    return info, size, _resolve_config(config, size)
 
 
-def _resolved(config: EngineConfig, size: CacheSize) -> EngineConfig:
+def _resolve_config(config: EngineConfig, size: CacheSize) -> EngineConfig:
     kv_cache = msgspec.structs.replace(config.kv_cache, num_blocks=size.num_blocks)
     return msgspec.structs.replace(config, max_model_len=size.max_model_len, kv_cache=kv_cache)
 
 
-def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
+def _find_tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
     label = spec.plugins.one("executors").source
     world_size = spec.config.parallel.world_size
     if (
@@ -400,7 +349,7 @@ def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
     )
 
 
-def _without_cache(spec: WorkerSpec) -> EngineConfig:
+def _config_without_cache(spec: WorkerSpec) -> EngineConfig:
     """Return the configuration for a model without a KV cache.
 
     Raises:
@@ -443,7 +392,7 @@ def _check_depth(executor: Executor, config: EngineConfig) -> None:
         )
 
 
-def _limits(
+def _scheduler_limits(
     config: EngineConfig,
     size: CacheSize,
     executor: Executor,
@@ -461,7 +410,7 @@ def _limits(
     )
 
 
-def _recorder(hooks: HookSet, faults: StepFaults) -> Callable[[StepRecord], None] | None:
+def _build_recorder(hooks: HookSet, faults: StepFaults) -> RecordStep | None:
     """Return the receiver of step records, None if no hook is registered for them."""
     if not hooks.has("step_planned"):
         return None

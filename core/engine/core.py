@@ -11,6 +11,7 @@ from hardpoint.host.boundary.errors import RefusedInCallError, close_all
 from hardpoint.host.boundary.step_check import live_request
 from hardpoint.host.live.engine import EngineChanges
 from hardpoint.host.registry.blame import describe, faults_as
+from hardpoint.host.system.plugin_settings import StepSettings
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
 from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
 
@@ -39,7 +40,11 @@ class EngineCore(EngineUtilities):
         self._scheduler = parts.scheduler
         self._executor = parts.executor
         self._steps = steps = StepRunner(parts)
-        self.step = steps.step_fn
+        self._settings = StepSettings(
+            steps.has_batches_in_flight, threads=False
+        )  # those are the worker's
+        self.step = self._settings.around(steps.step_fn)
+        self._abort = self._settings.around(steps.abort_requests)
         self.activity = parts.activity
         self._changes = EngineChanges(parts, steps.abort_later)
         self._idle_since: int | None = None  # wake-ups when workers had nothing more to do
@@ -81,12 +86,12 @@ class EngineCore(EngineUtilities):
         self._parts.policy.take_arguments(request)
         # Not the client's: its clock may be another one, and it could jump the queue.
         request.arrival_time = self._scheduler.context.clock() if arrived is None else arrived
-        request = self._parts.step_parts.add(request)
+        self._settings.begin()
         try:
+            request = self._parts.step_parts.add(request)
             self._add(request)
-        except BaseException:
-            self._parts.step_parts.refused(request.request_id)
-            raise
+        finally:
+            self._settings.end()
         if block_hashes and (live := live_request(self._scheduler, request.request_id)) is not None:
             self._parts.kv_cache.take_hashes(live, block_hashes)
 
@@ -108,10 +113,14 @@ class EngineCore(EngineUtilities):
 
     def _add(self, request: EngineCoreRequest) -> None:
         num_before = self._scheduler.num_unfinished_requests()
-        self._scheduler.add_request(request)
-        if self._scheduler.num_unfinished_requests() <= num_before:
-            label = self._parts.scheduler_label
-            raise RequestError(f"{label}: its add_request did not add the request")
+        try:
+            self._scheduler.add_request(request)
+            if self._scheduler.num_unfinished_requests() <= num_before:
+                label = self._parts.scheduler_label
+                raise RequestError(f"{label}: its add_request did not add the request")
+        except BaseException:
+            self._parts.step_parts.refused(request.request_id)
+            raise
 
     def client_of(self, request_id: str) -> int | None:
         """Return the client index of a live request, None if no live request has that id."""
@@ -132,7 +141,7 @@ class EngineCore(EngineUtilities):
         Returns:
             Their last outputs, one message per client, with the ids that ended.
         """
-        return self._steps.abort_requests(request_ids)
+        return self._abort(request_ids)
 
     def has_requests(self) -> bool:
         """Return whether a step has any work; paused requests are not counted."""

@@ -21,10 +21,10 @@ from hardpoint.host.boundary.parts.states import States, states_of, states_of_pa
 from hardpoint.host.boundary.policy import PolicySlot
 from hardpoint.host.boundary.step_check import (
     ResultCheck,
-    StepSettings,
     no_result,
     plan_defect,
     result_of,
+    watched,
 )
 from hardpoint.host.registry.blame import is_fault, raise_unless_fault
 from hardpoint.plugins import (
@@ -32,6 +32,7 @@ from hardpoint.plugins import (
     EngineCoreOutputs,
     Executor,
     FinishReason,
+    GrammarBitmask,
     HardpointError,
     ModelRunnerOutput,
     RequestFault,
@@ -132,16 +133,15 @@ class StepRunner:
 
     def __init__(self, parts: EngineCoreParts) -> None:
         self._parts = parts
-        self._scheduler = parts.scheduler
-        self._executor = parts.executor
+        self._scheduler, self._executor = parts.scheduler, parts.executor
+        if parts.config is not None and parts.config.debug.watch_plugins:
+            self._scheduler = watched(parts.scheduler, "schedule", "update")
+            self._executor = watched(parts.executor, "execute_model", "sample_tokens")
         self._activity = parts.activity
         self._step_parts = parts.step_parts
         self._step_parts.follow(parts.scheduler)
         self._times = parts.step_times if parts.step_log or parts.step_cost else None
         self._unsent: list[Outputs] = []
-        self._settings = StepSettings(
-            parts.scheduler, parts.scheduler_label, parts.executor, lambda: parts.policy.source
-        )
         self._check = ResultCheck(parts.executor_label, parts.scheduler)
         self._batches = BatchQueue(parts.executor.max_concurrent_batches)
         limits = parts.scheduler.context.limits
@@ -161,8 +161,12 @@ class StepRunner:
         """Return whether a step has any work; paused requests are not counted."""
         return bool(self._unsent or len(self._batches) or self._scheduler.has_requests())
 
+    def has_batches_in_flight(self) -> bool:
+        """Return whether the executor has batches that are not complete."""
+        return len(self._batches) > 0
+
     def step(self, late_aborts: Callable[[], Sequence[str]] = tuple) -> tuple[Outputs, bool]:
-        """Schedule, execute, sample, update. Does nothing without requests.
+        """Schedule, execute, sample, update the scheduler, publish. Does nothing without requests.
 
         Args:
             late_aborts: called once the results are in; returns the requests that were aborted
@@ -175,27 +179,16 @@ class StepRunner:
             return self._pop_unsent(), False
         plan = None
         try:
-            settings = self._settings.before_scheduler()
-            plan = self._scheduler.schedule()  # kept at once: an interrupt must not lose it
-            self._settings.of_scheduler(settings, "schedule")
+            plan = self._scheduler.schedule()  # assigned here, so that no interrupt loses it
             checked(plan, Scheduler, "schedule", self._parts.scheduler_label)
             forward = self._execute(plan)
             bitmask = self._step_parts.mask(plan)  # while the model runs
-            result = result_of(forward, self._parts.executor_label, "execute_model")
-            if result is None and plan.total_num_scheduled_tokens:
-                settings = self._settings.before_executor()
-                sampling = self._executor.sample_tokens(plan, bitmask)
-                result = result_of(sampling, self._parts.executor_label, "sample_tokens")
-                self._settings.of_executor(settings, "sample_tokens")
-            if result is None:
-                raise no_result(plan, self._parts.executor_label)
-            if aborted := late_aborts():
-                self.abort_later(aborted)
-            outputs = self._update(plan, result)
+            result = self._sample(plan, forward, bitmask)
+            outputs = self._update(plan, result, late_aborts)
         except BaseException as error:
             self._step_failed(plan, error)
             raise
-        return self._complete_step(plan, outputs)
+        return self._publish(plan, outputs)
 
     def step_with_batch_queue(
         self, late_aborts: Callable[[], Sequence[str]] = tuple
@@ -230,13 +223,11 @@ class StepRunner:
     def _start_batch(self) -> bool:
         plan = None
         try:
-            settings = self._settings.before_scheduler()
             plan = self._scheduler.schedule()
-            self._settings.of_scheduler(settings, "schedule")
             checked(plan, Scheduler, "schedule", self._parts.scheduler_label)
-            if (part := self._awaits_results(plan)) is not None:
+            if (part := self._part_awaiting_results(plan)) is not None:
                 self._parts.num_waits[part] += 1
-            sample = self._sample if part is None else None
+            sample = self._start_sampling if part is None else None
             self._batches.push(start_batch(plan, self._execute, sample))
         except BaseException:
             if isinstance(plan, SchedulerOutput) and not self._batches.has(plan):
@@ -250,22 +241,20 @@ class StepRunner:
         try:
             batch = self._batches.pop()
             if batch.is_lost:
-                self._lose(batch.plan)
+                self._drop_plan(batch.plan)
                 return {}, False
             result = batch.result(self._parts.executor_label)
-            if aborted := late_aborts():
-                self.abort_later(aborted)
-            outputs = self._update(batch.plan, result)
+            outputs = self._update(batch.plan, result, late_aborts)
         except BaseException as error:
             self._step_failed(batch.plan if batch else None, error)
             raise
-        return self._complete_step(batch.plan, outputs)
+        return self._publish(batch.plan, outputs)
 
     def _sample_deferred(self) -> None:
         batch = self._batches.deferred
-        if batch is None or self._awaits_results(batch.plan):
+        if batch is None or self._part_awaiting_results(batch.plan):
             return
-        batch.sample(self._sample)
+        batch.sample(self._start_sampling)
 
     def _execute(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
         if self._times is not None:
@@ -274,32 +263,49 @@ class StepRunner:
         if events := self._parts.kv_cache.take_events():
             self._parts.publish(events)
         data = self._step_parts.begin(plan)
-        if self._sampled is not None and not data and _has_no_work(plan):
-            return _done(ModelRunnerOutput())
+        if self._sampled is not None and not data and _is_empty(plan):
+            return _completed_future(ModelRunnerOutput())
         if self._sampled:
             plan = msgspec.structs.replace(plan, sampled=tuple(self._sampled))
         if data:
             plan = msgspec.structs.replace(plan, part_data=data)
-        settings = self._settings.before_executor()
         future = self._executor.execute_model(plan)
-        self._settings.of_executor(settings, "execute_model")
         if self._sampled:  # after an interrupt they are sent again, and workers pass them over
             self._sampled.clear()
         return checked(future, Executor, "execute_model", self._parts.executor_label)
 
-    def _sample(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        bitmask, settings = self._step_parts.mask(plan), self._settings.before_executor()
-        future = self._executor.sample_tokens(plan, bitmask)
-        self._settings.of_executor(settings, "sample_tokens")
-        return future
+    def _sample(
+        self,
+        plan: SchedulerOutput,
+        forward: Future[ModelRunnerOutput | None],
+        bitmask: GrammarBitmask | None,
+    ) -> ModelRunnerOutput:
+        label = self._parts.executor_label
+        result = result_of(forward, label, "execute_model")
+        if result is None and plan.total_num_scheduled_tokens:
+            sampling = self._executor.sample_tokens(plan, bitmask)
+            result = result_of(sampling, label, "sample_tokens")
+        if result is None:
+            raise no_result(plan, label)
+        return result
 
-    def _awaits_results(self, plan: SchedulerOutput) -> str | None:
+    def _start_sampling(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        return self._executor.sample_tokens(plan, self._step_parts.mask(plan))
+
+    def _part_awaiting_results(self, plan: SchedulerOutput) -> str | None:
         """Return the part whose masks of a plan need results that are under way; None if none."""
         needed_by = self._step_parts.needs_results(plan)
         delayed = self._batches.delays(plan, needed_by)
         return needed_by[delayed[0]] if delayed else None
 
-    def _update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
+    def _update(
+        self,
+        plan: SchedulerOutput,
+        result: ModelRunnerOutput,
+        late_aborts: Callable[[], Sequence[str]],
+    ) -> Outputs:
+        if aborted := late_aborts():
+            self.abort_later(aborted)
         self._check.check_type(plan, result)
         if self._sampled is not None and result.sampled_token_ids:
             self._sampled.append(SampledTokens(plan.step, dict(result.sampled_token_ids)))
@@ -313,17 +319,15 @@ class StepRunner:
             if request_id in plan.num_scheduled_tokens and not result.invalid_block_ids:
                 result.faults.setdefault(request_id, fault)
             else:
-                self._end(request_id, fault)
+                self._end_request(request_id, fault)
         for request_id, fault in self._check.check(plan, result).items():
             self._parts.faults.note("executor", fault.message, consequence="its request ends")
             if request_id not in plan.num_scheduled_tokens:  # the scheduler looks at no others
-                self._end(request_id, fault)
-        settings = self._settings.before_scheduler()
+                self._end_request(request_id, fault)
         outputs = self._scheduler.update(plan, result)
-        self._settings.of_scheduler(settings, "update")
         checked(outputs, Scheduler, "update", self._parts.scheduler_label)
         if result.observed_logprobs:
-            _add_observed(outputs, result)
+            _add_observed_logprobs(outputs, result)
         self._step_parts.publish(plan, outputs)
         self._step_parts.updated(plan)
         return outputs
@@ -331,16 +335,16 @@ class StepRunner:
     def halves_built(self) -> None:
         """Notify step parts of worker halves that were built; end requests that cannot go on."""
         for request_id, fault in self._step_parts.workers_started().items():
-            self._end(request_id, fault)
+            self._end_request(request_id, fault)
 
-    def _end(self, request_id: str, fault: RequestFault) -> None:
+    def _end_request(self, request_id: str, fault: RequestFault) -> None:
         ended = self._scheduler.finish_requests([request_id], FinishReason.ERROR)
         for output in (output for message in ended.values() for output in message.outputs):
             output.error = fault.message
         if ended:
             self._unsent.append(self._with_stats(ended))
 
-    def _complete_step(self, plan: SchedulerOutput, outputs: Outputs) -> tuple[Outputs, bool]:
+    def _publish(self, plan: SchedulerOutput, outputs: Outputs) -> tuple[Outputs, bool]:
         executed = plan.total_num_scheduled_tokens > 0
         if not executed:
             self._step_parts.wait()
@@ -373,7 +377,7 @@ class StepRunner:
             if not isinstance(error, HardpointError):  # which names what failed
                 defect = plan_defect(plan, self._scheduler)
         try:
-            self._lose(plan)
+            self._drop_plan(plan)
         except BaseException as further:  # the caller raises `error`
             raise_unless_fault(further)
             _log.error("the scheduler cannot drop step %d", plan.step, exc_info=further)
@@ -381,7 +385,7 @@ class StepRunner:
             label = self._parts.scheduler_label
             raise PluginFaultError(f"{label}: its plan of step {plan.step} {defect}") from error
 
-    def _lose(self, plan: SchedulerOutput) -> None:
+    def _drop_plan(self, plan: SchedulerOutput) -> None:
         self._step_parts.lost(plan)
         self._scheduler.plan_lost(plan)
 
@@ -427,14 +431,14 @@ class StepRunner:
         return self._unsent.pop(0) if self._unsent else {}
 
 
-def _add_observed(outputs: Outputs, result: ModelRunnerOutput) -> None:
+def _add_observed_logprobs(outputs: Outputs, result: ModelRunnerOutput) -> None:
     for output in (output for message in outputs.values() for output in message.outputs):
         observed = result.observed_logprobs.get(output.request_id)
         if observed and output.new_token_ids:
             output.observed_logprobs = observed[: len(output.new_token_ids)]
 
 
-def _has_no_work(plan: SchedulerOutput) -> bool:
+def _is_empty(plan: SchedulerOutput) -> bool:
     return not (
         plan.total_num_scheduled_tokens
         or plan.finished_request_ids
@@ -443,7 +447,7 @@ def _has_no_work(plan: SchedulerOutput) -> bool:
     )
 
 
-def _done(output: ModelRunnerOutput) -> Future[ModelRunnerOutput | None]:
+def _completed_future(output: ModelRunnerOutput) -> Future[ModelRunnerOutput | None]:
     future: Future[ModelRunnerOutput | None] = Future()
     future.set_result(output)
     return future

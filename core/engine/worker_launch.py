@@ -30,6 +30,7 @@ from hardpoint.host.boundary.errors import naming_plugin
 from hardpoint.host.registry.discovery import discover, installed_version
 from hardpoint.host.registry.kinds import KINDS, Process
 from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.host.system.plugin_settings import StepSettings
 from hardpoint.host.system.process.child import ParentWatch
 from hardpoint.host.system.process.launch import ChildLaunch, decode_launch, main_objects
 from hardpoint.host.system.process.naming import log_to_stderr, name_process
@@ -314,7 +315,8 @@ def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
     """Make the worker of a launch; see `open_worker`."""
     if launch.prepared is not None:
         spec, activity = launch.prepared
-        return LocalWorker(spec, activity, launch.on_forward)
+        settings = StepSettings(process=False)  # the engine, in this process, restores those
+        return LocalWorker(spec, activity, launch.on_forward, settings)
     data = _checked_data(launch)
     plugins = PluginSet(data.manifest)
     config = msgspec.convert(data.config, prepared(EngineConfig))
@@ -331,6 +333,7 @@ def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
         place=data.place,
     )
     activity = _recorded[-1] if _recorded else Activity()
+    activity.compares_settings = config.debug.watch_plugins
     return _NamingWorker(LocalWorker(spec, activity), plugins, activity)
 
 

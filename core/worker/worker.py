@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -29,6 +30,7 @@ from hardpoint.host.boundary.errors import close_all
 from hardpoint.host.live.worker import WorkerChanges
 from hardpoint.host.registry.blame import describe
 from hardpoint.host.system.memory import MemoryEstimate, MovedWeights, release_pinned_memory
+from hardpoint.host.system.plugin_settings import StepSettings
 from hardpoint.host.system.profiling import Profiling
 from hardpoint.host.system.rank_store import served_store
 from hardpoint.host.system.threads import ComputeThreads, crowding
@@ -74,6 +76,7 @@ class LocalWorker:
         spec: WorkerSpec,
         activity: Activity | None = None,
         on_forward: Callable[[], None] | None = None,
+        settings: StepSettings | None = None,
     ) -> None:
         """Store the spec; `load_model` builds the model.
 
@@ -81,14 +84,14 @@ class LocalWorker:
             spec: what to build.
             activity: records the methods of plugins that run.
             on_forward: see `WorkerLaunch`.
+            settings: restores torch's settings after a step; None restores all of them.
         """
         self._spec: WorkerSpec | None = spec
-        self._activity = activity or Activity()
+        self._activity, self._settings = activity or Activity(), settings or StepSettings()
         self._device, self._on_forward = spec.device, on_forward
         self._runner: ModelRunner | None = None
         self._components: list[Component] = []
-        self._max_model_len = spec.max_model_len
-        self._num_blocks = self._num_states = 0
+        self._max_model_len, self._num_blocks, self._num_states = spec.max_model_len, 0, 0
         self._estimate: MemoryEstimate | None = None
         self._threads: ComputeThreads | None = None
         self._weight_cache: WeightCache | None = None
@@ -280,8 +283,7 @@ class LocalWorker:
         """Run a step; None means that sampling waits for `sample_tokens`.
 
         Raises:
-            NotImplementedError: the plan has encoder inputs, or drafts, and no step part
-                encodes, or makes any.
+            NotImplementedError: no step part encodes the inputs of the plan, or makes drafts.
         """
         if plan.draft_token_ids or plan.encoder_inputs:
             drafts = self._spec is not None and self._spec.num_draft_tokens > 0
@@ -295,11 +297,14 @@ class LocalWorker:
         if self._threads is not None:
             self._threads.adapt()
         self._use_device()
+        self._settings.begin()
         try:
-            return self.runner.execute(plan)
+            output = self.runner.execute(plan)
         except BaseException as error:
             self._step_failed(error)
-            raise
+        if output is not None:
+            self._settings.end()
+        return output
 
     def sample_tokens(
         self,
@@ -312,7 +317,8 @@ class LocalWorker:
             return self.runner.sample(bitmask)
         except BaseException as error:
             self._step_failed(error)
-            raise
+        finally:
+            self._settings.end()
 
     def execute_dummy_batch(self) -> None:
         """Run the model on one token, without a cache."""
@@ -325,13 +331,13 @@ class LocalWorker:
         if self._runner is None:
             return None
         self._use_device()
-        return self._runner.parts.idle()
+        return StepSettings().around(self._runner.parts.idle)()
 
     def call_part(self, name: str, message: bytes) -> tuple[str | None, bytes]:
         """Return None and what the half of a step part answers, or kind and text of an error."""
         if self._runner is None:
             return "HardpointError", b"the worker has no model: it was closed, or sleeps"
-        return self.runner.parts.call(name, message)
+        return StepSettings().around(self._runner.parts.call)(name, message)
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return the time and the faults of each logits processor so far, by name."""
@@ -437,8 +443,9 @@ class LocalWorker:
     def _naming_memory(self) -> contextlib.AbstractContextManager[None]:
         return naming_memory(lambda: self._estimate)
 
-    def _step_failed(self, error: BaseException) -> None:
+    def _step_failed(self, error: BaseException) -> NoReturn:
         """Let the other ranks fail, too, which wait for this one; name memory if it lacks."""
+        self._settings.end()
         follows = isinstance(error, CommunicationAbortedError)
         failed = f"rank {self._ranks.rank} failed: {describe(error)}"
         self._ranks.abort(str(error) if follows else failed)

@@ -1,6 +1,6 @@
 """Journals of engines: record all that comes from outside (`engine.journal`), and play it back.
 
-Above core, which calls what is between it and its outside through `core.engine.outside`. Nothing of
+A subclass of the record/replay hook of the engine core, `core.engine.inputs`. Nothing of
 this layer is imported by an engine without a journal.
 """
 
@@ -18,11 +18,11 @@ from hardpoint.process.client.process_client import EngineStart, Sink
 from hardpoint.process.engine_process import EngineProcess
 
 if TYPE_CHECKING:
-    from hardpoint.core.engine.outside import OpenOutside
+    from hardpoint.core.engine.inputs import OpenInputs
 
-__all__ = ["outside_of", "with_journal"]
+__all__ = ["inputs_of", "with_journal"]
 
-_OUTSIDE = "hardpoint.journal.recording:RecordedOutside"
+_INPUTS = "hardpoint.journal.recording:RecordedInputs"
 
 
 def with_journal(
@@ -50,15 +50,15 @@ def with_journal(
     def opened(
         start: EngineStart, sink: Sink | None, process: EngineProcess | None, plugins: PluginSet
     ) -> RemoteClient:
-        return open_client(dataclasses.replace(start, outside=_OUTSIDE), sink, process, plugins)
+        return open_client(dataclasses.replace(start, inputs=_INPUTS), sink, process, plugins)
 
     return opened
 
 
-def outside_of(config: EngineConfig) -> OpenOutside | None:
-    """Return the opener of the outside of an engine in this process; None without a journal."""
+def inputs_of(config: EngineConfig) -> OpenInputs | None:
+    """Return the opener of the inputs of an engine in this process; None without a journal."""
     if config.engine.journal is None:
         return None
-    from .recording import RecordedOutside  # noqa: PLC0415 - needs torch
+    from .recording import RecordedInputs  # noqa: PLC0415 - needs torch
 
-    return RecordedOutside
+    return RecordedInputs

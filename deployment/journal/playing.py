@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 
 from hardpoint.core.engine.core import EngineCore
-from hardpoint.core.engine.outside import Outside
+from hardpoint.core.engine.inputs import EngineInputs, RecordStep
 from hardpoint.core.engine.step import EngineCoreParts
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.host.boundary.errors import error_of
+from hardpoint.host.boundary.parts.gates import PartTransfers
 from hardpoint.plugins import (
     HardpointError,
     ModelRunnerOutput,
@@ -24,6 +25,7 @@ from hardpoint.plugins import (
     WaitingFor,
     WaitReason,
 )
+from hardpoint.plugins.scheduling.scheduler import BlockTransfers, Gates
 
 from .differences import Difference, plan_difference, token_difference, why_of
 from .fingerprint import model_fingerprint
@@ -41,7 +43,7 @@ from .records import (
     plan_record,
     result_record,
 )
-from .tape import taped_scheduler
+from .tape import TapedGates, TapedTransfers
 
 _PATIENCE_S = 60.0
 """For what was ready when it was recorded, such as a grammar, to become ready here."""
@@ -283,7 +285,7 @@ def _as_text(value: Any) -> str:
     return str(msgspec.to_builtins(value))[:400]
 
 
-class PlayedOutside(Outside):
+class PlayedInputs(EngineInputs):
     """Plays a journal back to an engine core.
 
     Attributes:
@@ -294,7 +296,7 @@ class PlayedOutside(Outside):
     """
 
     def __init__(
-        self, player: Player, check: Callable[[PlayedOutside], None], spec: WorkerSpec
+        self, player: Player, check: Callable[[PlayedInputs], None], spec: WorkerSpec
     ) -> None:
         """Begin to play, before anything is loaded.
 
@@ -314,14 +316,22 @@ class PlayedOutside(Outside):
         """Return the clock that was recorded."""
         return functools.partial(self.player.clock, clock)
 
-    def for_scheduler(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields with gates and transfers that were recorded."""
+    def gates(self, gates: Gates) -> Gates:
+        """Return the gates, whose answers are those that were recorded."""
+        return TapedGates(gates, self.player)
 
-        def record(record: StepRecord) -> None:
+    def transfers(self, transfers: PartTransfers | None) -> BlockTransfers | None:
+        """Return the transfers, whose answers are those that were recorded."""
+        self.player.moves_blocks = transfers is not None
+        return None if transfers is None else TapedTransfers(transfers, self.player)
+
+    def recorder(self, record: RecordStep | None) -> RecordStep:  # noqa: ARG002
+        """Return a receiver that keeps the latest record."""
+
+        def keep(record: StepRecord) -> None:
             self.player.reasons = record
 
-        self.player.moves_blocks = fields["transfers"] is not None
-        return {**taped_scheduler(fields, self.player), "record": record}
+        return keep
 
     def core(self, parts: EngineCoreParts) -> EngineCore:
         """Return the core."""

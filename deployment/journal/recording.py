@@ -17,10 +17,11 @@ import msgspec
 import torch
 
 from hardpoint.core.engine.core import EngineCore, QueuedRequest
-from hardpoint.core.engine.outside import Outside
+from hardpoint.core.engine.inputs import EngineInputs
 from hardpoint.core.engine.step import EngineCoreParts, Outputs
 from hardpoint.core.engine.utility_calls import UTILITIES
 from hardpoint.core.weights.worker_spec import WorkerSpec
+from hardpoint.host.boundary.parts.gates import PartTransfers
 from hardpoint.host.live.change import Action
 from hardpoint.host.registry.blame import describe
 from hardpoint.host.registry.discovery import installed_version
@@ -33,6 +34,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
     WaitReason,
 )
+from hardpoint.plugins.scheduling.scheduler import BlockTransfers, Gates
 from hardpoint.toolkit.step_cost import StepTimes
 
 from .fingerprint import model_fingerprint
@@ -54,7 +56,7 @@ from .records import (
     result_record,
     what_returned,
 )
-from .tape import TapedExecutor, taped_calls, taped_scheduler
+from .tape import TapedExecutor, TapedGates, TapedTransfers, taped_calls
 from .writer import JournalWriter, RingWriter
 
 
@@ -380,7 +382,7 @@ for _name in UTILITIES:
     setattr(RecordedCore, _name, _recorded_utility(_name))
 
 
-class RecordedOutside(Outside):
+class RecordedInputs(EngineInputs):
     """Records all that passes, into the file of `engine.journal`."""
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -393,9 +395,13 @@ class RecordedOutside(Outside):
         """Return the clock, whose readings are recorded."""
         return functools.partial(self._recorder.clock, clock)
 
-    def for_scheduler(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields with gates and transfers whose answers are recorded."""
-        return taped_scheduler(fields, self._recorder)
+    def gates(self, gates: Gates) -> Gates:
+        """Return the gates, whose answers are recorded."""
+        return TapedGates(gates, self._recorder)
+
+    def transfers(self, transfers: PartTransfers | None) -> BlockTransfers | None:
+        """Return the transfers, whose answers are recorded."""
+        return None if transfers is None else TapedTransfers(transfers, self._recorder)
 
     def core(self, parts: EngineCoreParts) -> EngineCore:
         """Return a core that records its calls.

@@ -129,7 +129,7 @@ def _planned(
     """
     player = Player(journal.header.clock)
     player.has_workers = False
-    core, close = open_played(journal, player, lambda _outside: None, _config(journal, policy))
+    core, close = open_played(journal, player, lambda _inputs: None, _config(journal, policy))
     report = ReplayReport()
     number = None
     try:

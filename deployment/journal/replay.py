@@ -15,7 +15,7 @@ from .export import export
 from .forcing import ForcedRun
 from .frames import JournalError
 from .history import history
-from .playing import PlayedOutside, Player
+from .playing import PlayedInputs, Player
 from .records import CLOSED, JournalHeader, Keyframe
 from .replanning import replan
 from .run import Journal, ReplayReport, Run, open_played
@@ -39,8 +39,8 @@ def replay(path: Path | str, *, anyway: bool = False, until: int | None = None) 
     player = Player(journal.header.clock, journal.last_answer)
     found: list[str] = []
 
-    def check(outside: PlayedOutside) -> None:
-        found.extend(mismatches(journal.header, outside))
+    def check(inputs: PlayedInputs) -> None:
+        found.extend(mismatches(journal.header, inputs))
         if found and not anyway:
             raise JournalError(
                 f"journal {str(path)!r}: it was recorded by something else: {'; '.join(found)}. "
@@ -84,16 +84,16 @@ def _exactly(journal: Journal, core: EngineCore, player: Player, until: int | No
     return report
 
 
-def mismatches(header: JournalHeader, outside: PlayedOutside) -> Iterator[str]:
+def mismatches(header: JournalHeader, inputs: PlayedInputs) -> Iterator[str]:
     """Yield what is not as it was when a journal was recorded, each as a part of a sentence."""
     for name in header.build.__struct_fields__:
-        recorded, here = getattr(header.build, name), getattr(outside.build, name)
+        recorded, here = getattr(header.build, name), getattr(inputs.build, name)
         if recorded != here:
             yield f"{name}: {recorded!r}, here {here!r}"
-    if header.model != outside.model:
-        yield f"the model's files have the fingerprint {header.model}, here {outside.model}"
+    if header.model != inputs.model:
+        yield f"the model's files have the fingerprint {header.model}, here {inputs.model}"
     recorded_plugins = _computing(header.manifest)
-    own = _computing(outside.spec.plugins.manifest)
+    own = _computing(inputs.spec.plugins.manifest)
     for key in recorded_plugins.keys() | own.keys():
         first, second = recorded_plugins.get(key), own.get(key)
         kind, name, _ = key

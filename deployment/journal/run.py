@@ -21,7 +21,7 @@ from hardpoint.plugins.config import ConfigSources
 
 from .differences import Difference
 from .frames import JournalError, JournalReader
-from .playing import PlayedOutside, Player, taken
+from .playing import PlayedInputs, Player, taken
 from .records import (
     NOWHERE,
     Arrival,
@@ -220,7 +220,7 @@ def _without(table: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
 def open_played(
     journal: Journal,
     player: Player,
-    check: Callable[[PlayedOutside], None],
+    check: Callable[[PlayedInputs], None],
     config: EngineConfig | None = None,
 ) -> tuple[EngineCore, Callable[[], None]]:
     """Build the engine of a journal; return its core, and what closes it.
@@ -234,16 +234,16 @@ def open_played(
     Raises:
         HardpointError: it cannot be built; or what `check` raises.
     """
-    opened: list[PlayedOutside] = []
+    opened: list[PlayedInputs] = []
 
-    def open_outside(spec: Any) -> PlayedOutside:
-        opened.append(PlayedOutside(player, check, spec))
+    def open_inputs(spec: Any) -> PlayedInputs:
+        opened.append(PlayedInputs(player, check, spec))
         return opened[-1]
 
     engine = build_engine(
         config or replay_config(journal.header),
         ConfigSources({"": f"the journal {journal.path}"}),
-        open_outside=open_outside,
+        open_inputs=open_inputs,
     )
     core = opened[0].built
     assert core is not None, "the engine is built"

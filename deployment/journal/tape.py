@@ -1,4 +1,4 @@
-"""The channels between an engine core and its outside while it is recorded or played back.
+"""The channels of the inputs of an engine core while it is recorded or played back.
 
 Everything that is taken from outside in a call of the core passes one of the channels of a `Tape`:
 the clock, gates, results. One kind of tape notes what passes, another returns what was noted.
@@ -6,12 +6,11 @@ the clock, gates, results. One kind of tape notes what passes, another returns w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar, cast
 
-from hardpoint.host.boundary.parts.components import GatesAsGrammars
-from hardpoint.host.boundary.parts.gates import PartGates, PartTransfers
+from hardpoint.host.boundary.parts.gates import PartTransfers
 from hardpoint.plugins import (
     BlockIds,
     Executor,
@@ -22,6 +21,7 @@ from hardpoint.plugins import (
     WaitReason,
     WorkerInfo,
 )
+from hardpoint.plugins.scheduling.scheduler import Gates
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Tape(Protocol):
 class TapedGates:
     """The gates of step parts, whose answers pass a tape; see `Gates` of the contract."""
 
-    def __init__(self, gates: PartGates, tape: Tape) -> None:
+    def __init__(self, gates: Gates, tape: Tape) -> None:
         """Ask `gates`."""
         self._gates, self._tape = gates, tape
         self.holds, self.lacks = gates.holds, gates.lacks
@@ -187,14 +187,3 @@ def taped_calls(
         return tape.answers(part, message, lambda: call_workers(method, args))
 
     return call
-
-
-def taped_scheduler(fields: Mapping[str, Any], tape: Tape) -> dict[str, Any]:
-    """Return the fields of a scheduler's context with gates and transfers that pass a tape."""
-    taped = dict(fields)
-    if fields["gates"] is not None:
-        taped["gates"] = TapedGates(fields["gates"], tape)
-        taped["grammars"] = GatesAsGrammars(taped["gates"])
-    if fields["transfers"] is not None:
-        taped["transfers"] = taped["connector"] = TapedTransfers(fields["transfers"], tape)
-    return taped

@@ -71,11 +71,12 @@ class AsyncEngine(WatchedEngine):
         """
         collector = RequestOutputCollector()
 
-        async def submit(read: Sequence[GivenPrompt | None], **common: Any) -> list[Submission]:
+        async def submit(read: Sequence[GivenPrompt | None], arrived: float) -> list[Submission]:
             nonlocal collector  # outputs of a first attempt do not belong to the second one
             collector = RequestOutputCollector()
-            more = {"sink": collector.put, "given": read[0], **common}
-            one = self._frontend.submitter.submit(name, prompt, params, extras, **more)
+            one = self._frontend.submitter.submit(
+                name, prompt, params, extras, sink=collector.put, given=read[0], arrived=arrived
+            )
             collector.kind = one.children[0].params.output_kind
             return [one]
 
@@ -116,15 +117,19 @@ class AsyncEngine(WatchedEngine):
         """
         collector = CallCollector(len(prompts))
 
-        async def submit(read: Sequence[GivenPrompt | None], **common: Any) -> list[Submission]:
+        async def submit(read: Sequence[GivenPrompt | None], arrived: float) -> list[Submission]:
             nonlocal collector
             collector, submitter = CallCollector(len(prompts)), self._frontend.submitter
             found: list[Submission] = []
             try:
                 for index, (prompt, given) in enumerate(zip(prompts, read, strict=True)):
                     await _let_others_run(index)
-                    more = {"sink": collector.sink(index), "given": given, **common}
-                    found.append(submitter.submit(names[index], prompt, params, extras, **more))
+                    name, sink = names[index], collector.sink(index)
+                    found.append(
+                        submitter.submit(
+                            name, prompt, params, extras, sink=sink, given=given, arrived=arrived
+                        )
+                    )
             except BaseException as error:
                 self._frontend.forget([one.parent.internal_id for one in found])
                 if isinstance(error, HardpointError):
@@ -179,7 +184,7 @@ class AsyncEngine(WatchedEngine):
     async def _submit(
         self,
         prompts: Sequence[Prompt],
-        submit: Callable[..., Awaitable[list[Submission]]],
+        submit: Callable[[list[GivenPrompt | None], float], Awaitable[list[Submission]]],
         named: Callable[[HardpointError, int], HardpointError] = lambda error, _: error,
     ) -> list[Submission]:
         """Check prompts and send them.
@@ -200,7 +205,7 @@ class AsyncEngine(WatchedEngine):
             async with self._switch_lock:
                 pass
         await self._ready()
-        submissions = await submit(read, arrived=arrived)
+        submissions = await submit(read, arrived)
         self._watch_deadlines()
         await self._send(submissions)
         return submissions

@@ -27,8 +27,7 @@ class Launch(ChildLaunch, frozen=True, kw_only=True):
         reports_load: whether the engine sends its clients its load (`EngineCoreOutputs.load`).
         reports_cache: whether it sends them the changes of its KV cache
             (`EngineCoreOutputs.cache_changes`).
-        outside: `package.module:Class` of what hands the core all that comes from outside; empty is
-            the core's own.
+        inputs: `package.module:Class` of the record/replay hook; empty is the core's own.
     """
 
     address: str
@@ -43,4 +42,4 @@ class Launch(ChildLaunch, frozen=True, kw_only=True):
     vocabulary: Vocabulary | None = None
     reports_load: bool = False
     reports_cache: bool = False
-    outside: str = ""
+    inputs: str = ""

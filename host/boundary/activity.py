@@ -19,7 +19,6 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from hardpoint.host.registry.discovery import is_third_party
-from hardpoint.host.system.forks import FORKS, end_copy
 from hardpoint.host.system.plugin_settings import READ, changed
 from hardpoint.plugins.component import Source
 
@@ -94,10 +93,15 @@ class Activity:
     Attributes:
         cells: `cells[0]` is the number of the method that runs, 0 for none of a plugin. Where a
             call costs too much, the caller sets it to a number from `number`, and resets it.
+        compares_settings: whether torch's settings are compared after each call of a plugin. In
+            engines and workers, only with `debug.watch_plugins`: they restore them once per step.
     """
 
-    def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
+    def __init__(
+        self, memory: mmap.mmap | bytearray | None = None, *, compares_settings: bool = True
+    ) -> None:
         """Start idle, in `memory` of the right size or in memory of this process alone."""
+        self.compares_settings = compares_settings
         self._use(bytearray(_SIZE) if memory is None else memory)
         self._calls: list[PluginCall] = []
         self._numbers: dict[tuple[str, str, str], int] = {}
@@ -256,7 +260,7 @@ class PluginCalls:
         cells: the activity's.
         seconds: spent in the plugin's methods since `take_seconds`.
         settings: its item reads torch's settings, which a call must not change; None if they are
-            not compared.
+            not compared after each call.
     """
 
     def __init__(self, activity: Activity, kind: str, source: Source) -> None:
@@ -268,7 +272,9 @@ class PluginCalls:
         # Plugins that come with Hardpoint change no settings: they need not pay for the check; but
         # a model calls others. An executor opens workers, which set the number of threads.
         is_read = kind == "models" or (is_third_party(source) and kind != "executors")
-        self.settings: list[Callable[[], Any]] | None = READ if is_read else None
+        self.settings: list[Callable[[], Any]] | None = None
+        if is_read and activity.compares_settings:
+            self.settings = READ
         self._activity = activity
         self._numbers: dict[str, int] = {}
 
@@ -284,28 +290,16 @@ class PluginCalls:
         """Call a method of the plugin; return what it returns."""
         number, cells = self._numbers.get(method) or self.number(method), self.cells
         outer, cells[0] = cells[0], number
-        reads, forks = self.settings, FORKS[0]
+        reads = self.settings
         settings = None if reads is None else reads[0]()
         began = time.perf_counter()
         try:
             return function(*arguments, **more)
         finally:
-            if FORKS[0] != forks or (reads is not None and reads[0]() != settings):
-                self.undo(forks, settings, method)
+            if reads is not None and reads[0]() != settings:
+                changed(settings, self.source, method)
             self.seconds += time.perf_counter() - began
             cells[0] = outer
-
-    def undo(self, forks: int, settings: Any, method: str) -> None:
-        """End a copy of the process that a call has made; put back torch's settings.
-
-        Args:
-            forks: `FORKS[0]` before the call.
-            settings: what `READ[0]` returned before the call.
-            method: method of the call.
-        """
-        if FORKS[0] != forks:
-            end_copy()
-        changed(settings, self.source, method)
 
     def bound(self, method: str, function: Callable[P, R]) -> Callable[P, R]:
         """Return a function that calls a method of the plugin, as `run` does."""

@@ -1,9 +1,11 @@
 """Copies of a process of Hardpoint that a plugin makes by `os.fork`.
 
-A copy that returns from the call in which the plugin made it would go on as the engine or worker
-that it is a copy of, with its memory and its sockets. So it ends there, and one that a plugin makes
-in a thread of its own ends with that thread. A copy that does work of its own and then exits, as
-those of `multiprocessing`, is left alone.
+A copy that returns from the plugin's method to the engine would continue as the engine or worker
+that it is a copy of, with its memory and its sockets. It ends when it returns. A copy that a plugin
+makes in a thread of its own ends with that thread. A copy that does work of its own and then exits,
+such as a process of `multiprocessing`, is not ended.
+
+Only `os.register_at_fork` is used: the calls of plugins are not checked.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ import logging
 import os
 import sys
 import threading
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
 
 from hardpoint.host.registry.blame import component_of
-from hardpoint.host.system.forks import FORKS, end_copy
+from hardpoint.host.system.forks import end_copy
 from hardpoint.plugins.component import Component, Source
 from hardpoint.plugins.executor import Executor
 
@@ -23,6 +28,8 @@ from .activity import PluginCalls
 _log = logging.getLogger("hardpoint")
 
 _RUN = PluginCalls.run.__code__
+_RUN_PROCESS = BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
+_ENGINE = ("hardpoint.core.", "hardpoint.host.")
 _named: set[tuple[str, str]] = set()
 _of_thread = threading.local()
 
@@ -32,11 +39,30 @@ def watch_forks() -> None:
     main = threading.get_ident()
 
     def after_in_child() -> None:
-        FORKS[0] += 1
+        _end_on_return(sys._getframe(1))
         if threading.get_ident() != main:
             _of_thread.end = _EndOfThread()
 
     os.register_at_fork(after_in_parent=_log_fork, after_in_child=after_in_child)
+
+
+def _end_on_return(frame: FrameType | None) -> None:
+    """End this copy as soon as the engine's innermost frame continues; set by a trace function."""
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_ENGINE):
+        frame = frame.f_back
+    if frame is not None:
+        frame.f_trace_opcodes, frame.f_trace = True, _end
+        sys.settrace(_trace_call)
+
+
+def _end(_frame: FrameType, _event: str, _value: Any) -> None:
+    end_copy()
+
+
+def _trace_call(frame: FrameType, _event: str, _value: Any) -> None:
+    """Trace no call; stop tracing in a process of `multiprocessing`, which never returns."""
+    if frame.f_code is _RUN_PROCESS:
+        sys.settrace(None)
 
 
 class _EndOfThread:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
 from hardpoint.host.registry.blame import StateAtFault, describe, raise_unless_fault, responsible
 from hardpoint.host.registry.kinds import KINDS
-from hardpoint.host.system.forks import FORKS, end_copy
+from hardpoint.host.system.plugin_settings import changed
 from hardpoint.plugins.component import Component, Source
 from hardpoint.plugins.component.behaviour import (
     ORDERED,
@@ -124,7 +124,7 @@ class Boundary:
         def call(*given: Any, **more: Any) -> Any:
             if more:
                 given = inspect.signature(declared).bind(None, *given, **more).args[1:]
-            outer, cells[0], forks, began = cells[0], number, FORKS[0], clock()
+            outer, cells[0], began = cells[0], number, clock()
             settings = None if reads is None else reads[0]()
             try:
                 handed = given if adapt is None else (adapt(given[0]), *given[1:])
@@ -134,25 +134,24 @@ class Boundary:
                 self._failed(name, _call_text(name, first, given), cause)
                 return otherwise(*given)
             finally:
-                if FORKS[0] != forks or (reads is not None and reads[0]() != settings):
-                    calls.undo(forks, settings, name)
+                if reads is not None and reads[0]() != settings:
+                    changed(settings, calls.source, name)
                 calls.seconds += clock() - began
                 cells[0] = outer
 
         def scheduled(request: Any, tokens: int) -> None:
             """Do as `call` does, in half the time: for each running request and step."""
-            outer, cells[0], forks, began = cells[0], number, FORKS[0], clock()
+            outer, cells[0], began = cells[0], number, clock()
             try:
                 function(request if adapt is None else adapt(request), tokens)
             except BaseException as cause:
                 self._failed(name, _call_text(name, first, (request,)), cause)
             finally:
-                if FORKS[0] != forks:
-                    end_copy()
                 calls.seconds += clock() - began
                 cells[0] = outer
 
-        return scheduled if list(parameters) == ["self", "request", "tokens"] else call
+        is_frequent = list(parameters) == ["self", "request", "tokens"] and reads is None
+        return scheduled if is_frequent else call
 
     def _failed(self, name: str, text: str, error: BaseException) -> None:
         """Report a fault."""

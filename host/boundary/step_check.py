@@ -1,15 +1,14 @@
-"""Checks of what schedulers and executors return and change: a wrong one names its component."""
+"""Checks of the results of schedulers and executors; their errors name the component."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from hardpoint.errors import PluginFaultError
 from hardpoint.host.registry.blame import describe, is_fault, raise_unless_fault
 from hardpoint.host.registry.discovery import is_third_party
-from hardpoint.host.system.forks import FORKS, end_copy
 from hardpoint.host.system.plugin_settings import READ, changed
 from hardpoint.plugins import (
     Executor,
@@ -21,6 +20,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component, Source
 
+C = TypeVar("C", bound=Component)
 T = TypeVar("T")
 
 
@@ -179,65 +179,41 @@ def _range(limit: int) -> str:
     return "one" if limit == 1 else f"1 to {limit}"
 
 
-class StepSettings:
-    """Puts back what a scheduler, policy or executor of a third party has changed; ends copies."""
+def watched(component: C, *methods: str) -> C:
+    """Return a component whose methods name it if they change torch's settings, and restore them.
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        label: str,
-        executor: Executor,
-        policy: Callable[[], Source | None],
-    ) -> None:
-        """Name who is responsible.
+    Only a third party's component is watched. An executor may set the number of threads.
+    """
+    source = _third_party(component)
+    return component if source is None else cast(C, _Watched(component, source, methods))
 
-        Args:
-            scheduler: its calls are compared.
-            label: names it in messages.
-            executor: its calls are compared.
-            policy: returns the source of the policy now.
-        """
-        self._label, self._policy = label, policy
-        self._forks = FORKS[0]
-        self._scheduler_is_ours = _third_party(scheduler) is None
-        self._executor = _third_party(executor)
 
-    def before_scheduler(self) -> Any:
-        """Return the settings before a call of the scheduler; None if they are not compared."""
-        if self._scheduler_is_ours:
-            policy = self._policy()
-            if policy is None or not is_third_party(policy):
-                return None
-        return READ[0]()
+class _Watched:
+    """A component, some of whose methods are watched."""
 
-    def of_scheduler(self, before: Any, method: str) -> None:
-        """Compare the settings with those before a call of the scheduler.
+    def __init__(self, component: Component, source: Source, methods: Sequence[str]) -> None:
+        self._component = component
+        for name in methods:
+            sets_threads = isinstance(component, Executor)
+            watched = _watched_method(getattr(component, name), source, name, sets_threads)
+            setattr(self, name, watched)
 
-        The calls of a policy are compared themselves, but for `scheduled`, which is called for each
-        request: where the scheduler is a built-in, that must have changed them.
-        """
-        if FORKS[0] != self._forks:
-            end_copy()
-        if before is None or READ[0]() == before:
-            return
-        if self._scheduler_is_ours:
-            changed(before, self._policy(), "scheduled")
-        else:
-            changed(before, self._label, method)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_component"], name)
 
-    def before_executor(self) -> Any:
-        """Return the settings before a call of the executor; None if they are not compared."""
-        return None if self._executor is None else READ[0]()
 
-    def of_executor(self, before: Any, method: str) -> None:
-        """Compare the settings with those before a call of the executor.
+def _watched_method(
+    method: Callable[..., T], source: Source, name: str, sets_threads: bool
+) -> Callable[..., T]:
+    def call(*args: Any) -> T:
+        before = READ[0]()
+        try:
+            return method(*args)
+        finally:
+            if READ[0]() != before:
+                changed(before, source, name, threads=not sets_threads)
 
-        The engine's own worker may set the number of threads in it.
-        """
-        if FORKS[0] != self._forks:
-            end_copy()
-        if before is not None and READ[0]() != before:
-            changed(before, self._executor, method, threads=False)
+    return call
 
 
 def _third_party(component: Component) -> Source | None:

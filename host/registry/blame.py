@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from hardpoint.errors import HardpointError, PluginFaultError
-from hardpoint.host.system.forks import FORKS, end_copy
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.component.base import MAX_STATE_BYTES, Source
 
@@ -68,7 +67,6 @@ def faults_as(
         message: the plugin and what it did.
         passing: classes of exceptions that are raised as they are.
     """
-    forks = FORKS[0]
     try:
         yield
     except BaseException as cause:
@@ -76,9 +74,6 @@ def faults_as(
         if isinstance(cause, passing):
             raise
         raise error(f"{message} failed: {describe(cause)}") from cause
-    finally:
-        if FORKS[0] != forks:
-            end_copy()
 
 
 def close_if_failed(undo: contextlib.ExitStack, close: Callable[[], None]) -> None:

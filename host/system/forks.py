@@ -6,11 +6,6 @@ import os
 import signal
 import threading
 
-FORKS = [0]
-"""The forks that lead to this process, since it watches. A call that ends with another number than
-it began with ends in a copy; a list, since reading its item costs least.
-"""
-
 
 def end_copy() -> None:
     """End this process, which is a copy, without any cleanup of what is its parent's."""

@@ -119,7 +119,11 @@ class ComputeThreads:
         _log.info("computing with %s", chosen)
 
     def adapt(self) -> None:
-        """Use fewer threads while other programs keep CPUs busy; call it before each step."""
+        """Use fewer threads while other programs keep CPUs busy; call it before each step.
+
+        The number is set again if other code has changed it.
+        """
+        self._set(self._count)
         before = self._usage
         if before is None or time.monotonic() - before.seconds < _ADAPT_INTERVAL_S:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -28,7 +29,7 @@ State = tuple[Any, torch.dtype, int, bool, bool, bool]
 inference mode, the recording of gradients.
 """
 
-_logged: set[tuple[str, str, str]] = set()
+_logged: set[tuple[str, str]] = set()
 
 
 def read() -> State:
@@ -49,27 +50,44 @@ def put_back(before: State, plugin: object, method: str, *, threads: bool = True
         method: method of the call.
         threads: whether the number of threads is restored, too.
     """
+    keep = before[2] if threads else _threads()
+    report = functools.partial(_log_change, f"{plugin}: its {method}", _ADVICE)
+    restore((*before[:2], keep, *before[3:]), report)
+
+
+_ADVICE = "pass it where it is needed instead"
+_HOW_TO_FIND = "set debug.watch_plugins to find out which plugin does it"
+
+
+def restore(before: State, report: Callable[[str, object, object], None]) -> None:
+    """Restore settings.
+
+    Args:
+        before: the settings to restore.
+        report: called with the name of each setting that differs, its value before and its value
+            now.
+    """
     after = read()
     device, dtype, num_threads, deterministic, inference, grad = before
     if after[0] is not device:
         torch.set_default_device(None if device is None else device.device)
-        _report(plugin, method, "default device", _device(device), _device(after[0]))
+        report("default device", _device(device), _device(after[0]))
     if after[1] is not dtype:
         torch.set_default_dtype(dtype)
-        _report(plugin, method, "default dtype", dtype, after[1])
-    if threads and after[2] != num_threads:
+        report("default dtype", dtype, after[1])
+    if after[2] != num_threads:
         torch.set_num_threads(num_threads)
-        _report(plugin, method, "number of threads", num_threads, after[2])
+        report("number of threads", num_threads, after[2])
     if after[3] != deterministic:
         torch.use_deterministic_algorithms(deterministic)
-        _report(plugin, method, "use of deterministic algorithms", deterministic, after[3])
+        report("use of deterministic algorithms", deterministic, after[3])
     if after[4] != inference:
         _set_inference_mode(inference)
-        _report(plugin, method, "inference mode", inference, after[4])
+        report("inference mode", inference, after[4])
     if _grad() != grad:
         torch.set_grad_enabled(grad)
         if after[4] == inference:  # which turns it on and off, too
-            _report(plugin, method, "recording of gradients", grad, after[5])
+            report("recording of gradients", grad, after[5])
 
 
 def _set_inference_mode(on: bool) -> None:
@@ -125,18 +143,29 @@ def kept_within(items: Iterable[Any], plugin: object, method: str) -> Iterator[A
         yield item
 
 
+def restore_after_step(before: State, *, threads: bool, process: bool) -> None:
+    """Restore settings that plugins have changed in a step; log each once.
+
+    Args:
+        before: the settings before the step.
+        threads: whether the number of threads is restored.
+        process: whether the settings that threads of a process share are restored.
+    """
+    device, dtype, num_threads, deterministic, *modes = before
+    if not threads:
+        num_threads = _threads()
+    if not process:
+        dtype, deterministic = _dtype(), _deterministic()
+    report = functools.partial(_log_change, "a plugin", _HOW_TO_FIND)
+    restore((device, dtype, num_threads, deterministic, *modes), report)
+
+
 def _device(context: Any) -> str:
     return "none" if context is None else str(context.device)
 
 
-def _report(plugin: object, method: str, what: str, before: object, after: object) -> None:
-    key = str(plugin), method, what
-    if key not in _logged:
-        _logged.add(key)
-        _log.warning(
-            "%s: its %s changed torch's %s from %s to %s, which is put back; pass it where it is "
-            "needed instead",
-            *key,
-            before,
-            after,
-        )
+def _log_change(subject: str, advice: str, what: str, before: object, after: object) -> None:
+    if (subject, what) not in _logged:
+        _logged.add((subject, what))
+        text = "%s changed torch's %s from %s to %s, which is put back; %s"
+        _log.warning(text, subject, what, before, after, advice)

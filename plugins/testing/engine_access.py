@@ -51,6 +51,7 @@ from hardpoint.host.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.host.registry.references import provided_by
 from hardpoint.host.registry.request_arguments import convert_arguments, prepare_arguments, prepares
 from hardpoint.host.registry.selection import BACKEND_KINDS
+from hardpoint.host.system import torch_state as torch_state
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     BatchUpdate,
@@ -145,12 +146,12 @@ def engine_config(extra: Mapping[str, Any]) -> EngineConfig:
 def installed_components(config: EngineConfig) -> ComponentFactory:
     """Return the factory of the components that a configuration enables, for a step part."""
     plugins = _resolved(msgspec.json.encode(config))
-    return Components(plugins, functools.partial(PluginCalls, Activity()))
+    return Components(plugins, functools.partial(PluginCalls, Activity(compares_settings=False)))
 
 
 def fault_counter(config: EngineConfig) -> StepFaults:
     """Return a counter of faults, as the engine hands it to step parts."""
-    return StepFaults.under(config.plugins, Activity())
+    return StepFaults.under(config.plugins, Activity(compares_settings=False))
 
 
 def load_default_scheduler() -> type[Scheduler]:

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky, HypothesisException, Unsatisfiable
 
+from .engine_access import torch_state
 from .pace import EVIDENCE
 from .pytest_hooks import examples_scale, replay_line, search_seed
 
@@ -84,6 +85,35 @@ def checks(
         return test
 
     return decorate
+
+
+SETTINGS = Rule(
+    "settings: what all components of a process share stays as it is",
+    "draw from generators of your own, pass dtype and device to the functions of torch, use "
+    "its modes in `with` statements, and leave processors, threads of torch, signals and the "
+    "working folder to the engine",
+)
+
+
+@contextmanager
+def unchanged_torch_settings() -> Iterator[None]:
+    """Check that the body leaves torch's settings as they were, and restore them.
+
+    Raises:
+        Violation: it changed one; raised instead of what follows from the change.
+    """
+    before = torch_state.read()
+    try:
+        yield
+    finally:
+        if torch_state.read() != before:
+            changes: list[str] = []
+            torch_state.restore(
+                before,
+                lambda what, old, new: changes.append(f"torch's {what} from {old} to {new}"),
+            )
+            if changes:
+                raise SETTINGS.violation(f"it changed {', '.join(changes)}")
 
 
 EXCEPTIONS = Rule("exceptions: only those of the contract are raised", "handle this case")
@@ -224,7 +254,7 @@ class ConformanceSuite:
         for check in checks:
             found: Violation | None = None
             try:
-                with self._exception_guard():
+                with self._exception_guard(), unchanged_torch_settings():
                     check()
             except Violation as violation:
                 found = violation
@@ -246,7 +276,7 @@ class ConformanceSuite:
         search = Search(count, self.replay_seed)
 
         def guarded(**drawn: Any) -> None:
-            with self._exception_guard():
+            with self._exception_guard(), unchanged_torch_settings():
                 check(**drawn)
 
         try:

@@ -1,8 +1,14 @@
-"""A plugin that changes torch's settings: they are put back, it is named, and nothing crashes."""
+"""A plugin that changes torch's settings: they are restored, and nothing crashes.
+
+In a step, they are restored once per step, or after each call with `debug.watch_plugins`, which
+names the plugin. Outside of steps, they are restored after each call, and the plugin is named.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
@@ -29,6 +35,7 @@ from hardpoint.plugins import (
 from hardpoint.testing import scripted_config, scripted_engine
 
 HERE = __name__
+WATCH = {"debug": {"watch_plugins": True}}
 PARAMS = SamplingParams(temperature=1.0, seed=1, max_tokens=4, **FINAL)
 CHANGES = {
     "default device": lambda: torch.set_default_device("meta"),
@@ -106,6 +113,7 @@ def test_of_a_logits_processor(scripted, caplog, what, method, ops):
         "plugins": {"enable": [f"{HERE}:Changes"]},
         "plugin": {"changes": {"what": what, "method": method}},
         "ops": {"use": ops},
+        **WATCH,
     }
     caplog.set_level(logging.WARNING, "hardpoint")
     engine = scripted_engine(scripted, config)
@@ -295,7 +303,7 @@ def test_of_what_plans_steps(scripted, caplog, monkeypatch, what, method):
         },
         "scheduler": {"scheduler": {"use": f"{HERE}:Scheduler"}},
     }[kind]
-    engine = scripted_engine(scripted, config)
+    engine = scripted_engine(scripted, config | WATCH)
     finals = run_all(engine, [("a", "say abc", PARAMS)])
     engine.close()
     assert finals["a"].outputs[0].error is None
@@ -308,13 +316,160 @@ def test_of_what_plans_steps(scripted, caplog, monkeypatch, what, method):
 @pytest.mark.parametrize("what", [what for what in CHANGES if what != "number of threads"])
 def test_of_an_executor(scripted, caplog, monkeypatch, what):
     monkeypatch.setattr(Runs, "what", what)
-    engine = scripted_engine(scripted, {"executor": {"use": f"{HERE}:Runs"}})
+    engine = scripted_engine(scripted, {"executor": {"use": f"{HERE}:Runs"}, **WATCH})
     finals = run_all(engine, [("a", "say abc", PARAMS)])
     engine.close()
     assert finals["a"].outputs[0].error is None
     (line,) = lines(caplog)
     assert line.startswith(f"plugin 'runs' ({HERE}:Runs), asked for by executor.use")
     assert f": its execute_model changed torch's {what} from " in line
+
+
+class Once(LogitsProcessor):
+    """Changes a setting in the first call of one of its methods, and notes those of each step."""
+
+    contract = 1
+    phase = Phase.MASK
+    changes: ClassVar[dict[str, Callable[[], object]]] = {}
+    seen: ClassVar[list[torch_state.State]] = []
+
+    @classmethod
+    def change(cls, method):
+        cls.changes.pop(method, lambda: None)()
+
+    def start(self, request):
+        self.change("start")
+
+    def advance(self, state, token):
+        self.change("advance")
+
+    def apply(self, logits, rows):
+        self.seen.append(torch_state.read())
+        self.change("apply")
+        return logits
+
+
+class OncePolicy(FirstComeFirstServed):
+    contract = 1
+
+    def added(self, request):
+        Once.change("added")
+
+    def key(self, request):
+        Once.change("key")
+        return super().key(request)
+
+    def scheduled(self, request, tokens):
+        Once.change("scheduled")
+
+
+class OnceScheduler(DefaultScheduler):
+    contract = 2
+
+    def schedule(self):
+        Once.change("schedule")
+        return super().schedule()
+
+    def update(self, plan, result):
+        Once.change("update")
+        return super().update(plan, result)
+
+
+class OncePart(StepPart):
+    contract = 1
+
+    def engine_half(self, context):
+        return OnceEngineHalf()
+
+    def worker_half(self, context):
+        return OnceWorkerHalf()
+
+
+class OnceEngineHalf(EngineHalf):
+    def begin(self, plan):
+        Once.change("begin of the engine half")
+        return b"for the worker half"
+
+
+class OnceWorkerHalf(WorkerHalf):
+    def begin(self, plan, data):
+        Once.change("begin of the worker half")
+
+
+HARMLESS = {"default device": lambda: torch.set_default_device("cpu")}
+"""Changes that the rest of the step does not notice."""
+
+ONCE = {
+    "plugins": {"enable": [f"{HERE}:Once", f"{HERE}:OncePart"]},
+    "scheduler": {"use": f"{HERE}:OnceScheduler", "policy": f"{HERE}:OncePolicy"},
+}
+
+
+@pytest.mark.parametrize("watch", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@crossed(
+    *("start", "advance", "apply", "schedule", "update", "key", "added", "scheduled"),
+    *("begin of the engine half", "begin of the worker half"),
+)
+def test_later_steps_have_the_settings_of_the_start(
+    scripted, caplog, monkeypatch, what, method, asynchronous, watch
+):
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(Once, "changes", {method: HARMLESS.get(what, CHANGES[what])})
+    monkeypatch.setattr(Once, "seen", [])
+    config = ONCE | {"debug": {"watch_plugins": watch}}
+    config["scheduler"] = config["scheduler"] | {"asynchronous": asynchronous}
+    engine = scripted_engine(scripted, config)
+    run_all(engine, [("a", "say abc", PARAMS)])
+    assert not Once.changes, "it was not called"
+    first = len(Once.seen)
+    finals = run_all(engine, [("b", "say abc", PARAMS)])
+    engine.close()
+    assert finals["b"].outputs[0].error is None
+    assert len(set(Once.seen[first:])) == 1
+    expected = (None, torch.float32, threads, False, True, False)
+    assert Once.seen[-1] == expected
+    if watch:
+        assert all("plugin 'once" in line for line in lines(caplog))
+    if what in ("default device", "default dtype", "use of deterministic algorithms"):
+        assert lines(caplog)  # the worker leaves the other ones as they were at its end anyway
+    for line in lines(caplog) if not watch else ():
+        assert line.startswith(f"a plugin changed torch's {what} from ")
+        assert line.endswith("set debug.watch_plugins to find out which plugin does it")
+    torch.set_num_threads(threads)  # the worker sets them in each step, the engine does not
+
+
+class Notes(LogitsProcessor):
+    """Notes the default dtype, then changes it, in each step."""
+
+    contract = 1
+    phase = Phase.MASK
+
+    class Options(plugins.Options):
+        path: str
+
+    def apply(self, logits, rows):
+        with open(self.options.path, "a", encoding="utf-8") as file:
+            file.write(f"{torch.get_default_dtype()}\n")
+        torch.set_default_dtype(torch.float64)
+        return logits
+
+
+@pytest.mark.parametrize(
+    "places", [{}, {"executor": {"use": "multiproc"}}], ids=["engine process", "worker process"]
+)
+def test_processes_of_workers_restore_settings(scripted, tmp_path, capfd, places):
+    config = {
+        "plugins": {"enable": [f"{HERE}:Notes"]},
+        "plugin": {"notes": {"path": str(tmp_path / "dtypes")}},
+        "engine": {"in_process": False},
+        **places,
+    }
+    with LLM(config=scripted_config(scripted, config)) as llm:
+        (output,) = llm.generate("say abc", SamplingParams(temperature=0.0, max_tokens=4))
+        assert output.outputs[0].text == " abc"
+    assert (tmp_path / "dtypes").read_text().split() == ["torch.float32"] * 4
+    assert "a plugin changed torch's default dtype from torch.float32" in capfd.readouterr().err
 
 
 @crossed("request_received", "step_planned", "request_finished")

@@ -12,7 +12,6 @@ from hardpoint.host.boundary.logits.processor_runner import ActiveRows, Faults, 
 from hardpoint.host.boundary.logits.rows import ProcessorRows
 from hardpoint.host.boundary.parts.worker_parts import LogitsObserver
 from hardpoint.host.registry.blame import raise_unless_fault
-from hardpoint.host.system import torch_state
 from hardpoint.host.system.transfers import select_rows
 from hardpoint.plugins import BatchUpdate, LogitsRequest, RequestFault
 from hardpoint.plugins.device import to_device
@@ -147,14 +146,8 @@ class LogitsPipeline:
         Raises:
             ProcessorError: a processor failed; `logits` may be damaged.
         """
-        active = self.active_rows(requests)
-        before = torch_state.read() if active else None
-        for rows in active:
-            try:
-                logits = rows.run(logits, self.batch_size)
-            finally:
-                if before is not None and torch_state.read() != before:
-                    torch_state.put_back(before, rows.runner.source, rows.runner.method_name)
+        for rows in self.active_rows(requests):
+            logits = rows.run(logits, self.batch_size)
             if self.observer is not None:
                 self.observer(rows.runner.stage, logits, requests)
         return logits

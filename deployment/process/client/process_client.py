@@ -62,7 +62,7 @@ class EngineStart:
         engines: see EnginePlace.
         vocab_size: tokens of the model.
         vocabulary: vocabulary of the tokenizer, for grammars; None is an engine without them.
-        reports_load, reports_cache, outside: as in Launch.
+        reports_load, reports_cache, inputs: as in Launch.
         interpreter: the Python to start. A restart uses it again, as by then the program may be
             in another directory.
     """
@@ -78,7 +78,7 @@ class EngineStart:
     vocabulary: Vocabulary | None = None
     reports_load: bool = False
     reports_cache: bool = False
-    outside: str = ""
+    inputs: str = ""
     interpreter: Interpreter = field(default_factory=Interpreter.current)
 
 
@@ -261,7 +261,7 @@ def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
         vocabulary=start.vocabulary,
         reports_load=start.reports_load,
         reports_cache=start.reports_cache,
-        outside=start.outside,
+        inputs=start.inputs,
         folder=str(sockets.folder),
     )
 

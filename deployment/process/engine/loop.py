@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.host.boundary.errors import RefusedInCallError, rejection_output
-from hardpoint.host.system.forks import FORKS, end_copy
 from hardpoint.host.system.process.watchdog import Watchdog
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
 from hardpoint.process.protocol import ShutdownState, UtilityCall
@@ -152,7 +151,6 @@ class EngineLoop:
         self._state = ShutdownState.RUNNING
         self._drain_until = 0.0
         self._signals = 0
-        self._forks = FORKS[0]
         self._reports: ClientReports | None = None
         if options.reports_load or options.reports_cache:
             self._reports = ClientReports(
@@ -237,8 +235,6 @@ class EngineLoop:
                 self._handle(self._queues.input.get_nowait())
 
     def _wait_for_input(self) -> None:
-        if FORKS[0] != self._forks:  # by a scheduler
-            end_copy()
         self._late_aborts()  # drops them; the input queue has them too
         if self._reports is not None:
             self._send(self._reports.with_reports({}))

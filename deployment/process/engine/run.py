@@ -18,7 +18,7 @@ import msgspec
 
 from hardpoint.core.engine.build import BuiltCore, build_core
 from hardpoint.core.engine.cache_changes import CacheChangeLog
-from hardpoint.core.engine.outside import OpenOutside, Outside
+from hardpoint.core.engine.inputs import EngineInputs, OpenInputs
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.engine.worker_launch import check_versions
@@ -110,13 +110,13 @@ _EXECUTORS_WATCH_S = 5.0  # for an executor of several ranks to find and end tho
 _ORPHAN_GRACE_S = 4.0  # to shut down in order, after the parent has ended
 
 
-def run_engine(data: bytes, watch: ParentWatch, outside: OpenOutside = Outside) -> None:
+def run_engine(data: bytes, watch: ParentWatch, inputs: OpenInputs = EngineInputs) -> None:
     """Serve until a signal, or the end of the parent.
 
     Args:
         data: a Launch.
         watch: watch of the parent.
-        outside: as `open_outside` of `build_core`, unless the launch names it.
+        inputs: as `open_inputs` of `build_core`, unless the launch names it.
 
     Raises:
         HardpointError: the engine cannot be built; the parent raises it too.
@@ -148,7 +148,7 @@ def run_engine(data: bytes, watch: ParentWatch, outside: OpenOutside = Outside) 
                 activity,
                 launch.vocabulary,
                 CacheChangeLog() if launch.reports_cache else None,
-                pkgutil.resolve_name(launch.outside) if launch.outside else outside,
+                pkgutil.resolve_name(launch.inputs) if launch.inputs else inputs,
             )
         closing.callback(built.core.close)
         _serve(launch, watch, spec, built, closing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hardpoint.core.engine.outside import Outside
+from hardpoint.core.engine.inputs import EngineInputs
 from hardpoint.core.engine.step import EngineCoreParts
 from hardpoint.host.system.process.child import ParentWatch
 from hardpoint.process.engine import run
@@ -10,7 +10,7 @@ from hardpoint.process.engine import run
 from .core import WaveCore
 
 
-class _Waves(Outside):
+class _Waves(EngineInputs):
     """Makes cores that step together."""
 
     def core(self, parts: EngineCoreParts) -> WaveCore:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,7 +19,6 @@ from hardpoint.host.boundary.faults import slow_message
 from hardpoint.host.registry.adapters.tensor_checks import HandedOver
 from hardpoint.host.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.host.system import torch_state
-from hardpoint.host.system.forks import FORKS, end_copy
 from hardpoint.plugins import (
     Added,
     BatchLogitsProcessor,
@@ -79,7 +79,7 @@ class ProcessorRunner:
     ends_engine: bool = False
     rebuild: Callable[[], LogitsPlugin] | None = None
     meter: PluginMeter = field(default_factory=PluginMeter)
-    activity: Activity = field(default_factory=Activity)
+    activity: Activity = field(default_factory=partial(Activity, compares_settings=False))
     slow_seconds: float = 0.0
     broken: BaseException | None = None
     since: int = 0
@@ -88,7 +88,7 @@ class ProcessorRunner:
     def __post_init__(self) -> None:
         """Derive what stays constant, and allocate the device state."""
         self.name = self.processor.name
-        self.cells = self.activity.cells
+        self.cells, self.compares_settings = self.activity.cells, self.activity.compares_settings
         self.seconds_before = 0.0
         cls = type(self.processor)
         self.has_state = cls.start is not LogitsPlugin.start
@@ -139,15 +139,13 @@ class ProcessorRunner:
     def measured(self, method: str) -> Iterator[None]:
         """Record that a method runs in the context; add the time spent to the meter."""
         outer, self.cells[0] = self.cells[0], self._number(method)
-        before = torch_state.read()
-        forks, began = FORKS[0], time.perf_counter()
+        before = torch_state.read() if self.compares_settings else None
+        began = time.perf_counter()
         try:
             yield
         finally:
-            if torch_state.read() != before:
+            if before is not None and torch_state.read() != before:
                 torch_state.put_back(before, self.source, method)
-            if FORKS[0] != forks:
-                end_copy()
             self.meter.seconds += time.perf_counter() - began
             self.cells[0] = outer
 
@@ -257,15 +255,16 @@ class ActiveRows:
         meter.steps += 1
         outer, cells[0] = cells[0], runner.number
         # Not `measured`: a context manager costs more than the edits.
-        forks, began = FORKS[0], time.perf_counter()
+        before = torch_state.read() if runner.compares_settings else None
+        began = time.perf_counter()
         try:
             return self._dispatch(logits, batch_size)
         except BaseException as cause:
             raise_unless_fault(cause)
             raise ProcessorError(runner, cause) from cause
         finally:
-            if FORKS[0] != forks:
-                end_copy()
+            if before is not None and torch_state.read() != before:
+                torch_state.put_back(before, runner.source, runner.method_name)
             cells[0] = outer
             meter.seconds += time.perf_counter() - began
             meter.rows += len(self.batch_rows)

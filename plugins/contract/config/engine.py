@@ -204,9 +204,14 @@ class DebugConfig(Strict):
         kv_canary: keep with the keys and values of each token whose they are, and compare that in
             each step with what the scheduler planned. A request for which it differs ends with an
             error that names the block and what was found in it.
+        watch_plugins: compare torch's settings (default dtype and device, number of threads,
+            deterministic algorithms, inference mode, gradients) before and after each call of a
+            third-party plugin in a step. A warning names the plugin, the method and the setting,
+            which is restored at once. Without it, the engine restores them once per step.
     """
 
     kv_canary: bool = False
+    watch_plugins: bool = False
 
 
 # Positional, so that `plugin`, which is not, comes after the tables that plugins declare.

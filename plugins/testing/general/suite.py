@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
 from hardpoint.testing.pytest_hooks import examples_scale
-from hardpoint.testing.suite import ConformanceSuite, Rule, Search
+from hardpoint.testing.suite import SETTINGS, ConformanceSuite, Rule, Search
 
 from .growth import RESOURCES, check_growth
 from .holdings import FileWatch, busy_thread, handles, more_than, settings
@@ -26,11 +26,6 @@ __all__ = ["CLOSED", "IDLE", "SETTINGS", "GeneralSuite", "InUse"]
 IDLE = Rule(
     "idle: a component computes only while it is called",
     "let a thread wait for an event or a queue, and not look again and again",
-)
-SETTINGS = Rule(
-    "settings: what all components of a process share stays as it is",
-    "draw from generators of your own, and leave processors, threads of torch, signals and the "
-    "working folder to the engine",
 )
 CLOSED = Rule(
     "close: nothing is left after close(), and a second close() does no harm",

@@ -83,12 +83,12 @@ def builder_of(
         ConfigError: as `engines_of`.
     """
     if config.engine.in_process and not _is_several(config):
-        open_outside = None
+        open_inputs = None
         if config.engine.journal is not None:
-            from hardpoint.journal import outside_of  # noqa: PLC0415 - most engines record nothing
+            from hardpoint.journal import inputs_of  # noqa: PLC0415 - most engines record nothing
 
-            open_outside = outside_of(config)
-        return config, functools.partial(build_engine, open_outside=open_outside)
+            open_inputs = inputs_of(config)
+        return config, functools.partial(build_engine, open_inputs=open_inputs)
     from hardpoint.process.build import build_process_engine  # noqa: PLC0415 - as above
 
     config, open_client = engines_of(config, config_sources)

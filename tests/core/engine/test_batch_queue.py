@@ -109,8 +109,8 @@ class TestBatchQueue:
 class TestStep:
     def test_the_variant_is_chosen_at_the_start(self):
         plain, piped = Rig(ScriptedExecutor(1)), pipeline()
-        assert plain.core.step.__func__.__name__ == "step"
-        assert piped.core.step.__func__.__name__ == "step_with_batch_queue"
+        assert plain.core.step.__name__ == "step"
+        assert piped.core.step.__name__ == "step_with_batch_queue"
 
     def test_without_work_nothing_is_called(self):
         rig = pipeline()

@@ -10,7 +10,7 @@ from typing import Any
 from hardpoint import RequestOutputKind, SamplingParams, typed
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.journal import outside_of
+from hardpoint.journal import inputs_of
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import ScriptedClock, scripted_config
@@ -61,7 +61,7 @@ def open_recorded(config: Mapping[str, Any], clock: ScriptedClock | None = None)
     """Open an engine with a journal, in this process."""
     converted = typed.convert(config, EngineConfig, path="")
     clock = clock or ScriptedClock(tick=1e-4)
-    return build_engine(converted, clock=clock, open_outside=outside_of(converted))
+    return build_engine(converted, clock=clock, open_inputs=inputs_of(converted))
 
 
 class Schedule:

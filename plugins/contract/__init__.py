@@ -1,7 +1,7 @@
 """The contract: what a plugin author imports, and nothing else.
 
 Besides these names, some modules are public: `commands` (of the command line), `quantization`,
-`executor` and `parallel`, and more for single kinds, which docs/reference/types.md lists. They only
+`executor` and `parallel`, and more for single kinds, which `scripts/reference` lists. They only
 re-export: the definitions are in folders by reader, `sampling`, `scheduling`, `kv_cache`, `model`,
 `text`, `process`, `step_part` and `server`, above `component`, `config` and `requests`. Each of
 these packages exports the public names of its modules. Below the contract are `hardpoint.errors`

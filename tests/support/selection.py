@@ -36,7 +36,6 @@ _NIGHTLY = (
     "tests/plugins/testing/test_io_processor_kit_catches.py::test_correct_components_pass[[]ByHand]",
     # What other engines show.
     "tests/test_beams_real.py::test_beams_are_those_of_transformers*",
-    "tests/api/test_bench_command.py::TestSweep::test_variants_of_a_server_that_is_started",
     "tests/deployment/bench/test_startup.py::test_a_start_by_stage",
     "tests/test_stranger_small.py::test_its_own_tests_pass[[]acme_taps]",
     "tests/api/test_interrupted_start.py::*[[]starlette.requests]",

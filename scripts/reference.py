@@ -110,6 +110,9 @@ is accepted. A *provisional* one may change in any release; its notes say how. M
 Hardpoint that are not listed here are *internal*. Described below are the public names, all
 types in their signatures, and names of the further modules that a guide or the page of the
 kinds has; the docstrings have the rest."""
+PASSED_TEXT = """\
+These are provisional. The engine makes them, and a plugin needs their names in annotations alone:
+import them under `TYPE_CHECKING`, from the module that the section names."""
 CONFIG_TEXT = """\
 Every value that `hardpoint.toml` may hold. [The guide](../configuration.md) says where
 values come from and which wins. `none` stands for a value that is not set. A value that
@@ -388,9 +391,10 @@ def types_page() -> str:
         lines += [f"## {title}", "", f"These are {stability}.", ""]
         for name in names:
             lines += _type_section(name, getattr(plugins, name))
-    lines += ["## Passed, without a public name", "", "These are provisional.", ""]
+    lines += ["## Passed, without a public name", "", PASSED_TEXT, ""]
     for cls in passed:
-        lines += _type_section(cls.__name__, cls)
+        heading, *section = _type_section(cls.__name__, cls)
+        lines += [heading, "", f"In `{cls.__module__}`.", *section]
     for name in MODULES:
         if name in UNDESCRIBED:
             continue

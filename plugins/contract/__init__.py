@@ -29,7 +29,7 @@ from .kv_cache.events import (
     KVEventPublisher,
     PublisherContext,
 )
-from .kv_cache.eviction import BlockHistory, CachedBlocks, EvictionContext, EvictionPolicy
+from .kv_cache.eviction import EvictionContext, EvictionPolicy
 from .kv_cache.manager import CachedPrefix
 from .kv_cache.store import KVStore, KVStoreContext
 from .model.attention import AttentionBackend, AttentionContext, AttentionStep, KVSpec
@@ -92,7 +92,7 @@ from .sampling.logits import (
 )
 from .sampling.phases import Phase
 from .sampling.pooler import Pooler, PoolerContext, PromptPooler
-from .sampling.rows import Added, BatchUpdate, LogitsRequest, Move, Moved, RowMap, Rows
+from .sampling.rows import BatchUpdate, LogitsRequest, Move, RowMap, Rows
 from .sampling.sampler import Sampler, SamplerContext, SamplingRows
 from .scheduling.policy import Load, PolicyContext, SchedulingPolicy
 from .scheduling.scheduler import EncoderCache, PauseState, Scheduler, SchedulerContext
@@ -139,7 +139,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "RequestStatus",
     "SamplingParams",
     # Logits processors: stable
-    "Added",
     "BatchLogitsProcessor",
     "BatchUpdate",
     "Edits",
@@ -149,7 +148,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "LogitsProcessor",
     "LogitsRequest",
     "Move",
-    "Moved",
     "Op",
     "Phase",
     "Reads",
@@ -205,9 +203,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "WaitReason",
     "WaitingFor",
     # Eviction policies: stable
-    "BlockHistory",
     "BlockIds",
-    "CachedBlocks",
     "CachedPrefix",
     "EvictionContext",
     "EvictionPolicy",

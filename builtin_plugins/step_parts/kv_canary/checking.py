@@ -12,10 +12,6 @@ import numpy as np
 
 from hardpoint.plugins import SchedulerOutput, WorkerHalf
 from hardpoint.plugins.worker_half import (
-    AllocatedCache,
-    Forward,
-    ForwardStep,
-    PackedInputs,
     StepRows,
     WorkerHalfContext,
 )
@@ -25,6 +21,9 @@ from .messages import Finding
 
 if TYPE_CHECKING:
     import torch
+
+    from hardpoint.plugins.model.forward import Forward, ForwardStep, PackedInputs
+    from hardpoint.plugins.step_part.worker import AllocatedCache
 
 
 @dataclass

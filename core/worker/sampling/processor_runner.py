@@ -20,7 +20,6 @@ from hardpoint.host.registry.blame import describe, faults_as, raise_unless_faul
 from hardpoint.host.system import torch_state
 from hardpoint.host.system.forks import FORKS, end_copy
 from hardpoint.plugins import (
-    Added,
     BatchLogitsProcessor,
     BatchUpdate,
     Edits,
@@ -35,6 +34,7 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.sampling.logits import FollowsBatch, LogitsPlugin
 from hardpoint.plugins.sampling.phases import LogitsStage
+from hardpoint.plugins.sampling.rows import Added
 from hardpoint.typed import ReadOnlyDict
 
 from .device_state import DeviceState

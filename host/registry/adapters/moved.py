@@ -157,6 +157,8 @@ MOVED_NAMES = {
         "is_replayable": _REPLAYABLE,
         **dict.fromkeys(("KVCacheGroup", "KVCacheManager", "KVEvent"), f"{_CONTRACT}.kv_cache"),
         "KVConnectorScheduler": "hardpoint.plugins.kv_connector",
+        **dict.fromkeys(("Added", "Moved"), f"{_CONTRACT}.sampling.rows"),
+        **dict.fromkeys(("BlockHistory", "CachedBlocks"), f"{_CONTRACT}.kv_cache.eviction"),
         **dict.fromkeys(("Grammars", "SchedulerLimits"), f"{_CONTRACT}.scheduling"),
         "NO_DRAFT": f"{_CONTRACT}.requests:SchedulerOutput.NO_DRAFT",
         "Worker": "hardpoint.plugins.executor",

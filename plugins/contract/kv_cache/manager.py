@@ -13,7 +13,10 @@ from hardpoint.plugins.requests.stats import PrefixCacheStats
 
 from .events import KVEvent
 
-__all__ = ["CachedPrefix", "KVCacheGroup", "KVCacheManager"]
+__all__ = [
+    "CachedPrefix",
+    "KVCacheGroup",
+]
 
 
 STATE_WINDOW = 2

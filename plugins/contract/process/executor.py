@@ -33,7 +33,6 @@ __all__ = [
     "Worker",
     "WorkerInfo",
     "WorkerLaunch",
-    "WorkerProcess",
     "open_worker",
 ]
 

@@ -24,14 +24,10 @@ from .step_cost import StepCost
 from .step_record import StepRecord, WaitReason
 
 __all__ = [
-    "BlockTransfers",
     "EncoderCache",
-    "Gates",
-    "Grammars",
     "PauseState",
     "Scheduler",
     "SchedulerContext",
-    "SchedulerLimits",
 ]
 
 

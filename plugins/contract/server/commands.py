@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Command",
     "CommandContext",
-    "ComponentDetails",
-    "ComponentInfo",
-    "ContextMemory",
     "Generator",
-    "ModelReport",
-    "PluginCatalog",
-    "PromptTrace",
-    "WeightGroup",
 ]
 
 

@@ -37,10 +37,8 @@ __all__ = [
     "FrontendHalf",
     "FrontendHalfContext",
     "GivenPrompt",
-    "PromptReader",
     "StepPart",
     "StepPartContext",
-    "ToolCalls",
 ]
 
 

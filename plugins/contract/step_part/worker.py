@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from hardpoint.plugins.sampling.rows import LogitsRequest
 
 __all__ = [
-    "AllocatedCache",
-    "KVBlocks",
-    "LoadedModel",
-    "ModelOpener",
-    "SequenceModel",
-    "StepModel",
     "StepRows",
     "WorkerHalf",
     "WorkerHalfContext",

@@ -28,7 +28,7 @@ from hardpoint.host.boundary.activity import Activity
 from hardpoint.host.boundary.errors import close_all
 from hardpoint.host.boundary.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.host.boundary.kv_cache import KVEventFanout
-from hardpoint.host.boundary.parts.components import Components, GatesAsGrammars, describe_fault
+from hardpoint.host.boundary.parts.components import Components, describe_fault
 from hardpoint.host.boundary.parts.engine_halves import EngineHalves
 from hardpoint.host.boundary.parts.opening import open_parts
 from hardpoint.host.boundary.policy import PolicySlot
@@ -170,10 +170,8 @@ class _EnginePlugins:
             "policy": self.policy.policy,
             "policy_fault": self.policy.report_fault,
             "transfers": parts.transfers,
-            "connector": parts.transfers,
             "encoder_cache": parts.encoder_cache,
             "gates": parts.gates,
-            "grammars": GatesAsGrammars(parts.gates),
         }
 
     def weight_updates(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar, cast
 
-from hardpoint.host.boundary.parts.components import GatesAsGrammars
 from hardpoint.host.boundary.parts.gates import PartGates, PartTransfers
 from hardpoint.plugins import (
     BlockIds,
@@ -194,7 +193,6 @@ def taped_scheduler(fields: Mapping[str, Any], tape: Tape) -> dict[str, Any]:
     taped = dict(fields)
     if fields["gates"] is not None:
         taped["gates"] = TapedGates(fields["gates"], tape)
-        taped["grammars"] = GatesAsGrammars(taped["gates"])
     if fields["transfers"] is not None:
-        taped["transfers"] = taped["connector"] = TapedTransfers(fields["transfers"], tape)
+        taped["transfers"] = TapedTransfers(fields["transfers"], tape)
     return taped

@@ -15,7 +15,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
@@ -35,12 +35,13 @@ from hardpoint.plugins.output_parser import (
 )
 from hardpoint.plugins.requests.markers import ReasoningMarkers
 from hardpoint.plugins.requests.request import Request
+from hardpoint.plugins.scheduling.scheduler import SchedulerContext
 
 if TYPE_CHECKING:
     from hardpoint.plugins.requests import EngineCoreRequest
-    from hardpoint.plugins.scheduling.scheduler import SchedulerContext
+    from hardpoint.plugins.scheduling.scheduler import Gates
 
-__all__ = ["CachedBlock", "DraftTokenIds", "ReasoningContext", "ReasoningParser"]
+__all__ = ["CachedBlock", "DraftTokenIds", "Grammars", "ReasoningContext", "ReasoningParser"]
 
 _FOR = 1
 """The contract whose components are adapted."""
@@ -69,6 +70,24 @@ class DraftTokenIds(msgspec.Struct, frozen=True):
 
     request_ids: list[str]
     draft_token_ids: list[list[int]]
+
+
+class Grammars(Protocol):
+    """The grammars of structured output, for a scheduler of contract 1.
+
+    The engine follows the tokens of a request by its `output_token_ids`, and forgets the requests
+    that a plan reports as ended.
+    """
+
+    def uses(self, request: Request) -> bool:
+        """Return whether a grammar constrains a request."""
+
+    def ready(self, request: Request) -> bool:
+        """Return whether the grammar of a request is compiled.
+
+        Raises:
+            RequestError: it cannot be compiled; the request ends with this message.
+        """
 
 
 class ReasoningParser(OutputParser):
@@ -154,18 +173,58 @@ class _Adapter:
     """Base of the adapters; the component's class comes after it."""
 
 
+class _GatesAsGrammars:
+    """The gates as grammars: a request waits while any part holds it back."""
+
+    def __init__(self, gates: Gates) -> None:
+        self._gates = gates
+
+    def uses(self, request: Request) -> bool:
+        return self._gates.holds(request)
+
+    def ready(self, request: Request) -> bool:
+        return self._gates.wait_reason(request) is None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _SchedulerContext(SchedulerContext):
+    """The context of a scheduler of contract 1.
+
+    Attributes:
+        connector: the transfers; `build_connector_meta` returns None.
+        grammars: the gates.
+    """
+
+    connector: Any = None
+    grammars: Grammars | None = None
+
+    @classmethod
+    def of(cls, context: SchedulerContext) -> _SchedulerContext:
+        """Return a context with the fields of contract 1."""
+        if isinstance(context, cls):
+            return context
+        fields = {each.name: getattr(context, each.name) for each in dataclasses.fields(context)}
+        gates, transfers = context.gates, context.transfers
+        return cls(
+            **fields,
+            connector=transfers,
+            grammars=None if gates is None else _GatesAsGrammars(gates),
+        )
+
+
 class _Scheduler(_Adapter):
     """A scheduler that may refuse grammars, which contract 1 gave only where there were some."""
 
     _refuses_gates = False
 
     def __init__(self, context: SchedulerContext) -> None:
+        earlier = _SchedulerContext.of(context)
         try:
-            super().__init__(context)  # type: ignore[call-arg]
+            super().__init__(earlier)  # type: ignore[call-arg]
         except ConfigError as refused:
-            if not _accepts(super().__init__, context):
+            if not _accepts(super().__init__, earlier):
                 raise refused from None
-            self.context, self._refuses_gates = context, True
+            self.context, self._refuses_gates = earlier, True
 
     def add_request(self, request: EngineCoreRequest) -> None:
         gates = self.context.gates
@@ -177,7 +236,7 @@ class _Scheduler(_Adapter):
         super().add_request(request)  # type: ignore[misc]
 
 
-def _accepts(init: Callable[..., None], context: SchedulerContext) -> bool:
+def _accepts(init: Callable[..., None], context: _SchedulerContext) -> bool:
     """Return whether a scheduler starts without grammars, and start it."""
     try:
         init(dataclasses.replace(context, grammars=None))

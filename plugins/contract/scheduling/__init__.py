@@ -13,7 +13,6 @@ from .scheduler import (
     SchedulerContext,
 )
 from .scheduler import Gates as Gates
-from .scheduler import Grammars as Grammars
 from .scheduler import SchedulerLimits as SchedulerLimits
 from .step_cost import StepCost
 from .step_record import LiveRequest as LiveRequest

@@ -228,7 +228,13 @@ class ScriptedGrammars:
         Raises:
             RequestError: its script makes it fail.
         """
-        return None if self.ready(request) else _COMPILING
+        script = self._scripts[request.request_id]
+        polls = self._polls[request.request_id] = self._polls[request.request_id] + 1
+        if polls <= script.pending_polls:
+            return _COMPILING
+        if script.fails:
+            raise RequestError(f"grammar: the grammar of {request.request_id!r} cannot be compiled")
+        return None
 
     def lacks(self, request: Request) -> WaitReason | None:  # noqa: ARG002
         """Return None: no resources are counted."""
@@ -239,24 +245,6 @@ class ScriptedGrammars:
 
     def release(self, request: Request) -> None:
         """Release nothing."""
-
-    def uses(self, request: Request) -> bool:
-        """Return whether a grammar constrains a request, as contract 1 asks."""
-        return self.holds(request)
-
-    def ready(self, request: Request) -> bool:
-        """Poll a grammar; return whether it is ready.
-
-        Raises:
-            RequestError: its script makes it fail.
-        """
-        script = self._scripts[request.request_id]
-        polls = self._polls[request.request_id] = self._polls[request.request_id] + 1
-        if polls <= script.pending_polls:
-            return False
-        if script.fails:
-            raise RequestError(f"grammar: the grammar of {request.request_id!r} cannot be compiled")
-        return True
 
 
 @dataclass

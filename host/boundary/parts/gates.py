@@ -18,7 +18,6 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     Request,
     RequestFault,
-    SchedulerOutput,
     WaitingFor,
     WaitReason,
 )
@@ -150,9 +149,6 @@ class PartTransfers(KVConnectorScheduler):
             return False, None
         keep, params = kept
         return keep, params
-
-    def build_connector_meta(self, plan: SchedulerOutput) -> None:
-        """Return None: the data of a plan is that of the part's `begin`."""
 
     def _call(self, method: str, request: Request, *args: Any) -> Any:
         """Call a method for a request; return None if it fails."""

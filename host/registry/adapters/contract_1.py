@@ -22,7 +22,7 @@ import msgspec
 from hardpoint.errors import ConfigError, RequestError
 from hardpoint.host.registry.kinds import PluginKind
 from hardpoint.plugins.component import Source
-from hardpoint.plugins.executor import WorkerInfo
+from hardpoint.plugins.executor import ExecutorContext, Worker, WorkerInfo, open_worker
 from hardpoint.plugins.kv_cache import EvictionPolicy
 from hardpoint.plugins.output_parser import (
     ContentText,
@@ -38,8 +38,10 @@ from hardpoint.plugins.requests.request import Request
 from hardpoint.plugins.scheduling.scheduler import SchedulerContext
 
 if TYPE_CHECKING:
+    from hardpoint.plugins.kv_cache import KVCacheManager
     from hardpoint.plugins.requests import EngineCoreRequest
-    from hardpoint.plugins.scheduling.scheduler import Gates
+    from hardpoint.plugins.requests.plan import SchedulerOutput
+    from hardpoint.plugins.scheduling.scheduler import BlockTransfers, Gates
 
 __all__ = ["CachedBlock", "DraftTokenIds", "Grammars", "ReasoningContext", "ReasoningParser"]
 
@@ -186,12 +188,37 @@ class _GatesAsGrammars:
         return self._gates.wait_reason(request) is None
 
 
+class _TransfersAsConnector:
+    """The transfers as the connector of contract 1, which also makes the data of plans."""
+
+    def __init__(self, transfers: BlockTransfers) -> None:
+        self.get_num_new_matched_tokens = transfers.get_num_new_matched_tokens
+        self.update_state_after_alloc = transfers.update_state_after_alloc
+        self.request_finished = transfers.request_finished
+
+    def build_connector_meta(self, plan: SchedulerOutput) -> None:
+        """Return None: the data of a plan is that of the step part's `begin`."""
+
+
+class _KVCache:
+    """The KV cache with the method that contract 1 had besides."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def num_common_prefix_blocks(self, running: Sequence[Request]) -> list[int]:  # noqa: ARG002
+        return [0] * len(self._manager.groups)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _SchedulerContext(SchedulerContext):
     """The context of a scheduler of contract 1.
 
     Attributes:
-        connector: the transfers; `build_connector_meta` returns None.
+        connector: the transfers.
         grammars: the gates.
     """
 
@@ -203,11 +230,12 @@ class _SchedulerContext(SchedulerContext):
         """Return a context with the fields of contract 1."""
         if isinstance(context, cls):
             return context
-        fields = {each.name: getattr(context, each.name) for each in dataclasses.fields(context)}
+        fields = {item.name: getattr(context, item.name) for item in dataclasses.fields(context)}
         gates, transfers = context.gates, context.transfers
+        fields["kv_cache"] = _KVCache(context.kv_cache)
         return cls(
             **fields,
-            connector=transfers,
+            connector=None if transfers is None else _TransfersAsConnector(transfers),
             grammars=None if gates is None else _GatesAsGrammars(gates),
         )
 
@@ -245,10 +273,22 @@ def _accepts(init: Callable[..., None], context: _SchedulerContext) -> bool:
     return True
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ExecutorContext(ExecutorContext):
+    """The context of an executor of contract 1, which opens workers."""
+
+    def create_worker(self, rank: int) -> Worker:
+        return open_worker(self.launch(rank), self.progress)
+
+
 class _Executor(_Adapter):
     """An executor whose `start` may return the figures of the tightest worker alone."""
 
     _has_started = False
+
+    def __init__(self, context: ExecutorContext) -> None:
+        fields = {item.name: getattr(context, item.name) for item in dataclasses.fields(context)}
+        super().__init__(_ExecutorContext(**fields))  # type: ignore[call-arg]
 
     def start(self) -> Sequence[WorkerInfo]:
         info = super().start()  # type: ignore[misc]

@@ -361,10 +361,6 @@ class ExecutorContext(Context["Executor"]):
     num_batches: int = 1
     all_report: bool = False
 
-    def create_worker(self, rank: int) -> Worker:
-        """Open the worker of a rank here; executors of contract 1 do so."""
-        return open_worker(self.launch(rank), self.progress)
-
 
 class Executor(Component):
     """Starts the workers and sends them the plan of each step."""

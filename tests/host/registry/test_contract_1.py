@@ -103,11 +103,22 @@ def test_the_error_of_a_start_is_not_hidden_by_close(scripted):
 
 def test_a_scheduler_gets_transfers_and_gates_by_their_earlier_names():
     adapted = adapt_earlier(of_contract_1.OneByOne, KINDS["schedulers"])
-    moves, held = object(), SimpleNamespace(holds=lambda request: request == "a")
-    fields = dict.fromkeys(("limits", "kv_cache", "policy", "clock"))
+    moves = SimpleNamespace(
+        get_num_new_matched_tokens=lambda request, computed: (4, True),
+        update_state_after_alloc=None,
+        request_finished=None,
+    )
+    held = SimpleNamespace(holds=lambda request: request == "a")
+    cache = SimpleNamespace(groups=[0, 1], free=lambda request: f"{request} is free")
+    fields = {"kv_cache": cache, **dict.fromkeys(("limits", "policy", "clock"))}
     context = SchedulerContext(name="x", options=None, transfers=moves, **fields)
-    assert adapted(context).context.connector is moves
-    assert adapted(context).context.grammars is None
+    earlier = adapted(context).context
+    assert earlier.connector.get_num_new_matched_tokens("a", 0) == (4, True)
+    assert earlier.connector.build_connector_meta(None) is None
+    assert earlier.kv_cache.num_common_prefix_blocks(["a"]) == [0, 0]
+    assert earlier.kv_cache.free("a") == "a is free"
+    assert earlier.grammars is None
+    assert adapted(earlier).context is earlier
     assert not hasattr(context, "connector")
     assert not hasattr(context, "grammars")
     gated = adapted(dataclasses.replace(context, gates=held)).context

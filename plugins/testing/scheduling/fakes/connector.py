@@ -150,19 +150,9 @@ class ScriptedConnector(KVConnectorScheduler):
         loading = any(load.request.request_id == request_id for load in jobs.loads)
         return loading or any(save.request_id == request_id for save in jobs.saves)
 
-    def build_connector_meta(self, plan: SchedulerOutput) -> Any:
-        """Return the jobs of this step; schedulers of contract 1 put them into the plan."""
+    def take_jobs(self, plan: SchedulerOutput) -> None:
+        """Take the jobs of a new plan."""
         self._planned[plan.step], self._jobs = self._jobs, TransferJobs()
-        return self._planned[plan.step]
-
-    def check_plan(self, plan: SchedulerOutput) -> None:
-        """Take the jobs of a new plan, unless its scheduler did; check that it has kept them."""
-        if plan.step not in self._planned:
-            self.build_connector_meta(plan)
-        elif plan.kv_connector_metadata is not self._planned[plan.step]:
-            raise KV_TRANSFER.violation(
-                "kv_connector_metadata is not what build_connector_meta returned"
-            )
 
     def jobs_of(self, plan: SchedulerOutput) -> TransferJobs:
         """Return the jobs of a plan, which the worker gets once."""

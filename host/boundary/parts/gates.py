@@ -21,7 +21,6 @@ from hardpoint.plugins import (
     WaitingFor,
     WaitReason,
 )
-from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.plugins.scheduling.scheduler import EncoderCache
 
 from .bound_half import BoundPart, call_for
@@ -108,7 +107,7 @@ class PartGates:
         return costs
 
 
-class PartTransfers(KVConnectorScheduler):
+class PartTransfers:
     """The loads and saves of the part that moves blocks, for a scheduler.
 
     A fault of the part ends the request, or the step goes on as if nothing could be loaded.

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -24,6 +24,7 @@ from hardpoint.host.registry.kinds import PluginKind
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.executor import ExecutorContext, Worker, WorkerInfo, open_worker
 from hardpoint.plugins.kv_cache import EvictionPolicy
+from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.plugins.output_parser import (
     ContentText,
     OutputEvent,
@@ -40,7 +41,7 @@ from hardpoint.plugins.scheduling.scheduler import SchedulerContext
 if TYPE_CHECKING:
     from hardpoint.plugins.kv_cache import KVCacheManager
     from hardpoint.plugins.requests import EngineCoreRequest
-    from hardpoint.plugins.requests.plan import SchedulerOutput
+    from hardpoint.plugins.requests.plan import BlockIds, SchedulerOutput
     from hardpoint.plugins.scheduling.scheduler import BlockTransfers, Gates
 
 __all__ = ["CachedBlock", "DraftTokenIds", "Grammars", "ReasoningContext", "ReasoningParser"]
@@ -188,13 +189,26 @@ class _GatesAsGrammars:
         return self._gates.wait_reason(request) is None
 
 
-class _TransfersAsConnector:
+class _TransfersAsConnector(KVConnectorScheduler):
     """The transfers as the connector of contract 1, which also makes the data of plans."""
 
     def __init__(self, transfers: BlockTransfers) -> None:
-        self.get_num_new_matched_tokens = transfers.get_num_new_matched_tokens
-        self.update_state_after_alloc = transfers.update_state_after_alloc
-        self.request_finished = transfers.request_finished
+        self._transfers = transfers
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._transfers.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        self._transfers.update_state_after_alloc(request, block_ids, num_external_tokens)
+
+    def request_finished(
+        self, request: Request, block_ids: BlockIds
+    ) -> tuple[bool, Mapping[str, Any] | None]:
+        return self._transfers.request_finished(request, block_ids)
 
     def build_connector_meta(self, plan: SchedulerOutput) -> None:
         """Return None: the data of a plan is that of the step part's `begin`."""
@@ -222,7 +236,7 @@ class _SchedulerContext(SchedulerContext):
         grammars: the gates.
     """
 
-    connector: Any = None
+    connector: KVConnectorScheduler | None = None
     grammars: Grammars | None = None
 
     @classmethod

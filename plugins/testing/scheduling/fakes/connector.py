@@ -15,7 +15,6 @@ from hardpoint.plugins import (
     WaitingFor,
     WaitReason,
 )
-from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.testing.scheduling.rules import KV_TRANSFER
 
 from .memory import KVContent, KVMemory, history_hashes
@@ -75,8 +74,8 @@ class TransferJobs:
     saves: list[SaveJob] = field(default_factory=list)
 
 
-class ScriptedConnector(KVConnectorScheduler):
-    """The scheduler's half of a KV connector that follows a script per request.
+class ScriptedConnector:
+    """Transfers of blocks that follow a script per request.
 
     Attributes:
         allocated: ids passed to `update_state_after_alloc` since the last plan.

@@ -15,7 +15,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from hardpoint.plugins.scheduling.scheduler import BlockTransfers, Gates
 
 __all__ = ["CachedBlock", "DraftTokenIds", "Grammars", "ReasoningContext", "ReasoningParser"]
+
+C = TypeVar("C")
 
 _FOR = 1
 """The contract whose components are adapted."""
@@ -172,8 +174,18 @@ def warn_of_earlier(enabled: Iterable[tuple[PluginKind, Source, Any]]) -> list[s
     ]
 
 
+def context_for(target: type, context: C) -> C:
+    """Return the context for a component of a class; an adapted class gets that of contract 1."""
+    return target.convert_context(context) if issubclass(target, _Adapter) else context
+
+
 class _Adapter:
     """Base of the adapters; the component's class comes after it."""
+
+    @classmethod
+    def convert_context(cls, context: Any) -> Any:
+        """Return the context of contract 1."""
+        return context
 
 
 class _GatesAsGrammars:
@@ -259,8 +271,12 @@ class _Scheduler(_Adapter):
 
     _refuses_gates = False
 
+    @classmethod
+    def convert_context(cls, context: Any) -> Any:
+        return _SchedulerContext.of(context)
+
     def __init__(self, context: SchedulerContext) -> None:
-        earlier = _SchedulerContext.of(context)
+        earlier = self.convert_context(context)
         try:
             super().__init__(earlier)  # type: ignore[call-arg]
         except ConfigError as refused:
@@ -300,9 +316,15 @@ class _Executor(_Adapter):
 
     _has_started = False
 
-    def __init__(self, context: ExecutorContext) -> None:
+    @classmethod
+    def convert_context(cls, context: Any) -> Any:
+        if isinstance(context, _ExecutorContext):
+            return context
         fields = {item.name: getattr(context, item.name) for item in dataclasses.fields(context)}
-        super().__init__(_ExecutorContext(**fields))  # type: ignore[call-arg]
+        return _ExecutorContext(**fields)
+
+    def __init__(self, context: ExecutorContext) -> None:
+        super().__init__(self.convert_context(context))  # type: ignore[call-arg]
 
     def start(self) -> Sequence[WorkerInfo]:
         info = super().start()  # type: ignore[misc]

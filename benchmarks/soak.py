@@ -21,32 +21,31 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import random
+import string
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from http_streams import (
+    Client,
+    Timeline,
+    allow_descriptors,
+    run_on_uvloop,
+    running_server,
+)
 from soak_parts.disconnects import Point, disconnect
+from soak_parts.ends import percentiles
 from soak_parts.holdings import Holdings
 from soak_parts.metrics import IDLE, OPTIONAL, read_metrics
-
-from hardpoint.bench.answers import RequestTimeline
-from hardpoint.bench.client import LoadMeasurements, send
-from hardpoint.bench.connection import Pool
-from hardpoint.bench.measures import report
-from hardpoint.bench.processes import allow_descriptors, run_on_uvloop
-from hardpoint.bench.prompts import Costs, PromptGenerator, RequestFields
-from hardpoint.bench.server_facts import find_model
-from hardpoint.bench.server_process import ServerStart, running_server
-from hardpoint.bench.target import Target
-from hardpoint.simulation import Lengths, Objective, SyntheticLoad
 
 SETTINGS = {
     "plugins.quarantine_after": "0",  # the processor keeps failing, until the end
@@ -68,6 +67,7 @@ _QUESTIONS = 40
 _SIGMA = 0.4
 """Of the logarithm of lengths: 95 % are from 0.46 to 2.2 times the median."""
 _CHECKED_AFTER = 8
+_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Counts:
         refused_connections: number of refused connections of clients that wanted to go away.
     """
 
-    whole: list[RequestTimeline] = field(default_factory=list)
+    whole: list[Timeline] = field(default_factory=list)
     compared: int = 0
     wrong: Counter[int] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
@@ -96,30 +96,39 @@ class Counts:
 class Soak:
     """A load on a server, and its checks."""
 
-    def __init__(self, target: Target, fields: RequestFields, options: argparse.Namespace) -> None:
+    def __init__(self, url: str, model: str, options: argparse.Namespace) -> None:
         """Make one.
 
         Args:
-            target: the server.
-            fields: fields of the requests.
+            url: address of the server.
+            model: its model, as the server knows it.
             options: options of the command line.
         """
-        self._target, self._form = target, fields
+        self._url, self._path = url, _PATHS[options.endpoint]
         self._options = options
-        load = SyntheticLoad(
-            requests=_QUESTIONS,
-            prompt=Lengths(median=options.input_tokens, sigma=_SIGMA),
-            output=Lengths(median=options.output_tokens, sigma=_SIGMA),
-            seed=options.seed,
-        )
-        prompts = PromptGenerator(fields, Costs(), str(options.seed))
+        rng = random.Random(options.seed)
+
+        def length(median: int) -> int:
+            return max(1, round(median * math.exp(rng.gauss(0, _SIGMA))))
+
         self._questions: list[dict[str, Any]] = []
         self._answers: list[str] = []
-        for number, request in enumerate(load.generate()):
-            body = msgspec.json.decode(prompts.body(request, {}))
-            self._questions.append({**body, "temperature": 1.0, "seed": number})
+        for number in range(_QUESTIONS):
+            text = " ".join(rng.choices(string.ascii_lowercase, k=length(options.input_tokens)))
+            is_chat = options.endpoint == "chat"
+            self._questions.append(
+                {
+                    "model": model,
+                    "max_tokens": length(options.output_tokens),
+                    "stream": True,
+                    "temperature": 1.0,
+                    "seed": number,
+                    **({"messages": [{"role": "user", "content": text}]} if is_chat else {}),
+                    **({} if is_chat else {"prompt": text}),
+                }
+            )
 
-    async def ask_alone(self, pool: Pool, numbers: range) -> list[str]:
+    async def ask_alone(self, client: Client, numbers: range) -> list[str]:
         """Return the answers to questions that are asked one after the other.
 
         Raises:
@@ -127,7 +136,7 @@ class Soak:
         """
         texts = []
         for number in numbers:
-            timeline = await send(pool, self._request(pool, number), _REQUEST_S, keep_text=True)
+            timeline = await client.send(self._path, self._questions[number], _REQUEST_S)
             if timeline.error:
                 raise SystemExit(f"soak.py: a request without any load failed: {timeline.error}")
             texts.append(timeline.text)
@@ -135,57 +144,53 @@ class Soak:
 
     async def prepare(self) -> None:
         """Keep the answers that are right."""
-        pool = Pool(self._target)
-        self._answers = await self.ask_alone(pool, range(_QUESTIONS))
-        pool.close()
+        client = Client(self._url)
+        self._answers = await self.ask_alone(client, range(_QUESTIONS))
+        client.close()
 
     async def load(self, seconds: float, seed: int) -> tuple[Counts, float]:
         """Send the load; return its counts and the share of a core that it took here."""
-        counts, pool = Counts(), Pool(self._target)
+        counts, client = Counts(), Client(self._url)
         end, cpu, start = time.monotonic() + seconds, time.process_time(), time.perf_counter()
 
         async def stream(index: int) -> None:
             rng = random.Random(f"{seed}, {index}")
             while time.monotonic() < end:
-                await self._one(pool, rng, counts)
+                await self._one(client, rng, counts)
 
         await asyncio.gather(*(stream(index) for index in range(self._options.streams)))
-        pool.close()
+        client.close()
         return counts, (time.process_time() - cpu) / (time.perf_counter() - start)
 
-    async def _one(self, pool: Pool, rng: random.Random, counts: Counts) -> None:
+    async def _one(self, client: Client, rng: random.Random, counts: Counts) -> None:
         number = rng.randrange(_QUESTIONS)
         drawn = rng.random()
         if drawn < self._options.disconnects:
             point = rng.choice(list(Point))
             chunks = int(self._questions[number]["max_tokens"])
             try:
-                await disconnect(pool, self._request(pool, number), point, rng, chunks)
+                request = client.request("POST", self._path, self._questions[number])
+                await disconnect(client, request, point, rng, chunks)
                 counts.left[point.value] += 1
             except OSError:
                 counts.refused_connections += 1
         elif drawn < self._options.disconnects + self._options.faulty:
             at = rng.randrange(2 * int(self._questions[number]["max_tokens"]))
             extra = {"plugin_args": {"fails_at": {"tokens": at}}}
-            request = self._request(pool, number, extra)
-            timeline = await send(pool, request, _REQUEST_S, keep_text=True)
+            body = {**self._questions[number], **extra}
+            timeline = await client.send(self._path, body, _REQUEST_S)
             if timeline.error:
                 counts.failed[timeline.error] += 1
             else:
                 counts.survived += 1
                 self._compare(number, timeline, counts)
         else:
-            request = self._request(pool, number)
-            timeline = await send(pool, request, _REQUEST_S, keep_text=True)
+            timeline = await client.send(self._path, self._questions[number], _REQUEST_S)
             counts.whole.append(timeline)
             if not timeline.error:
                 self._compare(number, timeline, counts)
 
-    def _request(self, pool: Pool, number: int, extra: dict[str, Any] | None = None) -> bytes:
-        body = msgspec.json.encode({**self._questions[number], **(extra or {})})
-        return pool.request("POST", self._form.path, body)
-
-    def _compare(self, number: int, timeline: RequestTimeline, counts: Counts) -> None:
+    def _compare(self, number: int, timeline: Timeline, counts: Counts) -> None:
         counts.compared += 1
         counts.wrong[number] += timeline.text != self._answers[number]
 
@@ -193,9 +198,9 @@ class Soak:
         """Wait until no request and no block is in use; return the metrics, and what is left."""
         deadline = time.monotonic() + _IDLE_S
         while True:
-            pool = Pool(self._target)
-            found = await read_metrics(pool)
-            pool.close()
+            client = Client(self._url)
+            found = await read_metrics(client)
+            client.close()
             left = [
                 f"{name}: not in /metrics" if name not in found else f"{name}: {found[name]:g}"
                 for name in IDLE
@@ -207,10 +212,10 @@ class Soak:
 
     async def check_again(self) -> list[str]:
         """Return which questions get another answer than before the load."""
-        pool = Pool(self._target)
+        client = Client(self._url)
         numbers = range(_CHECKED_AFTER)
-        again = await self.ask_alone(pool, numbers)
-        pool.close()
+        again = await self.ask_alone(client, numbers)
+        client.close()
         different = [number for number in numbers if again[number] != self._answers[number]]
         return [f"question {number} has another answer after the load" for number in different]
 
@@ -232,13 +237,20 @@ async def holdings_at_rest(pid: int, is_done: Callable[[Holdings, Holdings], boo
         last = found
 
 
-async def run(target: Target, pid: int | None, options: argparse.Namespace) -> dict[str, Any]:
+async def find_model(url: str) -> str:
+    """Return the first model that a server lists."""
+    client = Client(url)
+    status, content = await client.ask(client.request("GET", "/v1/models"))
+    client.close()
+    if status != 200:
+        raise SystemExit(f"soak.py: GET /v1/models: {status} {content.decode()}")
+    return str(json.loads(content)["data"][0]["id"])
+
+
+async def run(url: str, pid: int | None, options: argparse.Namespace) -> dict[str, Any]:
     """Run all phases; return the figures and what is wrong."""
-    pool = Pool(target)
-    model = options.model if options.url and options.model else await find_model(pool)
-    pool.close()
-    fields = RequestFields(model=model, endpoint=options.endpoint, ignore_eos=False)
-    soak = Soak(target, fields, options)
+    model = options.model if options.url and options.model else await find_model(url)
+    soak = Soak(url, model, options)
     await soak.prepare()
     before = None
     warm_up = min(60.0, 0.2 * options.seconds)
@@ -262,17 +274,36 @@ async def run(target: Target, pid: int | None, options: argparse.Namespace) -> d
             problems.append(f"{name}: {first_metrics[name]:g} before, {metrics[name]:g} after")
     problems += await soak.check_again()
     problems += wrong(counts, options.different)
-    found, _ = report([LoadMeasurements(counts.whole, start, cpu_share)], Objective())
     return {
-        **msgspec.to_builtins(found),
+        **figures(counts.whole, time.perf_counter() - start),
+        "client_cpu_share": cpu_share,
         "compared": counts.compared,
         "different": counts.wrong.total(),
         "left": dict(counts.left),
         "faulty": {"failed": dict(counts.failed), "ended_well": counts.survived},
         "metrics": metrics,
-        "before": before and msgspec.to_builtins(before),
-        "after": after and msgspec.to_builtins(after),
+        "before": before and dataclasses.asdict(before),
+        "after": after and dataclasses.asdict(after),
         "problems": problems,
+    }
+
+
+def figures(timelines: Sequence[Timeline], seconds: float) -> dict[str, Any]:
+    """Return numbers of requests, and percentiles in seconds of the times of whole answers."""
+    good = [timeline for timeline in timelines if not timeline.error]
+    times = {
+        "ttft": [one.first - one.sent for one in good if one.chunks],
+        "tpot": [(one.last - one.first) / (one.chunks - 1) for one in good if one.chunks > 1],
+        "itl": [gap for one in good for gap in one.gaps],
+        "e2e": [one.ended - one.sent for one in good],
+    }
+    return {
+        "requests": len(timelines),
+        "finished": len(good),
+        "failed": len(timelines) - len(good),
+        "errors": dict(Counter(one.error for one in timelines if one.error)),
+        "request_rate": len(good) / seconds,
+        **{name: percentiles(values) for name, values in times.items()},
     }
 
 
@@ -303,8 +334,7 @@ def print_report(result: dict[str, Any], seconds: float) -> None:
     )
     for kind, count in result["errors"].items():
         print(f"{count} failed: {kind}")
-    for limit in result["client"]["limits"]:
-        print(f"the client was the limit: {limit}")
+    print(f"this client took {result['client_cpu_share']:.0%} of a core")
     gone = ", ".join(f"{count} {where}" for where, count in sorted(result["left"].items()))
     print(f"clients that went away: {gone or 'none'}")
     faulty = result["faulty"]
@@ -340,11 +370,11 @@ def server(options: argparse.Namespace) -> Iterator[tuple[str, int | None]]:
             enabled.append(SCRIPTED_MODEL)
         settings["plugins.enable"] = f"[{', '.join(enabled)}]"
         settings |= dict(setting.split("=", 1) for setting in options.set)
-        start = ServerStart(model=model, settings=[f"{k}={v}" for k, v in settings.items()])
+        chosen = [f"{name}={value}" for name, value in settings.items()]
         here = str(Path(__file__).parent)  # the failing plugin is imported from it
         path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path}
-        with running_server(start, environment=environment) as started:
+        with running_server(model, chosen, environment=environment) as started:
             yield started.url, started.pid
 
 
@@ -372,7 +402,7 @@ def main() -> None:
     options = parser.parse_args()
     allow_descriptors(2 * options.streams + 256)
     with server(options) as (url, pid):
-        result = run_on_uvloop(run(Target.parse(url), pid, options))
+        result = run_on_uvloop(run(url, pid, options))
     print_report(result, options.seconds)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))

@@ -42,16 +42,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
+from http_streams import Client, RunningServer, Timeline, run_on_uvloop, running_server
 from soak_parts.ends import Counts, print_run
 
-from hardpoint.bench.answers import Document, RequestTimeline
-from hardpoint.bench.client import send
-from hardpoint.bench.connection import Pool
-from hardpoint.bench.processes import run_on_uvloop
-from hardpoint.bench.server_process import RunningServer, ServerStart, running_server
-from hardpoint.bench.target import Target
 from hardpoint.testing import write_scripted_model
 
 KEYS = {"quiet": "q" * 32, "flood": "f" * 32}
@@ -85,11 +79,11 @@ class Disturbed:
     def __init__(self, server: RunningServer, admin: str, options: argparse.Namespace) -> None:
         """Make one for a server, with the path of its admin socket."""
         self._pid, self._options = server.pid, options
-        target = Target.parse(server.url)
-        self._pools = {
-            key: Pool(target, {"Authorization": f"Bearer {secret}"}) for key, secret in KEYS.items()
+        self._clients = {
+            key: Client(server.url, {"Authorization": f"Bearer {secret}"})
+            for key, secret in KEYS.items()
         }
-        self._admin = Pool(Target.parse(f"http+unix://{admin}"))
+        self._admin = Client(admin)
         rng = random.Random(options.seed)
         letters = string.ascii_lowercase
         self._questions: list[dict[str, Any]] = [
@@ -128,8 +122,8 @@ class Disturbed:
         for task in disturbances:
             task.cancel()
         await asyncio.gather(*disturbances, return_exceptions=True)
-        for pool in (*self._pools.values(), self._admin):
-            pool.close()
+        for client in (*self._clients.values(), self._admin):
+            client.close()
         return counts
 
     async def _stream(self, key: str, rng: random.Random, end: float, counts: Counts) -> None:
@@ -143,10 +137,9 @@ class Disturbed:
             if key == "quiet" or timeline.error:
                 await asyncio.sleep(rng.uniform(0.5, 1.5) * pause)
 
-    async def _ask(self, key: str, number: int, timeout: float | None) -> RequestTimeline:
+    async def _ask(self, key: str, number: int, timeout: float | None) -> Timeline:
         body = {**self._questions[number]} | ({"timeout": timeout} if timeout else {})
-        request = self._pools[key].request("POST", "/v1/completions", msgspec.json.encode(body))
-        return await send(self._pools[key], request, _REQUEST_S, keep_text=True)
+        return await self._clients[key].send("/v1/completions", body, _REQUEST_S)
 
     async def _kill(self, counts: Counts) -> None:
         engines = []
@@ -161,11 +154,10 @@ class Disturbed:
 
     async def _scale(self, counts: Counts) -> None:
         number = next(self._numbers)
-        body = msgspec.json.encode({"engines": number, "drain_seconds": 1.0})
-        document = Document()
-        await self._admin.ask(self._admin.request("POST", "/engines/scale", body), document)
-        error = "" if document.status == 200 else f": {document.content.decode()[:200]}"
-        counts.events[f"scale({number}): {document.status}{error}"] += 1
+        body = {"engines": number, "drain_seconds": 1.0}
+        status, content = await self._admin.ask(self._admin.request("POST", "/engines/scale", body))
+        error = "" if status == 200 else f": {content.decode()[:200]}"
+        counts.events[f"scale({number}): {status}{error}"] += 1
 
     _numbers = itertools.cycle((4, 2, 3))
 
@@ -193,8 +185,8 @@ def soak(options: argparse.Namespace, *, has_flood: bool) -> dict[str, Any]:
         admin = folder / "admin.sock"
         settings = {**_SETTINGS, "server.keys_file": str(keys), "server.admin": f"unix:{admin}"}
         settings |= dict(setting.split("=", 1) for setting in options.set)
-        start = ServerStart(model=str(model), settings=[f"{k}={v}" for k, v in settings.items()])
-        with running_server(start) as server:
+        chosen = [f"{name}={value}" for name, value in settings.items()]
+        with running_server(str(model), chosen) as server:
             try:
                 load = Disturbed(server, str(admin), options)
                 counts = run_on_uvloop(load.run(has_flood=has_flood))

@@ -24,6 +24,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines import MAX_MODEL_LEN, about, answer, vllm_settings
+from http_streams import Client, running_server
+
+_REQUEST_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -153,39 +156,28 @@ class Http(Streamer):
 
     def __init__(self, folder: str) -> None:
         """Start it."""
-        from hardpoint.bench.connection import Pool
-        from hardpoint.bench.server_process import ServerStart, running_server
-        from hardpoint.bench.target import Target
-
         settings = ["dtype=bfloat16", f"max_model_len={MAX_MODEL_LEN}"]
         self._stack = contextlib.ExitStack()
-        start = ServerStart(model=folder, settings=settings)
-        self._server = self._stack.enter_context(running_server(start))
-        self._pool = Pool(Target.parse(self._server.url))
+        self._server = self._stack.enter_context(running_server(folder, settings))
+        self._client = Client(self._server.url)
         self._model = folder
 
     async def stream(self, ids: list[int], tokens: int) -> AsyncIterator[int]:
         """Yield one for each chunk with text, and the other tokens at the end."""
-        import msgspec
-
-        from hardpoint.bench.answers import RequestTimeline, StreamAnswer
-
         body = {"model": self._model, "prompt": ids, "max_tokens": tokens, "ignore_eos": True}
         body |= {"temperature": 0.0, "stream": True, "stream_options": {"include_usage": True}}
-        request = self._pool.request("POST", "/v1/completions", msgspec.json.encode(body))
-        timeline = RequestTimeline()
-        answer = StreamAnswer(timeline)
         chunks: asyncio.Queue[int] = asyncio.Queue()
-        answer.on_text = lambda: chunks.put_nowait(1)
-        asking = asyncio.create_task(self._pool.ask(request, answer))
+        sending = self._client.send(
+            "/v1/completions", body, _REQUEST_S, on_text=lambda: chunks.put_nowait(1)
+        )
+        asking = asyncio.create_task(sending)
         asking.add_done_callback(lambda _: chunks.put_nowait(0))
         try:
             while count := await chunks.get():
                 yield count
-            await asking
+            timeline = await asking
         finally:
             asking.cancel()
-        answer.finish(time.perf_counter())
         if timeline.error or timeline.output_tokens is None:
             raise RuntimeError(f"the server's answer: {timeline.error or 'without usage'}")
         if rest := timeline.output_tokens - timeline.chunks:

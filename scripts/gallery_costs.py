@@ -1,4 +1,4 @@
-"""Write docs/reference/gallery-costs.json: what plugins of this repository cost on this machine.
+"""Write docs/gallery-costs.json: what plugins of this repository cost on this machine.
 
 scripts/gallery-costs               all of them, in some minutes; run it on a quiet machine
 scripts/gallery-costs KIND/NAME...  some; the others keep their figures
@@ -27,7 +27,7 @@ from typing import Any
 from hardpoint.testing.checking.enabling import RUN_KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
-FILE = ROOT / "docs" / "reference" / "gallery-costs.json"
+FILE = ROOT / "docs" / "gallery-costs.json"
 LEAST_SHARE = 0.05
 """A difference of a smaller share of a step is not told from noise."""
 SECONDS = 300

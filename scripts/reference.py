@@ -1,8 +1,10 @@
-"""Write docs/reference/*.md from the code, or with --check say whether they are stale.
+"""Generate the reference pages from the code.
 
-scripts/reference           writes kinds.md, types.md, hooks.md, config.md, server.md, gallery.md,
-                            and the rules of the suites in docs/conformance-kit*.md
-scripts/reference --check   writes nothing; exits 1 and names the files that differ
+scripts/reference           writes kinds.md, types.md, hooks.md, config.md, server.md and gallery.md
+                            into docs/reference/, which git ignores, and the rules of the suites
+                            into docs/conformance-kit*.md
+scripts/reference --check   writes nothing; exits 1 and names what has no description, links without
+                            a target, and stale rules in docs/conformance-kit*.md
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import re
 import sys
@@ -83,9 +86,9 @@ UNDESCRIBED = {"hardpoint.errors", "hardpoint.typed", "hardpoint.plugins.command
 CONTRACT = "hardpoint.plugins"
 OURS = ("hardpoint.errors", CONTRACT, "hardpoint.toolkit", "hardpoint.typed")
 """What authors import, as prefixes."""
-COSTS = ROOT / "docs" / "reference" / "gallery-costs.json"
+COSTS = ROOT / "docs" / "gallery-costs.json"
 """What scripts/gallery-costs has measured."""
-NOTE = "<!-- Written by scripts/reference from the code. Change the code, then run it again. -->"
+NOTE = "<!-- Written by scripts/reference from the code; not in git. -->"
 
 GALLERY_TEXT = """\
 All plugins of this repository by kind: the built-in ones, and those of the example
@@ -107,6 +110,9 @@ is accepted. A *provisional* one may change in any release; its notes say how. M
 Hardpoint that are not listed here are *internal*. Described below are the public names, all
 types in their signatures, and names of the further modules that a guide or the page of the
 kinds has; the docstrings have the rest."""
+PASSED_TEXT = """\
+These are provisional. The engine makes them, and a plugin needs their names in annotations alone:
+import them under `TYPE_CHECKING`, from the module that the section names."""
 CONFIG_TEXT = """\
 Every value that `hardpoint.toml` may hold. [The guide](../configuration.md) says where
 values come from and which wins. `none` stands for a value that is not set. A value that
@@ -118,6 +124,9 @@ is ignored, or refused by name. A field that is null is one that is left out. An
 field is an error that names the nearest known one, unless `server.unknown_fields` is
 "warn". [The guide](../serving.md) has examples."""
 
+TABLES_DESCRIBED = ("config.md", "gallery.md")
+"""Pages whose table rows all have a description."""
+LINK = re.compile(r"\]\(([^)#:]*)(?:#([^):]+))?\)")
 END_OF_RULES = "<!-- end of rules -->"
 RULES = re.compile(
     rf"(?P<begin><!-- rules of (?P<where>[\w.]+), written by .*? -->).*?{END_OF_RULES}", re.DOTALL
@@ -127,8 +136,8 @@ RULES = re.compile(
 
 def main() -> int:
     """Write or check the pages; return the exit code."""
-    parser = argparse.ArgumentParser(description="Write docs/reference from the code.")
-    parser.add_argument("--check", action="store_true", help="only say whether it is stale")
+    parser = argparse.ArgumentParser(description="Generate the reference pages from the code.")
+    parser.add_argument("--check", action="store_true", help="only print problems")
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="where the pages are")
     options = parser.parse_args()
     folder: Path = options.folder
@@ -140,18 +149,61 @@ def main() -> int:
         folder / "server.md": server_page(),
         folder / "gallery.md": gallery_page(),
     }
-    guides = sorted(folder.parent.glob("conformance-kit*.md"))
-    pages |= {path: with_rules(path.read_text(encoding="utf-8")) for path in guides}
-    stale = [path for path, text in pages.items() if _read(path) != text]
+    guides = {
+        path: with_rules(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.parent.glob("conformance-kit*.md"))
+    }
     if options.check:
-        for path in stale:
-            print(f"{path} is stale; run scripts/reference", file=sys.stderr)
-        return 1 if stale else 0
+        problems = [problem for path, text in pages.items() for problem in undescribed(path, text)]
+        problems += lost_links({path.name: text for path, text in pages.items()})
+        problems += [
+            f"{path} is stale; run scripts/reference"
+            for path, text in guides.items()
+            if _read(path) != text
+        ]
+        for problem in problems:
+            print(problem, file=sys.stderr)
+        return 1 if problems else 0
     folder.mkdir(parents=True, exist_ok=True)
-    for path in stale:
-        path.write_text(pages[path], encoding="utf-8")
-        print(f"wrote {path}")
+    for path, text in (pages | guides).items():
+        if _read(path) != text:
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path}")
     return 0
+
+
+def undescribed(path: Path, page: str) -> Iterator[str]:
+    """Yield the headings, functions and table rows of a page that have no description."""
+    lines = [line for line in page.splitlines() if line] + ["# "]
+    ends = ("#", "```python")  # what follows a description
+    name = ""
+    for line, after in itertools.pairwise(lines):
+        if line.startswith(("#", "def ", "    def ")):
+            name = line.strip("# ")
+        is_heading = line.startswith("##") and after.startswith("#")
+        is_deeper = is_heading and after.count("#") > line.count("#")
+        is_function = line == "```" and after.startswith(ends)
+        if (is_heading and not is_deeper) or is_function:
+            yield f"{path.name}: {name} has no description"
+        if path.name in TABLES_DESCRIBED and line.startswith("| `") and line.endswith("|  |"):
+            yield f"{path.name}: {name}: {line.split('`')[1]} has no description"
+
+
+def lost_links(pages: dict[str, str]) -> Iterator[str]:
+    """Yield the links of pages, by name, to a file or a section that does not exist."""
+    for name, page in pages.items():
+        for target, section in LINK.findall(page):
+            if target in pages or not target:
+                if section and section not in _anchors(pages[target or name]):
+                    yield f"{name}: no section {section!r} in {target or name}"
+            elif not target.startswith("http") and not (DEFAULT_FOLDER / target).exists():
+                yield f"{name}: the link to {target} has no target"
+
+
+def _anchors(page: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def with_rules(guide: str) -> str:
@@ -339,9 +391,10 @@ def types_page() -> str:
         lines += [f"## {title}", "", f"These are {stability}.", ""]
         for name in names:
             lines += _type_section(name, getattr(plugins, name))
-    lines += ["## Passed, without a public name", "", "These are provisional.", ""]
+    lines += ["## Passed, without a public name", "", PASSED_TEXT, ""]
     for cls in passed:
-        lines += _type_section(cls.__name__, cls)
+        heading, *section = _type_section(cls.__name__, cls)
+        lines += [heading, "", f"In `{cls.__module__}`.", *section]
     for name in MODULES:
         if name in UNDESCRIBED:
             continue
@@ -736,9 +789,11 @@ def _of_unlisted(cls: type) -> dict[str, Any]:
 def _members(cls: type, *, is_component: bool = True) -> list[str]:
     """Return the methods that a class adds, those of a component to implement first."""
     lines: list[str] = []
+    fields = inspect.get_annotations(cls)  # a default that is a function is not a method
     members = [
         (name, member)
         for name, member in {**_of_unlisted(cls), **vars(cls)}.items()
+        if name not in fields
         if not name.startswith("_") or (name == "__call__" and not is_component)
     ]
     methods = [(name, member) for name, member in members if _function_of(member) is not None]

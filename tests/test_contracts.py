@@ -46,6 +46,12 @@ def test_every_accepted_number_is_recorded():
     assert {name: set(record[name]) for name in KINDS} == accepted
 
 
+def test_numbers_before_the_previous_one_leave_the_record():
+    record = recorded()
+    record["schedulers"]["0"] = record["schedulers"]["1"]
+    assert updated(record) == (recorded(), [])
+
+
 BEFORE = {
     "Policy": {"key": "abstract method (request: Request) -> Any", "group": "method () -> str"},
     "Context": {"name": "required str", "seed": "optional int"},

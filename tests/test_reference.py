@@ -1,4 +1,4 @@
-"""The reference pages are as the code generates them."""
+"""`scripts/reference` generates pages that describe every public name."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import runpy
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -50,22 +51,83 @@ def pages(written) -> dict[str, str]:
     return {name: (written / "reference" / name).read_text() for name in PAGES}
 
 
-def test_the_committed_pages_are_up_to_date(written, pages):
+def test_the_rules_in_the_guides_are_up_to_date(written):
     guides = [guide.name for guide in written.glob("*.md")]
     assert len(guides) > 1
-    for name in (*guides, *(f"reference/{page}" for page in pages)):
+    for name in guides:
         assert (DOCS / name).read_text() == (written / name).read_text(), "run scripts/reference"
 
 
 @pytest.mark.nightly
-def test_check_names_what_is_stale_and_writes_nothing(tmp_path):
-    assert reference("--folder", str(tmp_path)).returncode == 0
-    assert reference("--check", "--folder", str(tmp_path)).returncode == 0
-    (tmp_path / "hooks.md").write_text("old")
-    done = reference("--check", "--folder", str(tmp_path))
+def test_check_names_a_stale_guide_and_writes_nothing(tmp_path):
+    for guide in DOCS.glob("conformance-kit*.md"):
+        shutil.copy(guide, tmp_path)
+    folder = tmp_path / "reference"
+    assert reference("--check", "--folder", str(folder)).returncode == 0
+    assert not folder.exists()
+    guide = tmp_path / "conformance-kit-kv.md"
+    stale = guide.read_text().replace("| test | rule |", "| test | |")
+    guide.write_text(stale)
+    done = reference("--check", "--folder", str(folder))
     assert done.returncode == 1
-    assert done.stderr == f"{tmp_path / 'hooks.md'} is stale; run scripts/reference\n"
-    assert (tmp_path / "hooks.md").read_text() == "old"
+    assert done.stderr == f"{guide} is stale; run scripts/reference\n"
+    assert guide.read_text() == stale
+
+
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "scripts" / "reference.py"))
+
+
+UNDESCRIBED = """\
+# Configuration
+
+## [server]
+
+### Model
+
+```python
+def forward(batch: ForwardBatch) -> None
+```
+
+```python
+@property
+def layers() -> int
+```
+
+The number of layers.
+
+| key | type | default | changes | |
+|---|---|---|---|---|
+| `port` | int | `8000` | restart |  |
+| `host` | string | `"::"` | restart | the address. |
+## [images]
+"""
+
+
+def test_check_names_what_has_no_description(script):
+    assert list(script["undescribed"](Path("config.md"), UNDESCRIBED)) == [
+        "config.md: def forward(batch: ForwardBatch) -> None has no description",
+        "config.md: def layers() -> int: port has no description",
+        "config.md: [images] has no description",
+    ]
+
+
+def test_check_names_links_without_a_target(script):
+    pages = {
+        "kinds.md": "# Kinds\n## `ops`\n[a](#ops) [b](#opz) [c](types.md#model) [d](types.md#mode)",
+        "types.md": "# Types\n### Model\n[a](../serving.md) [b](../swerving.md) [c](kinds.md)",
+    }
+    assert list(script["lost_links"](pages)) == [
+        "kinds.md: no section 'opz' in kinds.md",
+        "kinds.md: no section 'mode' in types.md",
+        "types.md: the link to ../swerving.md has no target",
+    ]
+
+
+def test_headings_of_the_server_page_are_unique(pages):
+    titles = [line for line in pages["server.md"].splitlines() if line.startswith("## ")]
+    assert len(titles) == len(set(titles)), "links would lead to the first one"
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=str)
@@ -115,9 +177,8 @@ def test_every_field_of_a_type_is_described(pages):
 STEP_PART_TYPES = [SequenceModel, StepRows, LogitsStage, GivenPrompt, PromptReader]
 
 
-def test_every_type_in_a_public_signature_is_described(pages):
-    modules = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["MODULES"]
-    used = types_in_signatures(public_names(modules))
+def test_every_type_in_a_public_signature_is_described(pages, script):
+    used = types_in_signatures(public_names(script["MODULES"]))
     assert {*STEP_PART_TYPES} <= used.keys()
     text = pages["types.md"] + pages["kinds.md"]
     elsewhere = {Component, *walk_structs(EngineConfig)}  # "Every component", and tables
@@ -206,7 +267,7 @@ def test_the_gallery_names_costs_and_proofs(pages):
     assert rows["min_p"][6].startswith("[test_builtins_conform](")
     assert rows["dry"][6].endswith("(../../examples/acme_sampling/tests/test_conformance.py)")
     assert [row for row in rows.values() if row[6] == "-"] == []
-    measured = json.loads((ROOT / "docs" / "reference" / "gallery-costs.json").read_text())
+    measured = json.loads((ROOT / "docs" / "gallery-costs.json").read_text())
     assert f"on {measured['machine']}, in steps of" in " ".join(pages["gallery.md"].split())
     names = {name.partition("/")[2] for name in measured["microseconds"]}
     assert names <= rows.keys()

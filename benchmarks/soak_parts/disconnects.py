@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
 from enum import Enum
 
-from hardpoint.bench.answers import RequestTimeline, StreamAnswer
-from hardpoint.bench.connection import ClientConnection, Pool
+from http_streams import Client, Connection, Timeline, read_stream
 
 _HALF_CLOSED_S = 2.0
 _LONGEST_S = 60.0
@@ -26,54 +24,52 @@ class Point(Enum):
 
 
 async def disconnect(
-    pool: Pool, request: bytes, point: Point, rng: random.Random, chunks: int
+    client: Client, request: bytes, point: Point, rng: random.Random, chunks: int
 ) -> None:
     """Send a request and go away before its end.
 
     Args:
-        pool: opens a connection of its own for this.
+        client: opens a connection of its own for this.
         request: bytes of it.
         point: where.
         rng: chooses details, such as how many milliseconds or chunks later.
         chunks: number of chunks that an answer may have.
     """
-    connection = await pool.connect()
-    assert connection.transport is not None
+    connection = await client.connect()
+    writer = connection[1]
     try:
         match point:
             case Point.IN_BODY:
-                connection.transport.write(request[: rng.randrange(1, len(request))])
+                writer.write(request[: rng.randrange(1, len(request))])
                 await asyncio.sleep(rng.random() * 0.02)
             case Point.BEFORE_HEADERS:
-                connection.transport.write(request)
+                writer.write(request)
                 await asyncio.sleep(rng.random() * 0.005)
             case Point.FIRST_TOKEN:
                 await _leave_after(connection, request, 1)
             case Point.MID_STREAM:
                 await _leave_after(connection, request, rng.randint(2, max(2, chunks - 1)))
             case Point.HALF_CLOSED:
-                connection.transport.write(request)
-                if connection.transport.can_write_eof():
-                    connection.transport.write_eof()
+                writer.write(request)
+                if writer.can_write_eof():
+                    writer.write_eof()
                 await asyncio.sleep(rng.random() * _HALF_CLOSED_S)
     finally:
         if rng.random() < 0.5:
-            connection.transport.close()
+            writer.close()
         else:
-            connection.close()
+            writer.transport.abort()
 
 
-async def _leave_after(connection: ClientConnection, request: bytes, chunks: int) -> None:
+async def _leave_after(connection: Connection, request: bytes, chunks: int) -> None:
     """Send a request, and return after a number of chunks, or at the end of the answer."""
-    timeline = RequestTimeline(sent=time.perf_counter())
-    answer = StreamAnswer(timeline)
-    asking = asyncio.ensure_future(connection.ask(request, answer))
+    timeline = Timeline()
 
     def leave() -> None:
         if timeline.chunks >= chunks:
             asking.cancel()
 
-    answer.on_text = leave
-    with contextlib.suppress(asyncio.CancelledError, ConnectionError, TimeoutError):
+    asking = asyncio.ensure_future(read_stream(connection, request, timeline, leave))
+    with contextlib.suppress(asyncio.CancelledError, OSError, EOFError):
         async with asyncio.timeout(_LONGEST_S):
             await asking

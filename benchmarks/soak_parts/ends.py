@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from hardpoint.bench.answers import RequestTimeline
+from http_streams import Timeline
 
 _LATE_S = 1.0
 _REFUSED = ("429 ", "503 overloaded", "stream: overloaded")
@@ -32,7 +32,7 @@ class Counts:
     events: Counter[str] = field(default_factory=Counter)
 
     def record(
-        self, key: str, number: int, right: str, timeout: float | None, timeline: RequestTimeline
+        self, key: str, number: int, right: str, timeout: float | None, timeline: Timeline
     ) -> None:
         """Count a request that has ended."""
         seconds, error = timeline.ended - timeline.sent, timeline.error
@@ -65,15 +65,15 @@ class Counts:
             "wrong": self.wrong,
             "late": self.late,
             "events": dict(self.events),
-            "first_token_ms": _percentiles(self.first_s),
-            "gap_ms": _percentiles(self.gaps_s),
+            "first_token_ms": percentiles([1e3 * seconds for seconds in self.first_s]),
+            "gap_ms": percentiles([1e3 * seconds for seconds in self.gaps_s]),
         }
 
 
-def _percentiles(times_s: list[float]) -> dict[str, float]:
-    """Return p50 and p99 in milliseconds."""
-    found = sorted(times_s) or [0.0]
-    return {f"p{share}": 1e3 * found[len(found) * share // 100] for share in (50, 99)}
+def percentiles(times: list[float]) -> dict[str, float]:
+    """Return p50 and p99; 0.0 without any time."""
+    found = sorted(times) or [0.0]
+    return {f"p{share}": found[len(found) * share // 100] for share in (50, 99)}
 
 
 def print_run(run: dict[str, Any], minutes: float) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hardpoint.bench.answers import Document
-from hardpoint.bench.connection import Pool
+from http_streams import Client
 
 NAMES = {
     "requests running": ("hardpoint:num_requests_running", "vllm:num_requests_running"),
@@ -22,11 +21,10 @@ OPTIONAL = ("asyncio tasks",)
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 
 
-async def read_metrics(pool: Pool) -> dict[str, float]:
+async def read_metrics(client: Client) -> dict[str, float]:
     """Return the values of /metrics, by the names of NAMES; sums over all labels."""
-    document = Document()
-    await pool.ask(pool.request("GET", "/metrics"), document)
-    return parse_metrics(document.content.decode()) if document.status == 200 else {}
+    status, content = await client.ask(client.request("GET", "/metrics"))
+    return parse_metrics(content.decode()) if status == 200 else {}
 
 
 def parse_metrics(text: str) -> dict[str, float]:

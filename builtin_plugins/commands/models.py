@@ -8,18 +8,21 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.plugins import Command, CommandContext, RequestError
-from hardpoint.plugins.commands import (
-    ComponentInfo,
-    ContextMemory,
-    ModelReport,
-    PluginCatalog,
-    WeightGroup,
-)
 
 from .tables import print_table
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.server.commands import (
+        ComponentInfo,
+        ContextMemory,
+        ModelReport,
+        PluginCatalog,
+        WeightGroup,
+    )
+
 
 _KINDS = {"models": "architecture", "loaders": "format", "quantizations": "quantisation"}
 _WIDTH = 14

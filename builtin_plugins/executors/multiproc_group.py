@@ -11,13 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from hardpoint.errors import CommunicationAbortedError, EngineClosedError, EngineDeadError
 from hardpoint.plugins import ExecutorContext
-from hardpoint.plugins.executor import WorkerProcess
 from hardpoint.toolkit.workers.calls import encode_call
 from hardpoint.toolkit.workers.joining import is_joint
 
@@ -25,6 +24,10 @@ from .multiproc_calls import CallsEndedError, CallSender
 from .multiproc_messages import Frame, FrameKind, FrameReader, LoadingProgress, Setup, send
 from .multiproc_pending import PendingCall
 from .multiproc_watch import StepWatchdog
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.process.executor import WorkerProcess
+
 
 _RUN = "hardpoint.builtin_plugins.executors.multiproc_worker:run_worker"
 _SETTLE_S = 0.25  # for other ranks to fail as well, and for the end of a process to be seen

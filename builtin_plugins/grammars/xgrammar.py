@@ -7,20 +7,26 @@ import json
 import re
 import threading
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 from msgspec import Meta
 
 from hardpoint import plugins
 from hardpoint.plugins.grammars import GrammarBackend, GrammarContext
-from hardpoint.plugins.structured import StructuredFormat, StructuredOutputs
+from hardpoint.plugins.structured import (
+    StructuredOutputs,
+)
 
 from .validation import validation_error
 from .xgrammar_compiler import GrammarCompiler
 from .xgrammar_process import CompilerAnswer, Job, Start, tokenizer_info
 from .xgrammar_schema import spelled_out, unenforced_keywords
 from .xgrammar_tags import TagConverter
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.requests.structured import StructuredFormat
+
 
 _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|\[(?:[^\]\\\n]|\\.)*+\]?|#[^\n]*')
 _MACRO = re.compile(r"\b(\w*(?:Token|Tokens|TagDispatch))\s*\(")

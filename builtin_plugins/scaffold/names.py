@@ -7,10 +7,14 @@ import keyword
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.commands import ComponentInfo
 from hardpoint.typed import Strict
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.server.commands import ComponentInfo
+
 
 _NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _LONGEST = 64

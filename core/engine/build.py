@@ -27,7 +27,7 @@ from hardpoint.host.boundary.activity import Activity
 from hardpoint.host.boundary.errors import close_all
 from hardpoint.host.boundary.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.host.boundary.kv_cache import KVEventFanout
-from hardpoint.host.boundary.parts.components import Components, GatesAsGrammars, describe_fault
+from hardpoint.host.boundary.parts.components import Components, describe_fault
 from hardpoint.host.boundary.parts.engine_halves import EngineHalves
 from hardpoint.host.boundary.parts.opening import open_parts
 from hardpoint.host.boundary.policy import PolicySlot
@@ -159,10 +159,8 @@ def build_core(
             watermark=config.kv_cache.watermark,
             step_cost=fit.current,
             transfers=transfers,
-            connector=transfers,
             encoder_cache=step_parts.encoder_cache,
             gates=gates,
-            grammars=GatesAsGrammars(gates),
             record=inputs.recorder(_build_recorder(hooks, faults)),
             log_stats=config.stats.on,
         )

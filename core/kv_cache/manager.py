@@ -286,10 +286,6 @@ class BlockManager:
         blocks = self._blocks.get(request)
         return [] if blocks is None else [list(table) for table in blocks.tables]
 
-    def num_common_prefix_blocks(self, running: Sequence[Request]) -> list[int]:  # noqa: ARG002
-        """Return 0 per group."""
-        return [0] * len(self.groups)
-
     def reset(self) -> None:
         """Empty the index. Requests keep their blocks, but cache none until they are readmitted."""
         self._pool.clear()

@@ -11,17 +11,16 @@ import numpy as np
 import torch
 
 from hardpoint.plugins import (
-    Added,
     AttentionStep,
     BatchUpdate,
     LogitsRequest,
     Move,
-    Moved,
     SamplingParams,
 )
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.kv_cache import BlockIds
 from hardpoint.plugins.requests.plan import CachedRequests, SampledTokens
+from hardpoint.plugins.sampling.rows import Added, Moved
 from hardpoint.typed import ReadOnlyDict
 
 from .spans import Spans

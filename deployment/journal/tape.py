@@ -79,7 +79,6 @@ class TapedTransfers:
         """Ask `transfers`."""
         self._transfers, self._tape = transfers, tape
         self.request_finished = transfers.request_finished
-        self.build_connector_meta = transfers.build_connector_meta
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -30,7 +30,7 @@ from hardpoint.plugins.text.arguments import ComponentWithArguments
 from hardpoint.typed import prepared_type
 
 from .adapt import configured, load_component
-from .adapters.contract_1 import warn_of_earlier
+from .adapters.contract_1 import context_for, warn_of_earlier
 from .backends import check_devices, first_that_runs
 from .blame import close_if_failed, faults_as
 from .discovery import (
@@ -248,7 +248,7 @@ class PluginSet:
     def _build(self, entry: PluginEntry, context: Context[C]) -> C:
         cls: type[C] = self.target(entry)
         with ExitStack() as undo:
-            context = self.with_creator(entry, context, undo)
+            context = context_for(cls, self.with_creator(entry, context, undo))
             message = f"{entry.source}: its constructor"
             with (
                 faults_as(PluginLoadError, message, passing=(HardpointError,)),

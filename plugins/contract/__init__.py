@@ -1,7 +1,7 @@
 """The contract: what a plugin author imports, and nothing else.
 
 Besides these names, some modules are public: `commands` (of the command line), `quantization`,
-`executor` and `parallel`, and more for single kinds, which docs/reference/types.md lists. They only
+`executor` and `parallel`, and more for single kinds, which `scripts/reference` lists. They only
 re-export: the definitions are in folders by reader, `sampling`, `scheduling`, `kv_cache`, `model`,
 `text`, `process`, `step_part` and `server`, above `component`, `config` and `requests`. Each of
 these packages exports the public names of its modules. Below the contract are `hardpoint.errors`
@@ -29,7 +29,7 @@ from .kv_cache.events import (
     KVEventPublisher,
     PublisherContext,
 )
-from .kv_cache.eviction import BlockHistory, CachedBlocks, EvictionContext, EvictionPolicy
+from .kv_cache.eviction import EvictionContext, EvictionPolicy
 from .kv_cache.manager import CachedPrefix
 from .kv_cache.store import KVStore, KVStoreContext
 from .model.attention import AttentionBackend, AttentionContext, AttentionStep, KVSpec
@@ -92,7 +92,7 @@ from .sampling.logits import (
 )
 from .sampling.phases import Phase
 from .sampling.pooler import Pooler, PoolerContext, PromptPooler
-from .sampling.rows import Added, BatchUpdate, LogitsRequest, Move, Moved, RowMap, Rows
+from .sampling.rows import BatchUpdate, LogitsRequest, Move, RowMap, Rows
 from .sampling.sampler import Sampler, SamplerContext, SamplingRows
 from .scheduling.policy import Load, PolicyContext, SchedulingPolicy
 from .scheduling.scheduler import EncoderCache, PauseState, Scheduler, SchedulerContext
@@ -169,7 +169,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "RequestStatus",
     "SamplingParams",
     # Logits processors: stable
-    "Added",
     "BatchLogitsProcessor",
     "BatchUpdate",
     "Edits",
@@ -179,7 +178,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "LogitsProcessor",
     "LogitsRequest",
     "Move",
-    "Moved",
     "Op",
     "Phase",
     "Reads",
@@ -235,9 +233,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "WaitReason",
     "WaitingFor",
     # Eviction policies: stable
-    "BlockHistory",
     "BlockIds",
-    "CachedBlocks",
     "CachedPrefix",
     "EvictionContext",
     "EvictionPolicy",

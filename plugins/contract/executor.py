@@ -6,11 +6,11 @@ from .process.executor import (
     Worker,
     WorkerInfo,
     WorkerLaunch,
-    WorkerProcess,
     open_worker,
 )
 from .process.executor import LaunchWorker as LaunchWorker
 from .process.executor import StartProcess as StartProcess
+from .process.executor import WorkerProcess as WorkerProcess
 from .process.executor import max_step_tokens as max_step_tokens
 
 __all__ = [
@@ -19,6 +19,5 @@ __all__ = [
     "Worker",
     "WorkerInfo",
     "WorkerLaunch",
-    "WorkerProcess",
     "open_worker",
 ]

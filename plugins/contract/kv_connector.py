@@ -1,7 +1,7 @@
 """KV connectors: load and save blocks of the KV cache outside of it."""
 
+from .kv_cache.block_hash import BlockIdentity as BlockIdentity
 from .kv_cache.block_hash import (
-    BlockIdentity,
     block_key,
 )
 from .kv_cache.connector import (
@@ -16,7 +16,6 @@ from .kv_cache.connector import (
 from .kv_cache.connector import OpenStores as OpenStores
 
 __all__ = [
-    "BlockIdentity",
     "FinishedTransfers",
     "KVConnector",
     "KVConnectorContext",

@@ -6,14 +6,14 @@ from .text.output_parser import (
     OutputEvent,
     OutputParser,
     OutputParserContext,
-    OutputState,
     ParserRequest,
     ReasoningText,
-    Role,
     ToolCallArguments,
     ToolCallBegin,
     ToolCallEnd,
 )
+from .text.output_parser import OutputState as OutputState
+from .text.output_parser import Role as Role
 from .text.output_parser import join_events as join_events
 
 __all__ = [
@@ -22,10 +22,8 @@ __all__ = [
     "OutputEvent",
     "OutputParser",
     "OutputParserContext",
-    "OutputState",
     "ParserRequest",
     "ReasoningText",
-    "Role",
     "ToolCallArguments",
     "ToolCallBegin",
     "ToolCallEnd",

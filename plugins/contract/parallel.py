@@ -2,25 +2,22 @@
 
 from .model.cuts import (
     Cut,
-    join,
     needed_part,
 )
+from .model.cuts import join as join
 from .process.parallel import (
     Communicator,
     CommunicatorContext,
-    Parallel,
     Placement,
-    SingleRank,
 )
 from .process.parallel import IndivisibleError as IndivisibleError
+from .process.parallel import Parallel as Parallel
+from .process.parallel import SingleRank as SingleRank
 
 __all__ = [
     "Communicator",
     "CommunicatorContext",
     "Cut",
-    "Parallel",
     "Placement",
-    "SingleRank",
-    "join",
     "needed_part",
 ]

@@ -13,7 +13,6 @@ from .requests.structured import (
     SequenceFormat,
     StarFormat,
     StructuralTag,
-    StructuredFormat,
     StructuredOutputs,
     TagFormat,
     TagsWithSeparatorFormat,
@@ -21,6 +20,7 @@ from .requests.structured import (
     TriggeredTagsFormat,
     walk_formats,
 )
+from .requests.structured import StructuredFormat as StructuredFormat
 
 __all__ = [
     "AnyTextFormat",
@@ -35,7 +35,6 @@ __all__ = [
     "SequenceFormat",
     "StarFormat",
     "StructuralTag",
-    "StructuredFormat",
     "StructuredOutputs",
     "TagFormat",
     "TagsWithSeparatorFormat",

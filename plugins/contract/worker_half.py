@@ -1,32 +1,21 @@
 """The half of a step part in a worker, and what it gets of the worker's model and KV cache."""
 
-from .model.forward import (
-    Forward,
-    ForwardStep,
-    PackedInputs,
-)
+from .model.forward import Forward as Forward
+from .model.forward import ForwardStep as ForwardStep
+from .model.forward import PackedInputs as PackedInputs
 from .step_part.halves import WorkerHalf
+from .step_part.worker import AllocatedCache as AllocatedCache
+from .step_part.worker import KVBlocks as KVBlocks
+from .step_part.worker import LoadedModel as LoadedModel
+from .step_part.worker import ModelOpener as ModelOpener
+from .step_part.worker import SequenceModel as SequenceModel
+from .step_part.worker import StepModel as StepModel
 from .step_part.worker import (
-    AllocatedCache,
-    KVBlocks,
-    LoadedModel,
-    ModelOpener,
-    SequenceModel,
-    StepModel,
     StepRows,
     WorkerHalfContext,
 )
 
 __all__ = [
-    "AllocatedCache",
-    "Forward",
-    "ForwardStep",
-    "KVBlocks",
-    "LoadedModel",
-    "ModelOpener",
-    "PackedInputs",
-    "SequenceModel",
-    "StepModel",
     "StepRows",
     "WorkerHalf",
     "WorkerHalfContext",

@@ -265,9 +265,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         simulate=_simulate,
         calibrate=functools.partial(_calibrate, open_model),
         open_journal=_open_journal,
-        measure_server=functools.partial(_measure, "measure_server"),
-        sweep=functools.partial(_measure, "sweep"),
-        measure_startup=functools.partial(_measure, "measure_startup"),
+        measure_startup=_measure_startup,
         resolve_plugins=resolve_plugins,
     )
 
@@ -313,11 +311,10 @@ def _calibrate(
     return calibrate(open_model, config, config_sources, seconds=seconds)
 
 
-def _measure(name: str, *given: Any, **named: Any) -> Iterator[Mapping[str, Any]]:
+def _measure_startup(plan: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     from hardpoint import bench  # noqa: PLC0415 - one command needs it
 
-    found: Iterator[Mapping[str, Any]] = getattr(bench, name)(*given, **named)
-    return found
+    return bench.measure_startup(plan)
 
 
 def _join_engine(problem: HardpointError | None, messages: Messages) -> JoinEngine:

@@ -47,8 +47,6 @@ LINES = {
     "trace": ["x"],
     "simulate": ["no.jsonl"],
     "calibrate": ["--seconds", "0.01"],
-    "bench serve": ["--trace", "no.jsonl"],
-    "bench sweep": ["--trace", "no.jsonl", "--resume"],
     "bench startup": ["--runs", "0"],
 }
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from http_streams import Timeline
 from soak_parts.ends import Counts, print_run
-
-from hardpoint.bench.answers import RequestTimeline
 
 
 def ended(text="", *, seconds=0.5, error=""):
-    return RequestTimeline(
-        sent=1.0, first=1.25, ended=1.0 + seconds, gaps=[0.1], error=error, text=text
-    )
+    return Timeline(sent=1.0, first=1.25, ended=1.0 + seconds, gaps=[0.1], error=error, text=text)
 
 
 @pytest.mark.parametrize(

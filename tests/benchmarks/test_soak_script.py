@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import soak
+from http_streams import Client, run_on_uvloop
 from soak_parts import disconnects
 from soak_parts.disconnects import Point, disconnect
 from soak_parts.holdings import Holdings, cpu_seconds
@@ -19,10 +20,6 @@ from soak_parts.metrics import parse_metrics
 from support.fake_api_server import Answer, FakeServer, serving
 from support.waiting import wait_until
 
-from hardpoint.bench.client import send
-from hardpoint.bench.connection import Pool
-from hardpoint.bench.processes import run_on_uvloop
-from hardpoint.bench.target import Target
 from hardpoint.testing import ScriptedClock
 
 IDLE = """
@@ -181,12 +178,12 @@ def test_clients_that_go_away(point, monkeypatch):
     monkeypatch.setattr(disconnects, "_HALF_CLOSED_S", 0.2)
 
     async def go_away(server):
-        pool = Pool(Target.parse(server.url))
-        body = json.dumps({"model": "fake", "prompt": "a b", "stream": True}).encode()
-        request = pool.request("POST", "/v1/completions", body)
-        await disconnect(pool, request, point, random.Random(1), 4)
-        assert (await send(pool, request, 30)).chunks == 50
-        pool.close()
+        client = Client(server.url)
+        body = {"model": "fake", "prompt": "a b", "stream": True}
+        request = client.request("POST", "/v1/completions", body)
+        await disconnect(client, request, point, random.Random(1), 4)
+        assert (await client.send("/v1/completions", body, 30)).chunks == 50
+        client.close()
 
     with serving(FakeServer(lambda number, body: Answer(chunks=50, gap=0.001))) as server:
         run_on_uvloop(go_away(server))

@@ -85,11 +85,13 @@ def test_lm_eval_gets_our_own_log_likelihoods(
         assert [value for value, _ in got] == pytest.approx([value for value, _ in row], abs=2e-3)
 
 
-def test_guidellm_runs_through(demo_url, tokenizer_folder, evaluation_programs, tmp_path):
+@pytest.mark.parametrize("profile", ["kind=concurrent,streams=4", "kind=poisson,rate=20"])
+def test_guidellm_runs_through(demo_url, tokenizer_folder, evaluation_programs, tmp_path, profile):
     command = [evaluation_programs / "guidellm", "run"]
     command += ["--backend", f"kind=openai_http,target={demo_url}"]
-    command += ["--profile", "kind=concurrent,streams=4"]
+    command += ["--profile", profile]
     command += ["--constraint", "kind=max_requests,count=8"]
+    command += ["--constraint", "kind=max_duration,seconds=600"]
     command += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"]
     command += ["--tokenizer", f"kind=hf_auto,model={tokenizer_folder}"]
     run(command, tmp_path)

@@ -4,7 +4,8 @@
 
 writes `tests/compatibility/interfaces.json`: for each kind, the interface of each number of its
 contract; and the classes of the data that their methods take, return and find in contexts, with
-the kinds and numbers that use each. The record of a number only grows. A change that may break a
+the kinds and numbers that use each. The record has the present number of a kind and the one
+before, which the engine accepts; that of a number only grows. A change that may break a
 plugin needs a new number in `host/registry/kinds.py`, and an adapter for the old one in
 `host/registry/adapters/`. `--compatible` records a change of a kind that breaks nothing, such as
 a type that is written differently. A change without a line in CHANGELOG.md under its kind is not
@@ -129,6 +130,7 @@ def updated(
         if before is not None and kind not in compatible:
             changes += [f"{kind}, contract {number}: {c}" for c in breaking(before, now)]
         changes += [f"{kind}: {c}" for c in unexplained(kind, before, now, sections)]
+        new[kind] = {n: new[kind][n] for n in new[kind] if int(n) == int(number) - 1}
         new[kind][number] = now
     new[DATA] = data()
     changes += _changes_of_data(record.get(DATA, {}), new[DATA], compatible)

@@ -1,1 +1,1 @@
-"""`hardpoint bench`: loads on servers, sweeps of settings, and the time of a start."""
+"""`hardpoint bench`: the time of a start."""

@@ -6,16 +6,18 @@ import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.builtin_plugins.commands.shown import toml, without_userinfo
 from hardpoint.builtin_plugins.commands.tables import print_table
 from hardpoint.builtin_plugins.scaffold import command as new_package
 from hardpoint.plugins import Command, CommandContext
-from hardpoint.plugins.commands import ComponentDetails, ComponentInfo
 from hardpoint.typed import FieldDoc
 
 from .check import configure_check, run_check
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.server.commands import ComponentDetails, ComponentInfo
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

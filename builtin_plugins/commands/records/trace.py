@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import shutil
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.builtin_plugins.commands.sampling import (
     GREEDY,
@@ -15,11 +15,13 @@ from hardpoint.builtin_plugins.commands.sampling import (
     sampling_params,
 )
 from hardpoint.plugins import Command, CommandContext, RequestError
-from hardpoint.plugins.commands import PromptTrace
 from hardpoint.toolkit.trace import asking_for_trace
 
 from .new_file import new_file
 from .served_trace import API_KEY, served_trace
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.server.commands import PromptTrace
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

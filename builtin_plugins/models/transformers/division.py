@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from hardpoint.plugins import ModelError
-from hardpoint.plugins.parallel import Cut, Parallel
+from hardpoint.plugins.parallel import (
+    Cut,
+)
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.process.parallel import Parallel
+
 
 _COLUMNS, _ROWS, _PACKED = "colwise", "rowwise", "packed_colwise"
 _EXPERTS, _OWNER = "moe_tp_experts", "local_params"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -28,8 +28,16 @@ from hardpoint.builtin_plugins.server.service import Service, call_of
 from hardpoint.errors import ConversationEndedError, HardpointError
 from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.plugins.requests import AdapterScale
-from hardpoint.plugins.server import Call, Client, OpenConversation, Route
+from hardpoint.plugins.server import (
+    Call,
+    Client,
+    Route,
+)
 from hardpoint.typed import Strict, convert, shown
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.server.generator import OpenConversation
+
 
 _AT_OPENING = "give it in the query of the handshake, for the whole conversation"
 _TEXTS = ("model", "cache_salt", "session")

@@ -7,12 +7,16 @@ import contextlib
 import time
 import weakref
 from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from hardpoint.plugins import HardpointError
 from hardpoint.plugins.server import AsyncGenerator as Engine
-from hardpoint.plugins.server import LiveRequest
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.scheduling.step_record import LiveRequest
+
 
 _SECONDS = 0.25
 

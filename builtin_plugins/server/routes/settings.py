@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hardpoint.plugins import EngineConfig, RequestError
-from hardpoint.plugins.server import LiveSettings
 from hardpoint.typed import Strict
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.server.settings import LiveSettings
+
 
 _SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
 _HIDDEN = "***"

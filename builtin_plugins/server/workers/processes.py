@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,8 +22,15 @@ from hardpoint.builtin_plugins.server.operations.notify import ServiceManager
 from hardpoint.builtin_plugins.server.service import ServerPhase
 from hardpoint.builtin_plugins.server.serving import Serving, begin_outliving, loop_factory
 from hardpoint.plugins import CommandContext
-from hardpoint.plugins.server import Worker, WorkerGroup, WorkerPlan
+from hardpoint.plugins.server import (
+    Worker,
+    WorkerPlan,
+)
 from hardpoint.typed import Strict, convert
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.server.workers import WorkerGroup
+
 
 _log = logging.getLogger("hardpoint")
 

@@ -7,17 +7,20 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from hardpoint.errors import shown
 from hardpoint.plugins import ModelError
-from hardpoint.plugins.model import LinearMatrix
 
 from .identity import CONFIG, TENSORS, content_hash, read_files
 from .patterns import ModulePatterns
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.model.forward import LinearMatrix
+
 
 _LONGEST_NAME = 512
 _PREFIX = "base_model.model."

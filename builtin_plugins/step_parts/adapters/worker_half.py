@@ -6,6 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -20,10 +21,14 @@ from hardpoint.plugins import (
     WorkerMemory,
     WorkerStep,
 )
-from hardpoint.plugins.worker_half import LoadedModel, StepRows, WorkerHalfContext
+from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
 
 from .files import HostAdapter, load_adapter
 from .messages import AdapterSlot, Ask, Call, Drop, Keep, Progress, Read, StepAdapters
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.worker import LoadedModel
+
 
 _NONE = -1
 

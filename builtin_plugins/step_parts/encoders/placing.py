@@ -5,16 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import FrontendHalf
 from hardpoint.plugins.requests import MediaFormat, MultiModalFeature
-from hardpoint.plugins.step_part import GivenPrompt, PromptReader
+from hardpoint.plugins.step_part import (
+    GivenPrompt,
+)
 from hardpoint.toolkit.images import ImageReader, ImagesConfig, ProcessedImage
 from hardpoint.typed import copied, is_list
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.part import PromptReader
+
 
 _FIELD = "multi_modal_data"
 _LONGEST_RUN = 64  # newlines of a token

@@ -18,10 +18,6 @@ from hardpoint.plugins import (
     WorkerStep,
 )
 from hardpoint.plugins.worker_half import (
-    AllocatedCache,
-    Forward,
-    ForwardStep,
-    PackedInputs,
     StepRows,
     WorkerHalfContext,
 )
@@ -31,6 +27,9 @@ from .messages import Finding
 
 if TYPE_CHECKING:
     import torch
+
+    from hardpoint.plugins.model.forward import Forward, ForwardStep, PackedInputs
+    from hardpoint.plugins.step_part.worker import AllocatedCache
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -26,11 +26,17 @@ from hardpoint.plugins import (
     StepObserver,
 )
 from hardpoint.plugins.kv_connector import KVConnectorScheduler
-from hardpoint.plugins.step_part import ComponentCalls, EngineHalfContext
+from hardpoint.plugins.step_part import (
+    EngineHalfContext,
+)
 from hardpoint.typed import prepared, read_only
 
 from .messages import StepData, TransferReport
 from .transfers import EndedLoad, PendingLoads, Saves
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.components import ComponentCalls
+
 
 _COMPUTED = "the engine goes on, and computes what could not be loaded"
 _NONE: tuple[int, bool] = (0, False)

@@ -25,13 +25,14 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.plugins.kv_connector import (
-    BlockIdentity,
     KVConnectorContext,
     KVConnectorWorker,
     KVWorkerContext,
 )
 from hardpoint.plugins.kv_store import KVStoreContext
-from hardpoint.plugins.worker_half import KVBlocks, WorkerHalfContext
+from hardpoint.plugins.worker_half import (
+    WorkerHalfContext,
+)
 from hardpoint.typed import prepared
 
 from .messages import StepData, TransferReport
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
     import torch
 
     from hardpoint.plugins import EngineConfig
-    from hardpoint.plugins.model import Attend
+    from hardpoint.plugins.kv_cache.block_hash import BlockIdentity
+    from hardpoint.plugins.model.forward import Attend
+    from hardpoint.plugins.step_part.worker import KVBlocks
 
 _log = logging.getLogger("hardpoint")
 

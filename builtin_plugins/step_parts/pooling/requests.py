@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -25,10 +25,17 @@ from hardpoint.plugins import (
     StepObserver,
 )
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.step_part import ComponentFactory, GivenPrompt, PromptReader
+from hardpoint.plugins.step_part import (
+    ComponentFactory,
+    GivenPrompt,
+)
 
 from .folder import ModelPooling
 from .messages import PoolingReport
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.part import PromptReader
+
 
 KIND = "poolers"
 

@@ -20,7 +20,6 @@ from hardpoint.plugins import (
     WorkerStep,
 )
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.step_part import ComponentCalls
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
 from hardpoint.typed import ReadOnlyList, prepared_type
 
@@ -30,6 +29,8 @@ from .requests import KIND, PAIRED
 
 if TYPE_CHECKING:
     import torch
+
+    from hardpoint.plugins.step_part.components import ComponentCalls
 
 
 @dataclass

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import EngineCoreRequest, FrontendHalf, ReasoningMarkers
-from hardpoint.plugins.step_part import GivenPrompt, PromptReader
+from hardpoint.plugins.step_part import (
+    GivenPrompt,
+)
 from hardpoint.toolkit.half_floats import float32_of
 
 from .rows import Rows, check_mask, rows_of, rows_of_request
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.part import PromptReader
+
 
 NAME = "prompt_embeddings"
 FIELDS = ("prompt_embeds", "prompt_is_token_ids")

@@ -8,21 +8,22 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from hardpoint.errors import size_text
 from hardpoint.plugins import CacheObserver, ForwardBatch, ForwardWrapper, Recorded, WorkerMemory
 from hardpoint.plugins.worker_half import (
-    AllocatedCache,
-    Forward,
-    ForwardStep,
-    LoadedModel,
-    PackedInputs,
     WorkerHalfContext,
 )
 
 from .decode_inputs import DecodeInputs, DecodeShape
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.model.forward import Forward, ForwardStep, PackedInputs
+    from hardpoint.plugins.step_part.worker import AllocatedCache, LoadedModel
+
 
 _log = logging.getLogger("hardpoint")
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from hardpoint.plugins import AttentionStep
-from hardpoint.plugins.worker_half import PackedInputs
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.model.forward import PackedInputs
+
 
 _OTHER_ROWS = 3  # token ids, positions and lengths, besides the slots of each group
 _PADDED_SLOT = -1

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import StepPart
-from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
+from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .decode_graphs import DecodeGraphs
 from .repeated_steps import RepeatedSteps
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.worker import LoadedModel
+
 
 _log = logging.getLogger("hardpoint")
 

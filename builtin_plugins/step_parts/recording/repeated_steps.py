@@ -5,11 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import torch
 
 from hardpoint.plugins import CacheObserver, ForwardBatch, ForwardWrapper, Ops, Recorded
-from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep, StepModel
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.model.forward import Forward, ForwardStep
+    from hardpoint.plugins.step_part.worker import AllocatedCache, StepModel
+
 
 _log = logging.getLogger("hardpoint")
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from hardpoint.plugins import EngineCoreRequest, RequestError
-from hardpoint.plugins.step_part import ToolCalls
 from hardpoint.plugins.structured import (
     ConstStringFormat,
     Format,
@@ -24,6 +23,9 @@ from hardpoint.plugins.structured import (
     TagsWithSeparatorFormat,
     TokenFormat,
 )
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.part import ToolCalls
 
 
 def constrain_calls(

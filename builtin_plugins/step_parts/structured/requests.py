@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -15,9 +15,15 @@ from hardpoint.plugins import (
     GrammarBackend,
     ReasoningMarkers,
 )
-from hardpoint.plugins.step_part import FrontendHalfContext, ToolCalls
+from hardpoint.plugins.step_part import (
+    FrontendHalfContext,
+)
 
 from .call_grammar import constrain_calls
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.part import ToolCalls
+
 
 _CANNOT = "the answer cannot be validated"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,11 +21,14 @@ from hardpoint.plugins import (
     TapSite,
     WorkerStep,
 )
-from hardpoint.plugins.step_part import ComponentCalls
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
 
 from .messages import TapReport, TapValues
 from .requests import KIND, Tap, Taps
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.components import ComponentCalls
+
 
 _PLACES: dict[Literal["attention", "mlp"], tuple[str, ...]] = {
     "attention": ("attention_output",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,12 +20,15 @@ from hardpoint.plugins import (
     SchedulerOutput,
     StepObserver,
 )
-from hardpoint.plugins.component import Source
 from hardpoint.plugins.requests import RequestStatus
 from hardpoint.plugins.scheduling import WaitReason
 from hardpoint.toolkit.trace import StepTrace, TraceRecord
 
 from .messages import Asked, Report
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.component.base import Source
+
 
 _replace = msgspec.structs.replace
 

@@ -20,7 +20,6 @@ from hardpoint.host.registry.adapters.tensor_checks import HandedOver
 from hardpoint.host.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.host.system import torch_state
 from hardpoint.plugins import (
-    Added,
     BatchLogitsProcessor,
     BatchUpdate,
     Edits,
@@ -35,6 +34,7 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.sampling.logits import FollowsBatch, LogitsPlugin
 from hardpoint.plugins.sampling.phases import LogitsStage
+from hardpoint.plugins.sampling.rows import Added
 from hardpoint.typed import ReadOnlyDict
 
 from .device_state import DeviceState

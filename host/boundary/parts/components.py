@@ -1,7 +1,7 @@
-"""Components that step parts drive, and step parts in the form that old schedulers call.
+"""Components that step parts drive.
 
 The engine, the workers and the conformance kit put `Components` into the contexts of step parts, so
-that a part needs nothing of the registry. Schedulers of contract 1 get `GatesAsGrammars`.
+that a part needs nothing of the registry.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from hardpoint.host.registry.blame import describe, faults_as, raise_unless_faul
 from hardpoint.host.registry.discovery import check_unique
 from hardpoint.host.registry.kinds import KINDS
 from hardpoint.host.registry.plugin_set import PluginSet
-from hardpoint.plugins import Request
 from hardpoint.plugins.component import Component, Context, Source
 from hardpoint.plugins.component.behaviour import behaviour_of
-from hardpoint.plugins.scheduling.scheduler import Gates
 from hardpoint.typed import suggest
 
 
@@ -117,26 +115,6 @@ def call_declared(kind: str, source: Source, cls: type[Component], method: str, 
     with faults_as(PluginFaultError, f"{source}: its {method}", passing=behaviour.raises):
         found = getattr(cls, method)(*args)
     return checked(found, interface, method, source)
-
-
-class GatesAsGrammars:
-    """The gates as `Grammars` of contract 1: a request waits while any part holds it back."""
-
-    def __init__(self, gates: Gates) -> None:
-        """Show the gates of the parts."""
-        self._gates = gates
-
-    def uses(self, request: Request) -> bool:
-        """Return whether a part gates a request."""
-        return self._gates.holds(request)
-
-    def ready(self, request: Request) -> bool:
-        """Return whether no part holds a request back.
-
-        Raises:
-            RequestError: it can never run.
-        """
-        return self._gates.wait_reason(request) is None
 
 
 def describe_fault(error: BaseException) -> str:

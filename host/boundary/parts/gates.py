@@ -19,11 +19,9 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     Request,
     RequestFault,
-    SchedulerOutput,
     WaitingFor,
     WaitReason,
 )
-from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.plugins.scheduling.scheduler import EncoderCache
 
 from .bound_half import BoundPart, call_for
@@ -110,7 +108,7 @@ class PartGates:
         return costs
 
 
-class PartTransfers(KVConnectorScheduler):
+class PartTransfers:
     """The loads and saves of the part that moves blocks, for a scheduler.
 
     A fault of the part ends the request, or the step goes on as if nothing could be loaded.
@@ -151,9 +149,6 @@ class PartTransfers(KVConnectorScheduler):
             return False, None
         keep, params = kept
         return keep, params
-
-    def build_connector_meta(self, plan: SchedulerOutput) -> None:
-        """Return None: the data of a plan is that of the part's `begin`."""
 
     def _call(self, method: str, request: Request, *args: Any) -> Any:
         """Call a method for a request; return None if it fails."""

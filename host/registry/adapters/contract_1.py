@@ -13,17 +13,18 @@ import contextlib
 import dataclasses
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
 from hardpoint.errors import ConfigError, RequestError
 from hardpoint.host.registry.kinds import PluginKind
 from hardpoint.plugins.component import Source
-from hardpoint.plugins.executor import WorkerInfo
+from hardpoint.plugins.executor import ExecutorContext, Worker, WorkerInfo, open_worker
 from hardpoint.plugins.kv_cache import EvictionPolicy
+from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.plugins.output_parser import (
     ContentText,
     OutputEvent,
@@ -35,12 +36,17 @@ from hardpoint.plugins.output_parser import (
 )
 from hardpoint.plugins.requests.markers import ReasoningMarkers
 from hardpoint.plugins.requests.request import Request
+from hardpoint.plugins.scheduling.scheduler import SchedulerContext
 
 if TYPE_CHECKING:
+    from hardpoint.plugins.kv_cache import KVCacheManager
     from hardpoint.plugins.requests import EngineCoreRequest
-    from hardpoint.plugins.scheduling.scheduler import SchedulerContext
+    from hardpoint.plugins.requests.plan import BlockIds, SchedulerOutput
+    from hardpoint.plugins.scheduling.scheduler import BlockTransfers, Gates
 
-__all__ = ["CachedBlock", "DraftTokenIds", "ReasoningContext", "ReasoningParser"]
+__all__ = ["CachedBlock", "DraftTokenIds", "Grammars", "ReasoningContext", "ReasoningParser"]
+
+C = TypeVar("C")
 
 _FOR = 1
 """The contract whose components are adapted."""
@@ -69,6 +75,24 @@ class DraftTokenIds(msgspec.Struct, frozen=True):
 
     request_ids: list[str]
     draft_token_ids: list[list[int]]
+
+
+class Grammars(Protocol):
+    """The grammars of structured output, for a scheduler of contract 1.
+
+    The engine follows the tokens of a request by its `output_token_ids`, and forgets the requests
+    that a plan reports as ended.
+    """
+
+    def uses(self, request: Request) -> bool:
+        """Return whether a grammar constrains a request."""
+
+    def ready(self, request: Request) -> bool:
+        """Return whether the grammar of a request is compiled.
+
+        Raises:
+            RequestError: it cannot be compiled; the request ends with this message.
+        """
 
 
 class ReasoningParser(OutputParser):
@@ -150,8 +174,96 @@ def warn_of_earlier(enabled: Iterable[tuple[PluginKind, Source, Any]]) -> list[s
     ]
 
 
+def context_for(target: type, context: C) -> C:
+    """Return the context for a component of a class; an adapted class gets that of contract 1."""
+    return target.convert_context(context) if issubclass(target, _Adapter) else context
+
+
 class _Adapter:
     """Base of the adapters; the component's class comes after it."""
+
+    @classmethod
+    def convert_context(cls, context: Any) -> Any:
+        """Return the context of contract 1."""
+        return context
+
+
+class _GatesAsGrammars:
+    """The gates as grammars: a request waits while any part holds it back."""
+
+    def __init__(self, gates: Gates) -> None:
+        self._gates = gates
+
+    def uses(self, request: Request) -> bool:
+        return self._gates.holds(request)
+
+    def ready(self, request: Request) -> bool:
+        return self._gates.wait_reason(request) is None
+
+
+class _TransfersAsConnector(KVConnectorScheduler):
+    """The transfers as the connector of contract 1, which also makes the data of plans."""
+
+    def __init__(self, transfers: BlockTransfers) -> None:
+        self._transfers = transfers
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._transfers.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        self._transfers.update_state_after_alloc(request, block_ids, num_external_tokens)
+
+    def request_finished(
+        self, request: Request, block_ids: BlockIds
+    ) -> tuple[bool, Mapping[str, Any] | None]:
+        return self._transfers.request_finished(request, block_ids)
+
+    def build_connector_meta(self, plan: SchedulerOutput) -> None:
+        """Return None: the data of a plan is that of the step part's `begin`."""
+
+
+class _KVCache:
+    """The KV cache with the method that contract 1 had besides."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def num_common_prefix_blocks(self, running: Sequence[Request]) -> list[int]:  # noqa: ARG002
+        return [0] * len(self._manager.groups)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _SchedulerContext(SchedulerContext):
+    """The context of a scheduler of contract 1.
+
+    Attributes:
+        connector: the transfers.
+        grammars: the gates.
+    """
+
+    connector: KVConnectorScheduler | None = None
+    grammars: Grammars | None = None
+
+    @classmethod
+    def of(cls, context: SchedulerContext) -> _SchedulerContext:
+        """Return a context with the fields of contract 1."""
+        if isinstance(context, cls):
+            return context
+        fields = {item.name: getattr(context, item.name) for item in dataclasses.fields(context)}
+        gates, transfers = context.gates, context.transfers
+        fields["kv_cache"] = _KVCache(context.kv_cache)
+        return cls(
+            **fields,
+            connector=None if transfers is None else _TransfersAsConnector(transfers),
+            grammars=None if gates is None else _GatesAsGrammars(gates),
+        )
 
 
 class _Scheduler(_Adapter):
@@ -159,13 +271,18 @@ class _Scheduler(_Adapter):
 
     _refuses_gates = False
 
+    @classmethod
+    def convert_context(cls, context: Any) -> Any:
+        return _SchedulerContext.of(context)
+
     def __init__(self, context: SchedulerContext) -> None:
+        earlier = self.convert_context(context)
         try:
-            super().__init__(context)  # type: ignore[call-arg]
+            super().__init__(earlier)  # type: ignore[call-arg]
         except ConfigError as refused:
-            if not _accepts(super().__init__, context):
+            if not _accepts(super().__init__, earlier):
                 raise refused from None
-            self.context, self._refuses_gates = context, True
+            self.context, self._refuses_gates = earlier, True
 
     def add_request(self, request: EngineCoreRequest) -> None:
         gates = self.context.gates
@@ -177,7 +294,7 @@ class _Scheduler(_Adapter):
         super().add_request(request)  # type: ignore[misc]
 
 
-def _accepts(init: Callable[..., None], context: SchedulerContext) -> bool:
+def _accepts(init: Callable[..., None], context: _SchedulerContext) -> bool:
     """Return whether a scheduler starts without grammars, and start it."""
     try:
         init(dataclasses.replace(context, grammars=None))
@@ -186,10 +303,28 @@ def _accepts(init: Callable[..., None], context: SchedulerContext) -> bool:
     return True
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ExecutorContext(ExecutorContext):
+    """The context of an executor of contract 1, which opens workers."""
+
+    def create_worker(self, rank: int) -> Worker:
+        return open_worker(self.launch(rank), self.progress)
+
+
 class _Executor(_Adapter):
     """An executor whose `start` may return the figures of the tightest worker alone."""
 
     _has_started = False
+
+    @classmethod
+    def convert_context(cls, context: Any) -> Any:
+        if isinstance(context, _ExecutorContext):
+            return context
+        fields = {item.name: getattr(context, item.name) for item in dataclasses.fields(context)}
+        return _ExecutorContext(**fields)
+
+    def __init__(self, context: ExecutorContext) -> None:
+        super().__init__(self.convert_context(context))  # type: ignore[call-arg]
 
     def start(self) -> Sequence[WorkerInfo]:
         info = super().start()  # type: ignore[misc]

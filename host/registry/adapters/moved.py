@@ -157,7 +157,9 @@ MOVED_NAMES = {
         "is_replayable": _REPLAYABLE,
         **dict.fromkeys(("KVCacheGroup", "KVCacheManager", "KVEvent"), f"{_CONTRACT}.kv_cache"),
         "KVConnectorScheduler": "hardpoint.plugins.kv_connector",
-        **dict.fromkeys(("Grammars", "SchedulerLimits"), f"{_CONTRACT}.scheduling"),
+        **dict.fromkeys(("Added", "Moved"), f"{_CONTRACT}.sampling.rows"),
+        **dict.fromkeys(("BlockHistory", "CachedBlocks"), f"{_CONTRACT}.kv_cache.eviction"),
+        "SchedulerLimits": f"{_CONTRACT}.scheduling",
         "NO_DRAFT": f"{_CONTRACT}.requests:SchedulerOutput.NO_DRAFT",
         "Worker": "hardpoint.plugins.executor",
         **dict.fromkeys(
@@ -195,9 +197,10 @@ After a colon, the name that it has there; that of a class's attribute has a dot
 """
 
 EARLIER = {
-    "": ("CachedBlock", "DraftTokenIds", "ReasoningContext", "ReasoningParser"),
+    "": ("CachedBlock", "DraftTokenIds", "Grammars", "ReasoningContext", "ReasoningParser"),
     "kv_cache": ("CachedBlock",),
     "plan": ("DraftTokenIds",),
+    "scheduling": ("Grammars",),
 }
 """By module as above: names of contracts that are still accepted, which give no warning here.
 

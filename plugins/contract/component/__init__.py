@@ -4,11 +4,11 @@ from .base import MAX_STATE_BYTES as MAX_STATE_BYTES
 from .base import (
     Component,
     Context,
-    Progress,
-    Source,
 )
 from .base import NoOptions as NoOptions
+from .base import Progress as Progress
+from .base import Source as Source
 from .base import no_progress as no_progress
 from .wrapper import Wrapper
 
-__all__ = ["Component", "Context", "Progress", "Source", "Wrapper"]
+__all__ = ["Component", "Context", "Wrapper"]

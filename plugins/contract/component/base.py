@@ -9,7 +9,10 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from hardpoint import typed
 
-__all__ = ["Component", "Context", "Progress", "Source"]
+__all__ = [
+    "Component",
+    "Context",
+]
 
 _NO_DISTRIBUTION = "no distribution"
 

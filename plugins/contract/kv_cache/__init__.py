@@ -2,8 +2,8 @@
 
 from hardpoint.plugins.requests.plan import BlockIds
 
+from .block_hash import BlockIdentity as BlockIdentity
 from .block_hash import (
-    BlockIdentity,
     block_key,
     sharing_key,
 )
@@ -25,20 +25,20 @@ from .events import (
     KVEventPublisher,
     PublisherContext,
 )
+from .eviction import BlockHistory as BlockHistory
+from .eviction import CachedBlocks as CachedBlocks
 from .eviction import (
-    BlockHistory,
-    CachedBlocks,
     EvictionContext,
     EvictionPolicy,
-    RetainedBlocks,
 )
+from .eviction import RetainedBlocks as RetainedBlocks
 from .manager import STATE_WINDOW as STATE_WINDOW
 from .manager import BlockNeeds as BlockNeeds
 from .manager import (
     CachedPrefix,
     KVCacheGroup,
-    KVCacheManager,
 )
+from .manager import KVCacheManager as KVCacheManager
 from .store import (
     BlockBuffer,
     KVStore,
@@ -49,18 +49,14 @@ from .store import (
 __all__ = [
     "AllBlocksCleared",
     "BlockBuffer",
-    "BlockHistory",
-    "BlockIdentity",
     "BlockIds",
     "BlockRemoved",
     "BlockStored",
-    "CachedBlocks",
     "CachedPrefix",
     "EvictionContext",
     "EvictionPolicy",
     "FinishedTransfers",
     "KVCacheGroup",
-    "KVCacheManager",
     "KVConnector",
     "KVConnectorContext",
     "KVConnectorScheduler",
@@ -74,7 +70,6 @@ __all__ = [
     "KVWorkerContext",
     "PeerKVStore",
     "PublisherContext",
-    "RetainedBlocks",
     "block_key",
     "sharing_key",
 ]

@@ -16,7 +16,7 @@ import msgspec
 from hardpoint.plugins.requests.lora import LoRARequest
 from hardpoint.plugins.requests.params import EngineCoreRequest
 
-__all__ = ["BlockIdentity", "block_key", "sharing_key"]
+__all__ = ["block_key", "sharing_key"]
 
 
 HASH_VERSION = 2

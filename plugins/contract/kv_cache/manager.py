@@ -13,7 +13,10 @@ from hardpoint.plugins.requests.stats import PrefixCacheStats
 
 from .events import KVEvent
 
-__all__ = ["CachedPrefix", "KVCacheGroup", "KVCacheManager"]
+__all__ = [
+    "CachedPrefix",
+    "KVCacheGroup",
+]
 
 
 STATE_WINDOW = 2
@@ -216,9 +219,6 @@ class KVCacheManager(Protocol):
 
     def block_ids(self, request: Request) -> BlockIds:
         """Return a request's blocks in order, one list per group."""
-
-    def num_common_prefix_blocks(self, running: Sequence[Request]) -> list[int]:
-        """Return 0 per group; schedulers of contract 1 put it into plans, which do not need it."""
 
     def reset(self) -> None:
         """Drop cached content. Requests keep their blocks, but cache nothing until readmitted."""

@@ -8,9 +8,9 @@ from .attention import (
 )
 from .cuts import (
     Cut,
-    join,
     needed_part,
 )
+from .cuts import join as join
 from .exponential_race import (
     advantages,
     mixed_seed,
@@ -20,16 +20,16 @@ from .files import (
     ModelConfig,
     ModelFiles,
 )
+from .forward import Advance as Advance
+from .forward import Attend as Attend
+from .forward import Branch as Branch
 from .forward import (
-    Advance,
-    Attend,
     ForwardBatch,
-    LayerHooks,
-    LinearMatrix,
-    Recur,
     TensorSpec,
 )
-from .forward import Branch as Branch
+from .forward import LayerHooks as LayerHooks
+from .forward import LinearMatrix as LinearMatrix
+from .forward import Recur as Recur
 from .forward import no_states as no_states
 from .loader import (
     LoaderContext,
@@ -62,9 +62,7 @@ from .quantization import (
 )
 
 __all__ = [
-    "Advance",
     "AffineCodes",
-    "Attend",
     "AttentionBackend",
     "AttentionContext",
     "AttentionStep",
@@ -73,8 +71,6 @@ __all__ = [
     "DenseMatrix",
     "ForwardBatch",
     "KVSpec",
-    "LayerHooks",
-    "LinearMatrix",
     "LoaderContext",
     "LogitsOps",
     "Model",
@@ -89,12 +85,10 @@ __all__ = [
     "QuantizedMatrix",
     "QuantizedWeight",
     "Recorded",
-    "Recur",
     "TensorSpec",
     "WeightFormat",
     "WeightLoader",
     "advantages",
-    "join",
     "mixed_seed",
     "needed_part",
     "token_noise",

@@ -11,7 +11,7 @@ from hardpoint.errors import ModelError
 if TYPE_CHECKING:
     pass
 
-__all__ = ["Cut", "join", "needed_part"]
+__all__ = ["Cut", "needed_part"]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["Advance", "Attend", "ForwardBatch", "LayerHooks", "LinearMatrix", "Recur", "TensorSpec"]
+__all__ = ["ForwardBatch", "TensorSpec"]
 
 
 class Attend(Protocol):

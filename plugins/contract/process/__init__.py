@@ -11,16 +11,16 @@ from .executor import (
     Worker,
     WorkerInfo,
     WorkerLaunch,
-    WorkerProcess,
     open_worker,
 )
+from .executor import WorkerProcess as WorkerProcess
 from .parallel import (
     Communicator,
     CommunicatorContext,
-    Parallel,
     Placement,
-    SingleRank,
 )
+from .parallel import Parallel as Parallel
+from .parallel import SingleRank as SingleRank
 
 __all__ = [
     "BalancerContext",
@@ -30,12 +30,9 @@ __all__ = [
     "Executor",
     "ExecutorContext",
     "LoadBalancer",
-    "Parallel",
     "Placement",
-    "SingleRank",
     "Worker",
     "WorkerInfo",
     "WorkerLaunch",
-    "WorkerProcess",
     "open_worker",
 ]

@@ -33,7 +33,6 @@ __all__ = [
     "Worker",
     "WorkerInfo",
     "WorkerLaunch",
-    "WorkerProcess",
     "open_worker",
 ]
 
@@ -339,10 +338,6 @@ class ExecutorContext(Context["Executor"]):
     watchdog_exits: bool = False
     num_batches: int = 1
     all_report: bool = False
-
-    def create_worker(self, rank: int) -> Worker:
-        """Open the worker of a rank here; executors of contract 1 do so."""
-        return open_worker(self.launch(rank), self.progress)
 
 
 class Executor(Component):

@@ -20,7 +20,11 @@ from hardpoint.plugins.component.base import Component, Context
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Communicator", "CommunicatorContext", "Parallel", "Placement", "SingleRank"]
+__all__ = [
+    "Communicator",
+    "CommunicatorContext",
+    "Placement",
+]
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):

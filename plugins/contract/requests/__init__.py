@@ -9,15 +9,15 @@ from .markers import (
     ReasoningPosition,
     ReasoningTracker,
 )
+from .media import Image as Image
 from .media import (
-    Image,
     ImageSource,
     MultiModalFeature,
 )
 from .media_format import MediaFormat
+from .options import ChatOptions as ChatOptions
+from .options import ChatRequestOptions as ChatRequestOptions
 from .options import (
-    ChatOptions,
-    ChatRequestOptions,
     RequestOptions,
 )
 from .outputs import (
@@ -29,36 +29,36 @@ from .outputs import (
     PartArray,
     PoolingRequestOutput,
     RequestOutput,
-    TokenLogprobs,
     ToolCall,
 )
+from .outputs import TokenLogprobs as TokenLogprobs
 from .params import (
     EngineCoreRequest,
     PoolingParams,
     Prompt,
     RepetitionDetection,
     RequestOutputKind,
-    Retention,
     SamplingParams,
     ids_after_embeddings,
 )
+from .params import Retention as Retention
 from .plan import (
     BlockIds,
     CachedRequests,
     GrammarBitmask,
     ModelRunnerOutput,
     NewRequest,
-    PartData,
     RequestFault,
-    SampledTokens,
     SchedulerOutput,
 )
+from .plan import PartData as PartData
+from .plan import SampledTokens as SampledTokens
 from .request import (
     Request,
     RequestStatus,
 )
+from .resumed import ResumedOutputs as ResumedOutputs
 from .resumed import (
-    ResumedOutputs,
     WeightRun,
 )
 from .stats import (
@@ -66,17 +66,17 @@ from .stats import (
     EngineCoreEventType,
     EngineReport,
     FinishedRequest,
-    Health,
     IterationStats,
     KVTierStats,
-    PluginMeter,
     PluginReport,
     PrefillStats,
     PrefixCacheStats,
-    RequestMetrics,
     SchedulerStats,
-    StepFault,
 )
+from .stats import Health as Health
+from .stats import PluginMeter as PluginMeter
+from .stats import RequestMetrics as RequestMetrics
+from .stats import StepFault as StepFault
 from .structured import (
     AnyTextFormat,
     ConstStringFormat,
@@ -90,7 +90,6 @@ from .structured import (
     SequenceFormat,
     StarFormat,
     StructuralTag,
-    StructuredFormat,
     StructuredOutputs,
     TagFormat,
     TagsWithSeparatorFormat,
@@ -98,14 +97,13 @@ from .structured import (
     TriggeredTagsFormat,
     walk_formats,
 )
+from .structured import StructuredFormat as StructuredFormat
 
 __all__ = [
     "AdapterScale",
     "AnyTextFormat",
     "BlockIds",
     "CachedRequests",
-    "ChatOptions",
-    "ChatRequestOptions",
     "CompletionOutput",
     "ConstStringFormat",
     "EngineCoreEvent",
@@ -119,8 +117,6 @@ __all__ = [
     "Format",
     "GrammarBitmask",
     "GrammarFormat",
-    "Health",
-    "Image",
     "ImageSource",
     "IterationStats",
     "JsonSchemaFormat",
@@ -134,8 +130,6 @@ __all__ = [
     "OptionalFormat",
     "OrFormat",
     "PartArray",
-    "PartData",
-    "PluginMeter",
     "PluginReport",
     "PlusFormat",
     "PoolingParams",
@@ -150,27 +144,20 @@ __all__ = [
     "RepetitionDetection",
     "Request",
     "RequestFault",
-    "RequestMetrics",
     "RequestOptions",
     "RequestOutput",
     "RequestOutputKind",
     "RequestStatus",
-    "ResumedOutputs",
-    "Retention",
-    "SampledTokens",
     "SamplingParams",
     "SchedulerOutput",
     "SchedulerStats",
     "SequenceFormat",
     "StarFormat",
-    "StepFault",
     "StructuralTag",
-    "StructuredFormat",
     "StructuredOutputs",
     "TagFormat",
     "TagsWithSeparatorFormat",
     "TokenFormat",
-    "TokenLogprobs",
     "ToolCall",
     "TriggeredTagsFormat",
     "WeightRun",

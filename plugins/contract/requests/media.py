@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Image", "ImageSource", "MultiModalFeature"]
+__all__ = ["ImageSource", "MultiModalFeature"]
 
 
 class Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict
 
 from .lora import LoRARequest
 
-__all__ = ["ChatOptions", "ChatRequestOptions", "RequestOptions"]
+__all__ = ["RequestOptions"]
 
 
 class RequestOptions(TypedDict, total=False):

@@ -23,7 +23,6 @@ __all__ = [
     "PartArray",
     "PoolingRequestOutput",
     "RequestOutput",
-    "TokenLogprobs",
     "ToolCall",
 ]
 

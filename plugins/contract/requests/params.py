@@ -24,7 +24,6 @@ __all__ = [
     "Prompt",
     "RepetitionDetection",
     "RequestOutputKind",
-    "Retention",
     "SamplingParams",
     "ids_after_embeddings",
 ]

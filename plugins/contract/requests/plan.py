@@ -17,9 +17,7 @@ __all__ = [
     "GrammarBitmask",
     "ModelRunnerOutput",
     "NewRequest",
-    "PartData",
     "RequestFault",
-    "SampledTokens",
     "SchedulerOutput",
 ]
 

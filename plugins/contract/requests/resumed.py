@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-__all__ = ["ResumedOutputs", "WeightRun"]
+__all__ = ["WeightRun"]
 
 
 class WeightRun(msgspec.Struct, frozen=True):

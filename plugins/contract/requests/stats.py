@@ -12,16 +12,12 @@ __all__ = [
     "EngineCoreEventType",
     "EngineReport",
     "FinishedRequest",
-    "Health",
     "IterationStats",
     "KVTierStats",
-    "PluginMeter",
     "PluginReport",
     "PrefillStats",
     "PrefixCacheStats",
-    "RequestMetrics",
     "SchedulerStats",
-    "StepFault",
 ]
 
 

@@ -26,7 +26,6 @@ __all__ = [
     "SequenceFormat",
     "StarFormat",
     "StructuralTag",
-    "StructuredFormat",
     "StructuredOutputs",
     "TagFormat",
     "TagsWithSeparatorFormat",

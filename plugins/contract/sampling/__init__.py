@@ -9,28 +9,28 @@ from .activation_tap import (
 from .logits import (
     BatchLogitsProcessor,
     Edits,
-    FollowsBatch,
     LogitsContext,
-    LogitsPlugin,
     LogitsProcessor,
     Reads,
     SparseLogitsProcessor,
 )
+from .logits import FollowsBatch as FollowsBatch
+from .logits import LogitsPlugin as LogitsPlugin
 from .phases import LogitsStage
 from .pooler import (
     Pooler,
     PoolerContext,
     PromptPooler,
 )
+from .rows import Added as Added
 from .rows import (
-    Added,
     BatchUpdate,
     LogitsRequest,
     Move,
-    Moved,
     RowMap,
     Rows,
 )
+from .rows import Moved as Moved
 from .sampler import (
     Sampler,
     SamplerContext,
@@ -40,18 +40,14 @@ from .sampler import (
 __all__ = [
     "ActivationTap",
     "ActivationTapContext",
-    "Added",
     "BatchLogitsProcessor",
     "BatchUpdate",
     "Edits",
-    "FollowsBatch",
     "LogitsContext",
-    "LogitsPlugin",
     "LogitsProcessor",
     "LogitsRequest",
     "LogitsStage",
     "Move",
-    "Moved",
     "Pooler",
     "PoolerContext",
     "PromptPooler",

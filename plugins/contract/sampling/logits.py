@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchLogitsProcessor",
     "Edits",
-    "FollowsBatch",
     "LogitsContext",
-    "LogitsPlugin",
     "LogitsProcessor",
     "Reads",
     "SparseLogitsProcessor",

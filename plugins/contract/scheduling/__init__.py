@@ -5,36 +5,30 @@ from .policy import (
     PolicyContext,
     SchedulingPolicy,
 )
+from .scheduler import BlockTransfers as BlockTransfers
 from .scheduler import (
-    BlockTransfers,
     EncoderCache,
-    Gates,
-    Grammars,
     PauseState,
     Scheduler,
     SchedulerContext,
-    SchedulerLimits,
 )
+from .scheduler import Gates as Gates
+from .scheduler import SchedulerLimits as SchedulerLimits
 from .step_cost import StepCost
+from .step_record import LiveRequest as LiveRequest
 from .step_record import (
-    LiveRequest,
     StepRecord,
     WaitingFor,
     WaitReason,
 )
 
 __all__ = [
-    "BlockTransfers",
     "EncoderCache",
-    "Gates",
-    "Grammars",
-    "LiveRequest",
     "Load",
     "PauseState",
     "PolicyContext",
     "Scheduler",
     "SchedulerContext",
-    "SchedulerLimits",
     "SchedulingPolicy",
     "StepCost",
     "StepRecord",

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Protocol
 from hardpoint.errors import ConfigError
 from hardpoint.plugins.component.base import Component, Context
 from hardpoint.plugins.component.behaviour import instance, returns
-from hardpoint.plugins.kv_cache.connector import KVConnectorScheduler
 from hardpoint.plugins.kv_cache.manager import KVCacheManager
 from hardpoint.plugins.requests.outputs import EngineCoreOutputs, FinishReason
 from hardpoint.plugins.requests.params import EngineCoreRequest
@@ -24,14 +23,10 @@ from .step_cost import StepCost
 from .step_record import StepRecord, WaitReason
 
 __all__ = [
-    "BlockTransfers",
     "EncoderCache",
-    "Gates",
-    "Grammars",
     "PauseState",
     "Scheduler",
     "SchedulerContext",
-    "SchedulerLimits",
 ]
 
 
@@ -69,24 +64,6 @@ class EncoderCache(Protocol):
 
     def take_freed(self) -> Sequence[str]:
         """Return the identifiers dropped since the last call."""
-
-
-class Grammars(Protocol):
-    """The grammars of structured output, for a scheduler: which requests have one.
-
-    The engine follows the tokens of a request by its `output_token_ids`, and forgets the requests
-    that a plan reports as ended.
-    """
-
-    def uses(self, request: Request) -> bool:
-        """Return whether a grammar constrains a request."""
-
-    def ready(self, request: Request) -> bool:
-        """Return whether the grammar of a request is compiled.
-
-        Raises:
-            RequestError: it cannot be compiled; the request ends with this message.
-        """
 
 
 class Gates(Protocol):
@@ -224,10 +201,8 @@ class SchedulerContext(Context["Scheduler"]):
             `limits.step_milliseconds` is set.
         policy_fault: called with a message when a decision of the policy could not be followed.
         transfers: loads and saves of blocks outside of the cache; None if no step part moves any.
-        connector: `transfers` as contract 1 had them; `build_connector_meta` returns None.
         encoder_cache: cache of encoder outputs, of multimodal models.
         gates: gates of step parts; None if no part gates requests or counts resources.
-        grammars: the gates as contract 1 had them, for schedulers that do not use `gates`.
         record: called with the record of each step; None if no record is needed.
         log_stats: whether outputs carry events.
         report_finished: whether to fill in `EngineCoreOutputs.finished_requests`.
@@ -241,10 +216,8 @@ class SchedulerContext(Context["Scheduler"]):
     step_cost: Callable[[], StepCost] = StepCost
     policy_fault: Callable[[str], None] = lambda _message: None
     transfers: BlockTransfers | None = None
-    connector: KVConnectorScheduler | None = None
     encoder_cache: EncoderCache | None = None
     gates: Gates | None = None
-    grammars: Grammars | None = None
     record: Callable[[StepRecord], None] | None = None
     log_stats: bool = False
     report_finished: bool = False

@@ -7,7 +7,7 @@ from enum import Enum
 
 import msgspec
 
-__all__ = ["LiveRequest", "StepRecord", "WaitReason", "WaitingFor"]
+__all__ = ["StepRecord", "WaitReason", "WaitingFor"]
 
 
 class WaitingFor(Enum):

@@ -1,7 +1,7 @@
 """Interfaces of servers: routes, commands, hooks, adapter resolvers and stat sinks."""
 
 from hardpoint.plugins.requests.outputs import ToolCall
-from hardpoint.plugins.scheduling.step_record import LiveRequest
+from hardpoint.plugins.scheduling.step_record import LiveRequest as LiveRequest
 
 from .adapter_resolver import (
     AdapterResolver,
@@ -10,20 +10,20 @@ from .adapter_resolver import (
 from .commands import (
     Command,
     CommandContext,
-    ComponentDetails,
-    ComponentInfo,
-    ContextMemory,
     Generator,
-    ModelReport,
-    PluginCatalog,
-    PromptTrace,
-    WeightGroup,
 )
+from .commands import ComponentDetails as ComponentDetails
+from .commands import ComponentInfo as ComponentInfo
+from .commands import ContextMemory as ContextMemory
+from .commands import ModelReport as ModelReport
+from .commands import PluginCatalog as PluginCatalog
+from .commands import PromptTrace as PromptTrace
+from .commands import WeightGroup as WeightGroup
 from .engine_set import (
     EngineSet,
-    EngineStatus,
     LoadReport,
 )
+from .engine_set import EngineStatus as EngineStatus
 from .extension import (
     Authenticator,
     Background,
@@ -38,31 +38,27 @@ from .extension import (
 )
 from .generator import (
     AsyncGenerator,
-    OpenConversation,
     ServerContext,
 )
+from .generator import OpenConversation as OpenConversation
 from .groups import PauseModeName as PauseModeName
 from .hooks import (
     HookContext,
     hookimpl,
 )
-from .journals import (
-    JournalReport,
-    JournalUse,
-)
-from .settings import (
-    LiveSettings,
-    Setting,
-)
+from .journals import JournalReport as JournalReport
+from .journals import JournalUse as JournalUse
+from .settings import LiveSettings as LiveSettings
+from .settings import Setting as Setting
 from .stat_sink import (
     StatSink,
     StatSinkContext,
 )
 from .workers import (
     Worker,
-    WorkerGroup,
     WorkerPlan,
 )
+from .workers import WorkerGroup as WorkerGroup
 
 __all__ = [
     "AdapterResolver",
@@ -74,36 +70,21 @@ __all__ = [
     "Client",
     "Command",
     "CommandContext",
-    "ComponentDetails",
-    "ComponentInfo",
-    "ContextMemory",
     "EngineSet",
-    "EngineStatus",
     "Generator",
     "HookContext",
     "InstalledExtension",
-    "JournalReport",
-    "JournalUse",
-    "LiveRequest",
-    "LiveSettings",
     "LoadReport",
     "Middleware",
-    "ModelReport",
-    "OpenConversation",
-    "PluginCatalog",
-    "PromptTrace",
     "ResponseStore",
     "Route",
     "ServerContext",
     "ServerExtension",
-    "Setting",
     "StatSink",
     "StatSinkContext",
     "ToolCall",
     "Transform",
-    "WeightGroup",
     "Worker",
-    "WorkerGroup",
     "WorkerPlan",
     "hookimpl",
 ]

@@ -25,14 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Command",
     "CommandContext",
-    "ComponentDetails",
-    "ComponentInfo",
-    "ContextMemory",
     "Generator",
-    "ModelReport",
-    "PluginCatalog",
-    "PromptTrace",
-    "WeightGroup",
 ]
 
 
@@ -380,9 +373,7 @@ which has `cost`, what `hardpoint simulate --cost` reads.
 
 
 Measure = Callable[..., Iterator[Mapping[str, Any]]]
-"""Measures something; yields records. The arguments are those of a function of `hardpoint.bench`,
-as plain data; see the page on benchmarks.
-"""
+"""Measures starts; yields records. The argument has the fields of `hardpoint.bench.StartupPlan`."""
 
 
 MakeApplication = Callable[["AsyncGenerator", str], Any]
@@ -437,8 +428,6 @@ class CommandContext:
         simulate: runs a load under several configurations on a virtual clock.
         calibrate: measures what steps of the configured model take.
         open_journal: opens a journal of an engine.
-        measure_server: sends loads to a server over HTTP.
-        sweep: sends loads to servers of several settings, which it starts.
         measure_startup: starts engines, and measures the stages of it.
         resolve_plugins: resolves a configuration's plugins, for `load_plugins`.
     """
@@ -459,8 +448,6 @@ class CommandContext:
     simulate: Simulate = _ABSENT["simulate"]
     calibrate: Calibrate = _ABSENT["calibrate"]
     open_journal: Callable[[str, bool], JournalUse] = _ABSENT["open_journal"]
-    measure_server: Measure = _ABSENT["measure_server"]
-    sweep: Measure = _ABSENT["sweep"]
     measure_startup: Measure = _ABSENT["measure_startup"]
     resolve_plugins: ResolvePlugins = _ABSENT["resolve_plugins"]
 

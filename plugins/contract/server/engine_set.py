@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["EngineSet", "EngineStatus", "LoadReport"]
+__all__ = ["EngineSet", "LoadReport"]
 
 
 @dataclass(frozen=True)

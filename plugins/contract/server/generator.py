@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
     from starlette.responses import Response as HTTPResponse
 
-__all__ = ["AsyncGenerator", "OpenConversation", "ServerContext"]
+__all__ = ["AsyncGenerator", "ServerContext"]
 
 T = TypeVar("T")
 StructT = TypeVar("StructT", bound=msgspec.Struct)

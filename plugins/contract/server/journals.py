@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-__all__ = ["JournalReport", "JournalUse"]
-
 
 class JournalReport(Protocol):
     """The findings of the replay of a journal.

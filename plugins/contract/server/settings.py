@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["LiveSettings", "Setting"]
-
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """One value of the configuration.

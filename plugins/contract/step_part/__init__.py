@@ -1,16 +1,14 @@
 """Interfaces of step parts: frontend, engine and worker hooks, and speculators."""
 
-from hardpoint.plugins.model.forward import (
-    Forward,
-    ForwardStep,
-    PackedInputs,
-)
+from hardpoint.plugins.model.forward import Forward as Forward
+from hardpoint.plugins.model.forward import ForwardStep as ForwardStep
+from hardpoint.plugins.model.forward import PackedInputs as PackedInputs
 
+from .components import ComponentCalls as ComponentCalls
 from .components import (
-    ComponentCalls,
     ComponentFactory,
-    FaultCounter,
 )
+from .components import FaultCounter as FaultCounter
 from .engine import REQUEST_FIELDS as REQUEST_FIELDS
 from .engine import (
     EngineHalfContext,
@@ -37,23 +35,23 @@ from .part import (
     FrontendHalf,
     FrontendHalfContext,
     GivenPrompt,
-    PromptReader,
     StepPart,
     StepPartContext,
-    ToolCalls,
 )
+from .part import PromptReader as PromptReader
+from .part import ToolCalls as ToolCalls
 from .speculator import (
     DraftRequest,
     Speculator,
     SpeculatorContext,
 )
+from .worker import AllocatedCache as AllocatedCache
+from .worker import KVBlocks as KVBlocks
+from .worker import LoadedModel as LoadedModel
+from .worker import ModelOpener as ModelOpener
+from .worker import SequenceModel as SequenceModel
+from .worker import StepModel as StepModel
 from .worker import (
-    AllocatedCache,
-    KVBlocks,
-    LoadedModel,
-    ModelOpener,
-    SequenceModel,
-    StepModel,
     StepRows,
     WorkerHalfContext,
 )
@@ -74,53 +72,40 @@ from .worker_hooks import (
 
 __all__ = [
     "AdmissionGate",
-    "AllocatedCache",
     "BlockAccess",
     "BlockKey",
     "BlockTransfer",
     "CacheObserver",
-    "ComponentCalls",
     "ComponentFactory",
     "DraftRequest",
     "DraftTokens",
     "EncoderBudget",
     "EngineHalf",
     "EngineHalfContext",
-    "FaultCounter",
-    "Forward",
-    "ForwardStep",
     "ForwardWrapper",
     "FrontendHalf",
     "FrontendHalfContext",
     "GivenPrompt",
     "HiddenStates",
     "InputEmbeddings",
-    "KVBlocks",
     "LayerWrapper",
     "LinearProducts",
-    "LoadedModel",
     "ModelLogits",
-    "ModelOpener",
     "OutputFigures",
     "OutputPublisher",
-    "PackedInputs",
     "PlanData",
     "ProgramCalls",
-    "PromptReader",
     "RequestFilter",
     "RequestLifecycle",
     "ResidualStream",
     "ResourceCost",
-    "SequenceModel",
     "Speculator",
     "SpeculatorContext",
-    "StepModel",
     "StepObserver",
     "StepPart",
     "StepPartContext",
     "StepRows",
     "TokenMask",
-    "ToolCalls",
     "WorkerCalls",
     "WorkerHalf",
     "WorkerHalfContext",

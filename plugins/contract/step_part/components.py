@@ -10,7 +10,9 @@ from typing import Any, Protocol, TypeVar
 
 from hardpoint.plugins.component.base import Component, Context, Source
 
-__all__ = ["ComponentCalls", "ComponentFactory", "FaultCounter"]
+__all__ = [
+    "ComponentFactory",
+]
 
 R = TypeVar("R")
 

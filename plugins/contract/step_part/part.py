@@ -44,10 +44,8 @@ __all__ = [
     "FrontendHalf",
     "FrontendHalfContext",
     "GivenPrompt",
-    "PromptReader",
     "StepPart",
     "StepPartContext",
-    "ToolCalls",
 ]
 
 

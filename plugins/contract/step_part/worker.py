@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from hardpoint.plugins.model.ops import Ops
 
 __all__ = [
-    "AllocatedCache",
-    "KVBlocks",
-    "LoadedModel",
-    "ModelOpener",
-    "SequenceModel",
-    "StepModel",
     "StepRows",
     "WorkerHalfContext",
 ]

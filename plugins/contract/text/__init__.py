@@ -1,7 +1,7 @@
 """Interfaces of text: tokenizers, request arguments, grammars, output parsers, IO processors."""
 
+from .arguments import ComponentWithArguments as ComponentWithArguments
 from .arguments import (
-    ComponentWithArguments,
     PrepareContext,
 )
 from .grammars import (
@@ -19,14 +19,14 @@ from .output_parser import (
     OutputEvent,
     OutputParser,
     OutputParserContext,
-    OutputState,
     ParserRequest,
     ReasoningText,
-    Role,
     ToolCallArguments,
     ToolCallBegin,
     ToolCallEnd,
 )
+from .output_parser import OutputState as OutputState
+from .output_parser import Role as Role
 from .tokenizer import (
     DecodeStream,
     EncodedPair,
@@ -36,7 +36,6 @@ from .tokenizer import (
 from .vocabulary import Vocabulary
 
 __all__ = [
-    "ComponentWithArguments",
     "ContentText",
     "DecodeStream",
     "EncodedPair",
@@ -49,11 +48,9 @@ __all__ = [
     "OutputEvent",
     "OutputParser",
     "OutputParserContext",
-    "OutputState",
     "ParserRequest",
     "PrepareContext",
     "ReasoningText",
-    "Role",
     "Tokenizer",
     "TokenizerContext",
     "ToolCallArguments",

@@ -16,7 +16,7 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ComponentWithArguments", "PrepareContext"]
+__all__ = ["PrepareContext"]
 
 
 @dataclass(frozen=True, kw_only=True)

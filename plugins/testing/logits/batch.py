@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from hardpoint.plugins import Added, BatchUpdate, LogitsRequest, Move, Moved
+from hardpoint.plugins import (
+    BatchUpdate,
+    LogitsRequest,
+    Move,
+)
+from hardpoint.plugins.sampling.rows import Added, Moved
 from hardpoint.testing.engine_access import ProcessorFailedError, ProcessorPipeline
 from hardpoint.testing.suite import Violation
 

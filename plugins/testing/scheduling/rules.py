@@ -83,7 +83,7 @@ BLOCK_IDS = Rule(
 )
 GRAMMAR = Rule(
     "grammars: no request runs before its grammar is ready, and the plan lists each one's row",
-    "call Grammars.ready before admission, and list exactly the requests that use a grammar",
+    "ask Gates.wait_reason before admission, and list exactly the requests that use a grammar",
 )
 PAUSE = Rule(
     "pause: held requests get no tokens during a pause, and all requests continue after it",

@@ -329,7 +329,7 @@ class SchedulerSimulator(SimulatorState):
             if early := [name for name in users if not self.grammars.is_ready(name)]:
                 raise GRAMMAR.violation(f"{early} are running, but their grammars are not ready")
         if self.connector is not None:
-            self.connector.check_plan(plan)
+            self.connector.take_jobs(plan)
             self.connector.check_admitted(n.source.request_id for n in plan.new_requests)
 
     def _sent(self, plan: SchedulerOutput) -> SchedulerOutput:

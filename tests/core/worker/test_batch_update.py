@@ -11,7 +11,12 @@ from support.searching import examples
 
 from hardpoint import SamplingParams
 from hardpoint.core.worker.input_batch import BatchUpdateBuilder
-from hardpoint.plugins import Added, BatchUpdate, Move, Moved, RowMap
+from hardpoint.plugins import (
+    BatchUpdate,
+    Move,
+    RowMap,
+)
+from hardpoint.plugins.sampling.rows import Added, Moved
 
 PARAMS = SamplingParams()
 

@@ -33,7 +33,6 @@ from hardpoint.errors import PluginContractError
 from hardpoint.host.boundary.logits.processor_runner import ProcessorRunner
 from hardpoint.host.boundary.parts.components import describe_fault
 from hardpoint.plugins import (
-    Added,
     BatchLogitsProcessor,
     BatchUpdate,
     EngineCoreRequest,
@@ -47,6 +46,7 @@ from hardpoint.plugins import (
     TensorSpec,
 )
 from hardpoint.plugins.component import Source
+from hardpoint.plugins.sampling.rows import Added
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import history_hash, load_ops
 from hardpoint.toolkit.bitmasks import allow_tokens

@@ -722,7 +722,6 @@ def test_a_scheduler_asks_the_part_that_loads_blocks():
     request = Request(new("r"), 0)
     assert parts.transfers.get_num_new_matched_tokens(request, 0) == (4, True)
     assert parts.transfers.request_finished(request, [[1]]) == (True, {"a": 1})
-    assert parts.transfers.build_connector_meta(plan_of("r")) is None
     assert names_of(half.calls) == ["get_num_new_matched_tokens", "request_finished"]
 
 

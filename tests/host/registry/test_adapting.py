@@ -21,19 +21,18 @@ from hardpoint.host.registry.adapters.vllm_objects import ExternalParams
 from hardpoint.host.registry.adapters.vllm_v1 import MoveDirectionality
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import (
-    Added,
     BatchUpdate,
     ConfigError,
     LogitsContext,
     LogitsProcessor,
     LogitsRequest,
     Move,
-    Moved,
     Phase,
     SamplingParams,
     hookimpl,
 )
 from hardpoint.plugins.sampling.logits import FollowsBatch
+from hardpoint.plugins.sampling.rows import Added, Moved
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 from types import SimpleNamespace
@@ -14,9 +15,17 @@ from support.plugins.fake import component
 from hardpoint import LLM, SamplingParams
 from hardpoint.cli import main
 from hardpoint.errors import ConfigError, RequestError
+from hardpoint.host.registry.adapters.contract_1 import adapt_earlier
 from hardpoint.host.registry.kinds import KINDS
 from hardpoint.host.registry.plugin_set import resolve_plugins
-from hardpoint.plugins import Command, EngineConfig, LogitsContext, Model, SamplerContext
+from hardpoint.plugins import (
+    Command,
+    EngineConfig,
+    LogitsContext,
+    Model,
+    SamplerContext,
+    SchedulerContext,
+)
 from hardpoint.plugins.component import Component
 from hardpoint.testing import scripted_config, write_scripted_model
 
@@ -90,6 +99,31 @@ def test_the_error_of_a_start_is_not_hidden_by_close(scripted):
     config = scripted_config(scripted, {"executor": {"use": f"{HERE}:Unready"}})
     with pytest.raises(ConfigError, match=r"^no machine is free$"):
         LLM(config=config)
+
+
+def test_a_scheduler_gets_transfers_and_gates_by_their_earlier_names():
+    adapted = adapt_earlier(of_contract_1.OneByOne, KINDS["schedulers"])
+    moves = SimpleNamespace(
+        get_num_new_matched_tokens=lambda request, computed: (4, True),
+        update_state_after_alloc=None,
+        request_finished=None,
+    )
+    held = SimpleNamespace(holds=lambda request: request == "a")
+    cache = SimpleNamespace(groups=[0, 1], free=lambda request: f"{request} is free")
+    fields = {"kv_cache": cache, **dict.fromkeys(("limits", "policy", "clock"))}
+    context = SchedulerContext(name="x", options=None, transfers=moves, **fields)
+    earlier = adapted(context).context
+    assert earlier.connector.get_num_new_matched_tokens("a", 0) == (4, True)
+    assert earlier.connector.build_connector_meta(None) is None
+    assert earlier.kv_cache.num_common_prefix_blocks(["a"]) == [0, 0]
+    assert earlier.kv_cache.free("a") == "a is free"
+    assert earlier.grammars is None
+    assert adapted(earlier).context is earlier
+    assert not hasattr(context, "connector")
+    assert not hasattr(context, "grammars")
+    gated = adapted(dataclasses.replace(context, gates=held)).context
+    assert [gated.grammars.uses(name) for name in "ab"] == [True, False]
+    assert dataclasses.replace(gated, grammars=None).gates is held
 
 
 def test_a_scheduler_that_refuses_grammars_refuses_requests_that_have_one(scripted):

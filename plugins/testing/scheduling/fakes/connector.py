@@ -15,7 +15,6 @@ from hardpoint.plugins import (
     WaitingFor,
     WaitReason,
 )
-from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.testing.scheduling.rules import KV_TRANSFER
 
 from .memory import KVContent, KVMemory, history_hashes
@@ -75,8 +74,8 @@ class TransferJobs:
     saves: list[SaveJob] = field(default_factory=list)
 
 
-class ScriptedConnector(KVConnectorScheduler):
-    """The scheduler's half of a KV connector that follows a script per request.
+class ScriptedConnector:
+    """Transfers of blocks that follow a script per request.
 
     Attributes:
         allocated: ids passed to `update_state_after_alloc` since the last plan.
@@ -150,19 +149,9 @@ class ScriptedConnector(KVConnectorScheduler):
         loading = any(load.request.request_id == request_id for load in jobs.loads)
         return loading or any(save.request_id == request_id for save in jobs.saves)
 
-    def build_connector_meta(self, plan: SchedulerOutput) -> Any:
-        """Return the jobs of this step; schedulers of contract 1 put them into the plan."""
+    def take_jobs(self, plan: SchedulerOutput) -> None:
+        """Take the jobs of a new plan."""
         self._planned[plan.step], self._jobs = self._jobs, TransferJobs()
-        return self._planned[plan.step]
-
-    def check_plan(self, plan: SchedulerOutput) -> None:
-        """Take the jobs of a new plan, unless its scheduler did; check that it has kept them."""
-        if plan.step not in self._planned:
-            self.build_connector_meta(plan)
-        elif plan.kv_connector_metadata is not self._planned[plan.step]:
-            raise KV_TRANSFER.violation(
-                "kv_connector_metadata is not what build_connector_meta returned"
-            )
 
     def jobs_of(self, plan: SchedulerOutput) -> TransferJobs:
         """Return the jobs of a plan, which the worker gets once."""
@@ -228,7 +217,13 @@ class ScriptedGrammars:
         Raises:
             RequestError: its script makes it fail.
         """
-        return None if self.ready(request) else _COMPILING
+        script = self._scripts[request.request_id]
+        polls = self._polls[request.request_id] = self._polls[request.request_id] + 1
+        if polls <= script.pending_polls:
+            return _COMPILING
+        if script.fails:
+            raise RequestError(f"grammar: the grammar of {request.request_id!r} cannot be compiled")
+        return None
 
     def lacks(self, request: Request) -> WaitReason | None:  # noqa: ARG002
         """Return None: no resources are counted."""
@@ -239,24 +234,6 @@ class ScriptedGrammars:
 
     def release(self, request: Request) -> None:
         """Release nothing."""
-
-    def uses(self, request: Request) -> bool:
-        """Return whether a grammar constrains a request, as contract 1 asks."""
-        return self.holds(request)
-
-    def ready(self, request: Request) -> bool:
-        """Poll a grammar; return whether it is ready.
-
-        Raises:
-            RequestError: its script makes it fail.
-        """
-        script = self._scripts[request.request_id]
-        polls = self._polls[request.request_id] = self._polls[request.request_id] + 1
-        if polls <= script.pending_polls:
-            return False
-        if script.fails:
-            raise RequestError(f"grammar: the grammar of {request.request_id!r} cannot be compiled")
-        return True
 
 
 @dataclass

@@ -118,10 +118,6 @@ class MonitoredKVCacheManager:
         """Return a request's blocks in order."""
         return self.inner.block_ids(request)
 
-    def num_common_prefix_blocks(self, running: Sequence[Request]) -> list[int]:
-        """Forward the call."""
-        return self.inner.num_common_prefix_blocks(running)
-
     def reset(self) -> None:
         """Forward the call."""
         self.inner.reset()

@@ -22,6 +22,7 @@ PACKAGES = {
     "acme_taps": 0.2,
     "acme_tiny_scheduler": 0.02,
     "acme_watermark": 0.1,
+    "hardpoint_xgrammar": 0.1,
 }
 """By package: the share of what conformance suites try otherwise."""
 IN_EACH_RUN = ("acme_affinity", "acme_taps", "acme_watermark")
@@ -38,7 +39,10 @@ def test_its_own_tests_pass(request, package, tmp_path):
     site = request.getfixturevalue(package)
     shutil.copytree(ROOT / "examples" / package / "tests", tmp_path / "tests")
     command = (sys.executable, "-m", "pytest", "-q", "tests")
-    assert "passed" in run(*command, path=site, cwd=tmp_path, examples=PACKAGES[package])
+    printed = run(*command, path=site, cwd=tmp_path, examples=PACKAGES[package])
+    assert "passed" in printed
+    if request.config.getoption("all"):
+        assert "skipped" not in printed, "scripts/test --all installs the optional libraries"
 
 
 def test_every_package_is_listed_with_its_kind():

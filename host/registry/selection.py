@@ -29,6 +29,7 @@ from .discovery import (
     describe_unknown_kind,
     toml_key,
 )
+from .external_packages import component_hint
 from .kinds import KINDS, Number, PluginKind, value_at
 from .loading import import_object, inspecting, kinds_of, marks_hooks, snake_case
 from .references import provided_by
@@ -439,7 +440,9 @@ class Selection:
             what = f"no {kind.name} component" if kind else "no installed component"
             raise PluginNotFoundError(
                 f"{path}: {what} is called {reference!r}{suggest(reference, known)}"
-                f"{self._of_other_kinds(reference)}; found: {', '.join(known) or 'none'} "
+                f"{self._of_other_kinds(reference)}"
+                f"{component_hint(reference, kind.name if kind else None)}"
+                f"; found: {', '.join(known) or 'none'} "
                 f"(from {origin})"
             )
         builtin = [f for f in candidates if f.builtin]

@@ -285,7 +285,6 @@ LEFT_OUT = (
     "tests/builtin_plugins/test_configs_as_transformers.py::test_a_config_*[[]scaling-[oth]*",
     "tests/builtin_plugins/test_kv_events.py::test_a_subscriber_that_is_killed_*",
     "tests/builtin_plugins/test_kv_events_endpoints.py::test_closing_waits_*",
-    "tests/builtin_plugins/test_xgrammar.py::test_a_process_that_ends_*",
     "tests/builtin_plugins/test_shared_memory_communicator.py::test_abort_*[[]*[1234]]",
     "tests/builtin_plugins/test_draft_model.py::test_another_tokenizer_*[[]2-*",
     "tests/builtin_plugins/test_hostile_files.py::test_mutants_*[[]20-gguf]",

@@ -122,7 +122,6 @@ _NIGHTLY = (
     "tests/builtin_plugins/test_call_formats.py::test_every_text_*-nested-True]",
     "tests/builtin_plugins/test_call_formats.py::test_every_text_*-no schema-True]",
     "tests/builtin_plugins/test_hostile_schemas.py::test_they_*[[]not of anyOf]",
-    "tests/builtin_plugins/test_xgrammar.py::test_threads_wait_for_a_process_*",
     "tests/builtin_plugins/test_quantized_checkpoints.py::test_tokens_are_those_*[[]com*]",
     "tests/builtin_plugins/test_quantized_checkpoints.py::test_floats_of_few_bits_*[[]nf4]",
     "tests/builtin_plugins/test_model_families.py::test_logits_*[[]olmo2-one-kv-head]",

@@ -1,4 +1,4 @@
-"""Structured output by xgrammar, which is an optional library."""
+"""The grammar backend."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hardpoint import plugins
 from hardpoint.plugins.grammars import GrammarBackend, GrammarContext
 from hardpoint.plugins.structured import StructuredFormat, StructuredOutputs
 
-from .validation import validation_error
-from .xgrammar_compiler import GrammarCompiler
-from .xgrammar_process import CompilerAnswer, Job, Start, tokenizer_info
-from .xgrammar_schema import spelled_out, unenforced_keywords
-from .xgrammar_tags import TagConverter
+from .compile_program import CompilerAnswer, Job, Start, tokenizer_info
+from .compiler import GrammarCompiler
+from .schemas import spelled_out, unenforced_keywords
+from .tags import TagConverter
 
+_REQUIREMENT = "xgrammar>=0.2.8,<0.3"
 _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|\[(?:[^\]\\\n]|\\.)*+\]?|#[^\n]*')
 _MACRO = re.compile(r"\b(\w*(?:Token|Tokens|TagDispatch))\s*\(")
 
@@ -156,12 +156,6 @@ class XGrammar(GrammarBackend):
             raise ValueError(f"xgrammar does not enforce all of it: {warnings}")
         return self._state(answer, tokens)
 
-    @classmethod
-    def validate(cls, structured: StructuredOutputs, answer: str) -> str | None:
-        """Return the first error of a finished answer of a `lenient` request."""
-        assert structured.json is not None
-        return validation_error(structured.json, answer)
-
     @property
     def pids(self) -> Sequence[int]:
         """Of the processes that compile; none before the first grammar."""
@@ -229,7 +223,7 @@ def _import_library() -> Any:
         return importlib.import_module("xgrammar")
     except ImportError as cause:
         raise ImportError(
-            f"it needs the library xgrammar: pip install 'hardpoint[xgrammar]' ({cause})"
+            f"it needs the library xgrammar: pip install '{_REQUIREMENT}' ({cause})"
         ) from cause
 
 

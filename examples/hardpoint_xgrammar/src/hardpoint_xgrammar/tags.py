@@ -28,8 +28,8 @@ from hardpoint.plugins.structured import (
     TriggeredTagsFormat,
 )
 
-from .xgrammar_process import SENTINEL
-from .xgrammar_schema import spelled_out
+from .compile_program import SENTINEL
+from .schemas import spelled_out
 
 Plain = dict[str, Any]
 Parts = list[str | int]
@@ -79,6 +79,8 @@ class TagConverter:
                 return self._triggered_tags(format)
             case TagsWithSeparatorFormat():
                 return self._tags_with_separator(format)
+            case _:
+                pass
         plain: Plain = msgspec.to_builtins(format)
         match format:
             case SequenceFormat() | OrFormat():

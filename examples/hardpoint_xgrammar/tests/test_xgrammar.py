@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,19 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import psutil
 import pytest
-from support.internals import set_time_limit
-from support.processes import run
-from support.waiting import wait_until
+from hardpoint_xgrammar import XGrammar, compile_program
+from hardpoint_xgrammar.backend import check_grammar
+from hardpoint_xgrammar.compile_program import Job, Start
+from hardpoint_xgrammar.compiler import GrammarCompiler
+from hardpoint_xgrammar.schemas import unenforced_keywords
 
-from hardpoint.builtin_plugins.grammars import xgrammar_process
-from hardpoint.builtin_plugins.grammars.xgrammar import XGrammar, check_grammar
-from hardpoint.builtin_plugins.grammars.xgrammar_compiler import GrammarCompiler
-from hardpoint.builtin_plugins.grammars.xgrammar_process import Job, Start
-from hardpoint.builtin_plugins.grammars.xgrammar_schema import unenforced_keywords
-from hardpoint.errors import PluginLoadError
-from hardpoint.plugins import HardpointError
+from hardpoint import LLM, SamplingParams
+from hardpoint.plugins import HardpointError, PluginLoadError
 from hardpoint.plugins.grammars import GrammarContext, Vocabulary
 from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.testing import scripted_config, write_scripted_model
 
 BYTES = tuple(bytes([byte]) for byte in range(256))
 END, CALL, EMPTY, PAIR, CLOSE = range(256, 261)
@@ -36,10 +33,16 @@ WORDS = -(-VOCAB_SIZE // 32)
 
 
 @pytest.fixture(scope="module")
-def library(request):
-    """Skips what needs xgrammar, but for --all, which installs it."""
-    if importlib.util.find_spec("xgrammar") is None and not request.config.getoption("all"):
-        pytest.skip("needs pip install 'hardpoint[xgrammar]': scripts/test --all runs it")
+def library():
+    """Skip tests that need xgrammar where it is not installed."""
+    pytest.importorskip("xgrammar")
+
+
+def wait_until(condition, limit_s=60.0):
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < limit_s
+        time.sleep(0.005)
 
 
 def open_backend(seconds: float = 60.0, vocabulary: Vocabulary = VOCABULARY, **options) -> XGrammar:
@@ -55,7 +58,7 @@ def open_backend(seconds: float = 60.0, vocabulary: Vocabulary = VOCABULARY, **o
 
 
 @pytest.fixture(scope="module")
-def backend(library):
+def backend(library):  # noqa: ARG001
     made = open_backend()
     yield made
     made.close()
@@ -279,13 +282,14 @@ def test_a_lenient_structural_tag_leaves_it_out_too(backend, schema):
 @pytest.mark.parametrize(
     "grammar", ['root ::= "' + '\\"' * 500_000, "root ::= [" + "\\]" * 500_000]
 )
-def test_a_grammar_whose_text_does_not_end_is_read_in_one_pass(grammar):
+def test_a_grammar_with_unfinished_text_is_read_in_one_pass(grammar):
     start = time.perf_counter()
     check_grammar(grammar)
     assert time.perf_counter() - start < 60
 
 
-def test_options_choose_how_json_is_written(library):
+@pytest.mark.usefixtures("library")
+def test_options_choose_how_json_is_written():
     backend = open_backend(any_whitespace=False, strict_mode=True)
     try:
         state = compiled(backend, json={"type": "object", "properties": {"a": {}, "b": {}}})
@@ -389,7 +393,8 @@ HOSTILE = (
 )
 
 
-def test_hostile_grammars_are_compiled_or_refused_in_time(library):
+@pytest.mark.usefixtures("library")
+def test_hostile_grammars_are_compiled_or_refused_in_time():
     backend = open_backend(seconds=2.0, max_bytes=512 << 20)
     compiler = compiler_of(backend)
     try:
@@ -411,7 +416,8 @@ def test_hostile_grammars_are_compiled_or_refused_in_time(library):
 SLOW = {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}}
 
 
-def test_a_grammar_that_needs_too_long_ends_its_process_alone(library):
+@pytest.mark.usefixtures("library")
+def test_a_grammar_that_needs_too_long_ends_its_process_alone():
     backend = open_backend(processes=2, max_bytes=64 << 30)
     compiler = compiler_of(backend)
     try:
@@ -427,7 +433,8 @@ def test_a_grammar_that_needs_too_long_ends_its_process_alone(library):
         backend.close()
 
 
-def test_memory_is_limited(library):
+@pytest.mark.usefixtures("library")
+def test_memory_is_limited():
     backend = open_backend(max_bytes=64 << 20)
     try:
         with pytest.raises(ValueError, match=r"needs more than 64 MiB of memory \(the option"):
@@ -446,14 +453,15 @@ def test_threads_compile_side_by_side(backend):
     assert len(backend.pids) <= 2
 
 
-def test_a_program_without_a_main_guard_works(library, tmp_path):
+@pytest.mark.usefixtures("library")
+def test_a_program_without_a_main_guard_works(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "from hardpoint.builtin_plugins.grammars.xgrammar import XGrammar\n"
+        "from hardpoint_xgrammar import XGrammar\n"
         "from hardpoint.plugins.grammars import GrammarContext, Vocabulary\n"
         "from hardpoint.plugins.structured import StructuredOutputs\n"
-        "words = Vocabulary((b'a', b'b'))\n"
-        "context = GrammarContext(name='x', options=XGrammar.Options(), vocabulary=words,\n"
+        "known = Vocabulary((b'a', b'b'))\n"
+        "context = GrammarContext(name='x', options=XGrammar.Options(), vocabulary=known,\n"
         "                         vocab_size=2)\n"
         "backend = XGrammar(context)\n"
         "print(backend.compile(StructuredOutputs(regex='ba')).advance(1))\n"
@@ -468,28 +476,57 @@ def test_a_program_without_a_main_guard_works(library, tmp_path):
     wait_until(lambda: not psutil.pid_exists(int(pid)))  # it ends with its parent
 
 
-def test_without_the_library_the_error_names_what_to_install(monkeypatch, installed):
-    monkeypatch.setitem(sys.modules, "xgrammar", None)
-    installed.offer("grammars/xgrammar", XGrammar)
-    found = installed.resolve(plugins={"enable": ["xgrammar"]})
-    with pytest.raises(
-        PluginLoadError,
-        match=r"'xgrammar' .* it needs the library xgrammar: pip install 'hardpoint\[xgrammar\]'",
-    ):
-        found.create(
-            found.get("grammars", "xgrammar"),
-            GrammarContext,
-            vocabulary=VOCABULARY,
-            vocab_size=VOCAB_SIZE,
-        )
-
-
-def test_hardpoint_does_not_import_the_library(tmp_path):
-    program = (
-        "import sys, hardpoint, hardpoint.builtin_plugins.grammars.xgrammar as module\n"
-        "sys.exit('xgrammar' in sys.modules)"
+@pytest.mark.usefixtures("library")
+def test_an_engine_uses_the_backend_by_its_name(tmp_path):
+    config = scripted_config(
+        write_scripted_model(tmp_path),
+        {
+            "plugins": {"enable": ["xgrammar"]},
+            "grammar": {"use": "xgrammar", "compile_seconds": 120.0},
+        },
     )
-    run(sys.executable, "-c", program, cwd=tmp_path)
+    params = [
+        SamplingParams(structured={"choice": ["yes", "no"], **backend}, temperature=9.0, seed=n)
+        for n in range(4)
+        for backend in ({}, {"backend": "xgrammar"})
+    ]
+    with LLM(config=config) as llm:
+        texts = {output.outputs[0].text for output in llm.generate(["x"] * len(params), params)}
+    assert texts == {"yes", "no"}
+
+
+@pytest.mark.usefixtures("library")
+def test_a_lenient_answer_is_validated_against_the_whole_schema(tmp_path):
+    config = scripted_config(
+        write_scripted_model(tmp_path),
+        {"plugins": {"enable": ["xgrammar"]}, "grammar": {"compile_seconds": 120.0}},
+    )
+    structured = {"json": {"enum": [1], "not": {}}, "lenient": True, "backend": "xgrammar"}
+    with LLM(config=config) as llm:
+        (output,) = llm.generate("x", SamplingParams(structured=structured))
+    assert output.outputs[0].text == "1"
+    assert "should not be valid under" in output.outputs[0].validation_error
+
+
+def test_without_the_library_the_error_names_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    config = scripted_config(
+        write_scripted_model(tmp_path),
+        {"plugins": {"enable": ["xgrammar"]}, "grammar": {"use": "xgrammar"}},
+    )
+    with (
+        pytest.raises(
+            PluginLoadError,
+            match=r"'xgrammar' .* it needs the library xgrammar: pip install 'xgrammar>=0\.2\.8,<0",
+        ),
+        LLM(config=config) as llm,
+    ):
+        llm.generate("x", SamplingParams(structured={"choice": ["yes"]}))
+
+
+def test_importing_the_package_does_not_import_the_library():
+    program = "import sys, hardpoint_xgrammar; sys.exit('xgrammar' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 # Stands in for the program that compiles: what it answers is the request's text, or its own end.
@@ -498,7 +535,7 @@ import json, os, sys, time
 settings = json.loads(sys.argv[1])
 sys.path[:] = settings["path"]
 import msgspec
-from hardpoint.builtin_plugins.grammars.xgrammar_process import *
+from hardpoint_xgrammar.compile_program import *
 msgspec.msgpack.decode(read_frame(sys.stdin.buffer), type=Start)
 write_frame(sys.stdout.buffer, msgspec.msgpack.encode(CompilerAnswer()))
 while request := read_frame(sys.stdin.buffer):
@@ -527,8 +564,8 @@ def compiler_of(backend):
 
 def limit(compiler, seconds):
     """Change the time limit of a compiler."""
-    for each in (compiler, *compiler._processes):
-        set_time_limit(each, seconds)
+    for process in (compiler, *compiler._processes):
+        process._seconds = seconds
 
 
 def test_one_process_serves_one_thread_after_the_other(fake):
@@ -593,7 +630,7 @@ def test_a_program_that_does_not_start_is_named(tmp_path):
         made.compile(Job("regex", "a"))
 
 
-def test_a_process_whose_start_was_not_sent_is_ended(fake, monkeypatch):
+def test_a_process_that_was_not_sent_its_start_message_ends(fake, monkeypatch):
     def start(_):
         raise RuntimeError("can't start new thread")
 
@@ -609,15 +646,15 @@ def test_frames_that_end_early_are_no_answers():
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as read:
         with os.fdopen(writing, "wb") as write:
-            xgrammar_process.write_frame(write, b"whole")
-            write.write(xgrammar_process.LENGTH.pack(9) + b"part")
-        assert xgrammar_process.read_frame(read) == b"whole"
-        assert xgrammar_process.read_frame(read) == b""
-        assert xgrammar_process.read_frame(read) == b""
+            compile_program.write_frame(write, b"whole")
+            write.write(compile_program.LENGTH.pack(9) + b"part")
+        assert compile_program.read_frame(read) == b"whole"
+        assert compile_program.read_frame(read) == b""
+        assert compile_program.read_frame(read) == b""
 
 
 def test_reasons_are_without_places():
     where = "[01:26:57] /project/cpp/regex_converter.cc:83: "
-    assert xgrammar_process.reason(f"{where}Regex parsing error\n") == "Regex parsing error"
-    assert xgrammar_process.reason(f"{where}Check failed: (x) is false: no end") == "no end"
-    assert xgrammar_process.reason("plain: text") == "plain: text"
+    assert compile_program.reason(f"{where}Regex parsing error\n") == "Regex parsing error"
+    assert compile_program.reason(f"{where}Check failed: (x) is false: no end") == "no end"
+    assert compile_program.reason("plain: text") == "plain: text"

@@ -17,8 +17,8 @@ import msgspec
 
 from hardpoint.plugins import HardpointError
 
-from . import xgrammar_process
-from .xgrammar_process import CompilerAnswer, Job, Start, memory_error, read_frame, write_frame
+from . import compile_program
+from .compile_program import CompilerAnswer, Job, Start, memory_error, read_frame, write_frame
 
 _START_SECONDS = 60.0
 
@@ -160,7 +160,7 @@ class GrammarCompiler:
         start: Start,
         seconds: float,
         processes: int,
-        program: Path = Path(xgrammar_process.__file__),
+        program: Path = Path(compile_program.__file__),
     ) -> None:
         """Start nothing.
 

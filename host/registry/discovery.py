@@ -14,7 +14,7 @@ from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import EngineConfig
 
-from .external_packages import component_hint
+from .adapters.external_packages import component_hint
 from .kinds import KINDS, Number, PluginKind, value_at
 
 DISTRIBUTION = "hardpoint"

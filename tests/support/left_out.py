@@ -46,7 +46,6 @@ LEFT_OUT = (
     "tests/plugins/testing/test_builtins_conform.py::Test[!PR]*::test_[dps]*",
     "tests/plugins/testing/test_builtins_conform.py::Test[!PR]*::test_bystanders",
     "tests/plugins/testing/test_builtins_conform.py::TestRequestCallables::test_[!cehmv]*",
-    "tests/plugins/testing/test_foreign_conform.py::TestV0Callable::test_[!cehv]*",
     "tests/plugins/testing/test_grammar_conform.py::TestLLGuidance::test_hostile",
     "tests/plugins/testing/test_grammar_conform.py::TestChoiceGrammarWithSamples::test_[!t]*",
     "tests/plugins/testing/test_text_conform.py::TestTransformers::test_threads",

@@ -15,7 +15,6 @@ import torch
 from hardpoint.errors import PluginFaultError
 from hardpoint.host.boundary.activity import Activity
 from hardpoint.host.boundary.faults import slow_message
-from hardpoint.host.registry.adapters.tensor_checks import HandedOver
 from hardpoint.host.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.host.system import torch_state
 from hardpoint.host.system.forks import FORKS, end_copy
@@ -35,6 +34,7 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.sampling.logits import FollowsBatch, LogitsPlugin
 from hardpoint.plugins.sampling.phases import LogitsStage
+from hardpoint.toolkit.logits_calls.tensor_checks import HandedOver
 from hardpoint.typed import ReadOnlyDict
 
 from .device_state import DeviceState

@@ -20,7 +20,7 @@ from hardpoint_xgrammar.compiler import GrammarCompiler
 from hardpoint_xgrammar.schemas import unenforced_keywords
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.plugins import HardpointError, PluginLoadError
+from hardpoint.errors import HardpointError, PluginLoadError
 from hardpoint.plugins.grammars import GrammarContext, Vocabulary
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import scripted_config, write_scripted_model
@@ -58,7 +58,7 @@ def open_backend(seconds: float = 60.0, vocabulary: Vocabulary = VOCABULARY, **o
 
 
 @pytest.fixture(scope="module")
-def backend(library):  # noqa: ARG001
+def backend(library):
     made = open_backend()
     yield made
     made.close()

@@ -157,7 +157,8 @@ MOVED_NAMES = {
         "is_replayable": _REPLAYABLE,
         **dict.fromkeys(("KVCacheGroup", "KVCacheManager", "KVEvent"), f"{_CONTRACT}.kv_cache"),
         "KVConnectorScheduler": "hardpoint.plugins.kv_connector",
-        **dict.fromkeys(("Grammars", "SchedulerLimits"), f"{_CONTRACT}.scheduling"),
+        **dict.fromkeys(("EncoderCache", "Grammars", "SchedulerLimits"), f"{_CONTRACT}.scheduling"),
+        "ReasoningPosition": f"{_CONTRACT}.requests",
         "NO_DRAFT": f"{_CONTRACT}.requests:SchedulerOutput.NO_DRAFT",
         "Worker": "hardpoint.plugins.executor",
         **dict.fromkeys(

@@ -1,5 +1,6 @@
 """The base of every component: its interface, its identity, and declarations about its methods."""
 
+from .adapter import AdaptedComponent, ComponentAdapter
 from .base import MAX_STATE_BYTES as MAX_STATE_BYTES
 from .base import (
     Component,
@@ -11,4 +12,12 @@ from .base import NoOptions as NoOptions
 from .base import no_progress as no_progress
 from .wrapper import Wrapper
 
-__all__ = ["Component", "Context", "Progress", "Source", "Wrapper"]
+__all__ = [
+    "AdaptedComponent",
+    "Component",
+    "ComponentAdapter",
+    "Context",
+    "Progress",
+    "Source",
+    "Wrapper",
+]

@@ -30,8 +30,8 @@ from .eviction import (
     CachedBlocks,
     EvictionContext,
     EvictionPolicy,
-    RetainedBlocks,
 )
+from .eviction import RetainedBlocks as RetainedBlocks
 from .manager import STATE_WINDOW as STATE_WINDOW
 from .manager import BlockNeeds as BlockNeeds
 from .manager import (
@@ -74,7 +74,6 @@ __all__ = [
     "KVWorkerContext",
     "PeerKVStore",
     "PublisherContext",
-    "RetainedBlocks",
     "block_key",
     "sharing_key",
 ]

@@ -10,7 +10,7 @@ from typing import Protocol
 from hardpoint.plugins.component.base import Component, Context
 from hardpoint.plugins.component.behaviour import BLOCK_IDS, RELEASE_ORDER, notifies, returns
 
-__all__ = ["BlockHistory", "CachedBlocks", "EvictionContext", "EvictionPolicy", "RetainedBlocks"]
+__all__ = ["BlockHistory", "CachedBlocks", "EvictionContext", "EvictionPolicy"]
 
 
 class CachedBlocks(Protocol):

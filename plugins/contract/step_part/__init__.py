@@ -9,8 +9,8 @@ from hardpoint.plugins.model.forward import (
 from .components import (
     ComponentCalls,
     ComponentFactory,
-    FaultCounter,
 )
+from .components import FaultCounter as FaultCounter
 from .engine import REQUEST_FIELDS as REQUEST_FIELDS
 from .engine import (
     EngineHalf,
@@ -49,7 +49,6 @@ __all__ = [
     "DraftRequest",
     "EngineHalf",
     "EngineHalfContext",
-    "FaultCounter",
     "Forward",
     "ForwardStep",
     "FrontendHalf",

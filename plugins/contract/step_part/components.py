@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from hardpoint.plugins.component.base import Component, Context, Source
 
-__all__ = ["ComponentCalls", "ComponentFactory", "FaultCounter"]
+__all__ = ["ComponentCalls", "ComponentFactory"]
 
 R = TypeVar("R")
 

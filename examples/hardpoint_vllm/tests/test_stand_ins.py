@@ -1,34 +1,25 @@
 """Processors that import vLLM load without it; what does not stand in for it is named."""
 
-from __future__ import annotations
-
 import importlib.util
-import re
 import sys
-from pathlib import Path
 from random import Random
-from types import ModuleType
 
 import pytest
-from support.driving import alone, run
+from driving import alone, run
+from hardpoint_vllm import VLLM
+from hardpoint_vllm.batch_classes import ExternalBatchUpdate, MoveDirectionality
+from hardpoint_vllm.stand_ins import process_dict_updates
 
 from hardpoint import SamplingParams
 from hardpoint.errors import PluginContractError, PluginLoadError
-from hardpoint.host.registry.adapters.vllm_interface import process_dict_updates
-from hardpoint.host.registry.adapters.vllm_v1 import ExternalBatchUpdate, MoveDirectionality
-from hardpoint.host.registry.kinds import KINDS, Number
-from hardpoint.host.registry.plugin_set import resolve_plugins
-from hardpoint.plugins import EngineConfig
+from hardpoint.plugins.component import Source
 from hardpoint.testing import scripted_engine
-from hardpoint.typed import convert
-
-ROOT = Path(__file__).parents[3]
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is not None, reason="vLLM is installed"
 )
 
-HERE = "support.plugins.vllm_importing"
+HERE = "vllm_importing"
 FORMS = {
     "v0": {"use": f"{HERE}:NoRepeat", "name": "v0"},
     "v1": {"use": f"{HERE}:NoRepeatV1", "name": "v1"},
@@ -58,7 +49,7 @@ def jobs_of(name):
 
 
 def engine_with(scripted, **extra):
-    settings = {"plugins": {"enable": list(FORMS.values())}, "scheduler": {"max_num_seqs": 4}}
+    settings = {"plugins": {"enable": [*FORMS.values(), "vllm"]}, "scheduler": {"max_num_seqs": 4}}
     return scripted_engine(scripted, settings | extra)
 
 
@@ -108,7 +99,7 @@ def test_what_does_not_stand_in_is_named(scripted, tmp_path, monkeypatch, source
     (tmp_path / "reading_vllm.py").write_text(f"{source}\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(PluginLoadError, match=message):
-        scripted_engine(scripted, {"plugins": {"enable": ["reading_vllm:Thing"]}})
+        scripted_engine(scripted, {"plugins": {"enable": ["vllm", "reading_vllm:Thing"]}})
     assert "reading_vllm" not in sys.modules
 
 
@@ -126,10 +117,6 @@ OTHER_KINDS = [
 ]
 
 
-def pages_of(message):
-    return [ROOT / page for page in re.findall(r"docs/[\w-]+\.md", message)]
-
-
 @pytest.mark.parametrize(("module", "name", "kind"), OTHER_KINDS)
 def test_errors_about_classes_of_other_kinds_do_not_advise_vllm(
     scripted, tmp_path, monkeypatch, module, name, kind
@@ -137,29 +124,23 @@ def test_errors_about_classes_of_other_kinds_do_not_advise_vllm(
     (tmp_path / "of_vllm.py").write_text(f"from {module} import {name}\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(PluginLoadError) as error:
-        scripted_engine(scripted, {"plugins": {"enable": ["of_vllm:Thing"]}})
+        scripted_engine(scripted, {"plugins": {"enable": ["vllm", "of_vllm:Thing"]}})
     message = str(error.value)
     assert "install vLLM" not in message
     assert f"The kind {kind} takes their place" in message
-    pages = pages_of(message)
-    assert [page.name for page in pages][-1] == "differences.md"
-    assert all(page.is_file() for page in pages)
+    assert "docs/differences.md lists the differences" in message
 
 
 @pytest.mark.parametrize(("module", "name", "kind"), OTHER_KINDS)
-def test_classes_of_other_kinds_with_vllm_installed(monkeypatch, module, name, kind):
+def test_classes_of_other_kinds_with_vllm_installed(module, name, kind):
     base = type(name, (), {"__module__": module})
-    vars_of = ModuleType("own_module")
-    vars_of.Mine = type("Mine", (base,), {"__module__": "own_module"})
-    monkeypatch.setitem(sys.modules, "own_module", vars_of)
-    chosen_by = KINDS[kind].chosen_by or KINDS[kind].named_by or "plugins.enable"
-    *tables, field = chosen_by.split(".")
-    is_list = KINDS[kind].number is Number.MANY or chosen_by == "plugins.enable"
-    config = {tables[0]: {field: ["own_module:Mine"] if is_list else "own_module:Mine"}}
+    own = type("Mine", (base,), {"__module__": "own_module"})
+    for wanted in (None, kind):
+        assert VLLM.matches(own, wanted) is True
     with pytest.raises(PluginContractError) as error:
-        resolve_plugins(convert(config, EngineConfig, path=""))
+        VLLM.adapt(own, Source.of_module("mine", "own_module:Mine", "a test"))
+    assert str(error.value).startswith("plugin 'mine' (own_module:Mine)")
     assert f"The kind {kind} takes their place" in str(error.value)
-    assert all(page.is_file() for page in pages_of(str(error.value)))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -187,6 +168,6 @@ def test_states_by_row_follow_the_batch(seed):
         before = dict(states)
         update = ExternalBatchUpdate(6, tuple(removed), tuple(added), tuple(moved))
         changed = process_dict_updates(states, update, lambda n, *_: n if n % 3 else None)
-        assert states == {row: who for row, who in enumerate(rows) if who is not None}
+        assert states == {row: owner for row, owner in enumerate(rows) if owner is not None}
         assert changed == (states != before)
     assert process_dict_updates(states, None, lambda *_: 1) is False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hardpoint.host.registry.adapters.tensor_checks import HandedOver
+from hardpoint.toolkit.logits_calls.tensor_checks import HandedOver
 
 
 def replaced(logits, data):

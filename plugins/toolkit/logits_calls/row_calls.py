@@ -1,4 +1,4 @@
-"""Adapters that process one request's row: transformers processors and per-request callables."""
+"""Calls of external code on the row of one request: once per position, with drafts or without."""
 
 from __future__ import annotations
 
@@ -11,23 +11,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.errors import ConfigError, PluginContractError, RequestError
+from hardpoint.errors import ConfigError
 from hardpoint.plugins.sampling.logits import LogitsContext, LogitsProcessor
-from hardpoint.plugins.sampling.phases import Phase
 from hardpoint.plugins.sampling.rows import LogitsRequest, Rows
-from hardpoint.plugins.text.arguments import PrepareContext
 from hardpoint.typed import Arguments as BaseArguments
 
-from .base import (
-    Adapter,
-    AdapterArguments,
-    ExternalProcessor,
-    parameter_names,
-    signature_text,
-)
-from .drafts import drafts_of
+from .adapted import AdaptedProcessor, parameter_names, signature_text
 from .tensor_checks import HandedOver
-from .vllm_objects import ExternalParams
 
 if TYPE_CHECKING:
     import torch
@@ -125,8 +115,8 @@ class ResultCache:
         self._last[processor] = (position, before, row.clone())
 
 
-class RowwiseAdapter(Adapter, LogitsProcessor):
-    """Base of the adapters that call an external processor row by row."""
+class RowwiseProcessor(AdaptedProcessor, LogitsProcessor):
+    """Base of the processors that call an external one row by row."""
 
     def __init__(self, context: LogitsContext) -> None:
         """Create the component with an empty result cache."""
@@ -153,10 +143,10 @@ class RowwiseAdapter(Adapter, LogitsProcessor):
         return logits
 
 
-class OwnObjects(RowwiseAdapter):
-    """Base of the adapters that give each request an object of its own, since some keep state."""
+class OwnObjects(RowwiseProcessor):
+    """Base of the processors with an external object for each request, since some have state."""
 
-    class Options(Adapter.Options):
+    class Options(AdaptedProcessor.Options):
         """Options of a processor that each request has one of.
 
         Attributes:
@@ -169,7 +159,7 @@ class OwnObjects(RowwiseAdapter):
         """No arguments: a request that names the plugin uses it."""
 
     @classmethod
-    def configured(cls, options: Any) -> type[Adapter]:
+    def configured(cls, options: Any) -> type[AdaptedProcessor]:
         """Return the component, after checking that the class accepts the configured arguments."""
         target, path = cls.external.target, f"plugin.{cls.external.name}.args"
         if not inspect.isclass(target):
@@ -192,161 +182,7 @@ class OwnObjects(RowwiseAdapter):
         if not callable(call):
             what = "its constructor made" if built else "its __deepcopy__ returned"
             raise TypeError(f"{what} a {type(call).__name__}, expected a processor")
-        return RequestProcessor(_prompt_of(request), call, call_signature(call))
-
-
-class TransformersProcessor(OwnObjects):
-    """Runs a processor in transformers' form."""
-
-    contract = 1
-    phase = Phase.PENALTY
-    adapter = "transformers LogitsProcessor"
-
-    @classmethod
-    def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
-        """Check that the prompt has ids everywhere.
-
-        Raises:
-            ValueError: it has embeddings.
-        """
-        _with_ids(CallSignature.TRANSFORMERS, context.prompt_token_ids)
-        return arguments
-
-
-class VLLMV0Callable(OwnObjects):
-    """Runs a per-request callable of vLLM V0: `(output_ids, logits)`, or with the prompt's ids."""
-
-    contract = 1
-    phase = Phase.BIAS
-    adapter = "vLLM V0 callable"
-
-
-class PerRequestFactory(RowwiseAdapter):
-    """Runs the callables that a factory `(params) -> callable | None` makes for each request."""
-
-    contract = 1
-    phase = Phase.BIAS
-    adapter = "per-request callables"
-
-    class Arguments(AdapterArguments):
-        """Arguments that the factory reads."""
-
-    def start(self, request: LogitsRequest) -> RequestProcessor:
-        """Return the processor that the factory makes for a request.
-
-        Raises:
-            TypeError: the factory returned no callable of an accepted form.
-        """
-        extra_args = request.arguments[self.name].extra_args
-        params = ExternalParams(request.params, extra_args, request.stop_token_ids)
-        call = self.external.target(params)
-        prompt = _prompt_of(request)
-        return (
-            RequestProcessor(prompt)
-            if call is None
-            else RequestProcessor(prompt, call, _with_ids(call_signature(call), prompt))
-        )
-
-
-class RequestCallables(LogitsProcessor):
-    """Runs `SamplingParams.logits_processors` over the request's own row, in order.
-
-    They travel as they are, so they work only where the engine runs in the caller's process.
-    """
-
-    contract = 1
-    phase = Phase.BIAS
-    params_fields = ("logits_processors",)
-
-    class Arguments(BaseArguments):
-        """No arguments: the callables stay in the request's parameters."""
-
-    def __init__(self, context: LogitsContext) -> None:
-        """Create the component with an empty result cache."""
-        super().__init__(context)
-        self._results = ResultCache()
-
-    @classmethod
-    def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
-        """Check the signature of each callable.
-
-        Raises:
-            RequestError: it cannot be called, does not take two or three positional parameters, or
-                needs ids of a prompt that has embeddings.
-        """
-        for index, call in enumerate(context.params.logits_processors):
-            try:
-                _with_ids(call_signature(call), context.prompt_token_ids)
-            except (TypeError, ValueError) as cause:
-                raise RequestError(f"logits_processors[{index}]: {cause}") from None
-        return arguments
-
-    def start(self, request: LogitsRequest) -> list[RequestProcessor]:
-        """Return a processor per callable, of which each completion of a request has its own."""
-        prompt = _prompt_of(request)
-        return [
-            RequestProcessor(prompt, call, call_signature(call)).copy()
-            for call in request.params.logits_processors
-        ]
-
-    def advance(self, state: list[RequestProcessor], token: int) -> list[RequestProcessor]:  # noqa: ARG002
-        """Return the state unchanged, for the token ids carry it."""
-        return state  # defined because only states that advance are forked
-
-    def fork(self, state: list[RequestProcessor]) -> list[RequestProcessor]:
-        """Return the state unchanged: `apply` makes the copies for draft rows."""
-        return state
-
-    def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Return the logits, edited row by row."""
-        for row, request, processors in zip(logits, rows.requests, rows.states(), strict=True):
-            for processor in processors:
-                self._results.run_for(processor, request, row)
-        return logits
-
-
-def adapt_callable(external: ExternalProcessor) -> type[Adapter]:
-    """Return the component for a callable of vLLM V0, or for a factory of such callables.
-
-    The number of parameters distinguishes them: one of a factory, two or three of a callable.
-
-    Raises:
-        PluginContractError: it is neither.
-    """
-    target = external.target
-    call = target
-    if inspect.isclass(target):
-        if _num_parameters(target) == 1:
-            return adapt_factory(external)
-        call = target.__call__.__get__(object())
-    if not inspect.isbuiltin(target) and _num_parameters(call) in _CALLS:
-        return VLLMV0Callable.of(external)
-    return adapt_factory(external)
-
-
-def adapt_factory(external: ExternalProcessor) -> type[Adapter]:
-    """Return the component for a factory of per-request callables.
-
-    Raises:
-        PluginContractError: the factory does not take exactly one positional parameter.
-    """
-    target = external.target
-    try:
-        names = parameter_names(target)
-        problem = "" if len(names) == 1 else signature_text(target)
-        if inspect.isbuiltin(target):
-            problem = f"the function {target.__name__} of Python itself"
-    except TypeError as cause:
-        problem = str(cause)
-    if not problem:
-        return PerRequestFactory.of(external)
-    advice = "it seems to be such a callable itself, or a class of them: name a function that takes"
-    raise PluginContractError(
-        f"{external.source}: it derives from no interface of hardpoint.plugins; to make "
-        f"per-request callables it must take exactly one positional parameter, (params), "
-        f"this is {problem}; {advice} the parameters of a request and returns the callable for it, "
-        f"or None"
-    )
+        return RequestProcessor(prompt_of(request), call, call_signature(call))
 
 
 def is_transformers_form(target: Any) -> bool:
@@ -392,21 +228,13 @@ def call_signature(call: Any) -> CallSignature:
     return _CALLS[len(names)]
 
 
-def _num_parameters(call: Any) -> int | None:
-    """Return the number of parameters, None if one is not plain and positional."""
-    try:
-        return len(parameter_names(call))
-    except TypeError:
-        return None
-
-
-def _prompt_of(request: LogitsRequest) -> list[int | None] | None:
+def prompt_of(request: LogitsRequest) -> list[int | None] | None:
     """Return the prompt for callables; None for a prompt of embeddings alone."""
     ids: Sequence[int | None] = request.prompt_token_ids
     return None if ids and all(token is None for token in ids) else list(ids)
 
 
-def _with_ids(form: CallSignature, prompt: Sequence[int | None] | None) -> CallSignature:
+def with_ids(form: CallSignature, prompt: Sequence[int | None] | None) -> CallSignature:
     """Return the form of a callable that can be called after a prompt.
 
     Raises:
@@ -429,7 +257,7 @@ def _called(processor: RequestProcessor, outputs: list[int], row: torch.Tensor) 
     arguments: tuple[Any, ...] = (outputs,)
     given = row
     if processor.form is CallSignature.TRANSFORMERS:
-        assert processor.prompt is not None, "see _with_ids"
+        assert processor.prompt is not None, "see with_ids"
         ids = to_device([*processor.prompt, *outputs], row.device, torch.int64)
         arguments, given = (ids.unsqueeze(0),), row.unsqueeze(0)
     elif processor.form is CallSignature.PROMPT_AND_OUTPUT:
@@ -441,3 +269,10 @@ def _called(processor: RequestProcessor, outputs: list[int], row: torch.Tensor) 
             f"expected the logits back, also after an edit in place, got {type(result).__name__}"
         )
     return handed_over.result(result)
+
+
+def drafts_of(request: LogitsRequest) -> Sequence[int]:
+    """Return the draft tokens before the position of a row; none for a row without drafts."""
+    if request.draft_of is None:
+        return ()
+    return request.output_token_ids[len(request.draft_of.output_token_ids) :]

@@ -1,10 +1,11 @@
-"""Rows for draft tokens: which request they stand for, and after how many drafts."""
+"""Rows for draft tokens: their request in the batch, and their depth."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hardpoint.plugins.sampling.rows import LogitsRequest
+from hardpoint.plugins import LogitsRequest
+from hardpoint.toolkit.logits_calls import drafts_of
 
 
 def base_of(request: LogitsRequest) -> LogitsRequest:
@@ -23,10 +24,3 @@ def by_depth(requests: Sequence[LogitsRequest]) -> list[list[int]]:
         groups.extend([] for _ in range(depth + 1 - len(groups)))
         groups[depth].append(index)
     return groups
-
-
-def drafts_of(request: LogitsRequest) -> Sequence[int]:
-    """Return the draft tokens before the position of a row; none for a row without drafts."""
-    if request.draft_of is None:
-        return ()
-    return request.output_token_ids[len(request.draft_of.output_token_ids) :]

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.plugins.params import SamplingParams
-from hardpoint.plugins.sampling.logits import FollowsBatch, LogitsContext, LogitsProcessor
-from hardpoint.plugins.text.arguments import PrepareContext
+from hardpoint.plugins import LogitsContext, LogitsProcessor, PrepareContext, SamplingParams
+from hardpoint.plugins.sampling import FollowsBatch
+from hardpoint.toolkit.logits_calls import AdaptedProcessor, HandedOver
 
-from .base import Adapter, AdapterArguments
-from .tensor_checks import HandedOver
-from .vllm_objects import ExternalParams
+from .objects import AdapterArguments, ExternalParams
 
 if TYPE_CHECKING:
     import torch
 
 
-class VLLMClass(Adapter, FollowsBatch, LogitsProcessor):
+class VLLMClass(AdaptedProcessor, FollowsBatch, LogitsProcessor):
     """Base of the adapters for vLLM's classes."""
 
     contract = 1
     context: LogitsContext
+
+    class Options(AdaptedProcessor.Options):
+        """Options of the class."""
 
     class Arguments(AdapterArguments):
         """Arguments that the class reads."""

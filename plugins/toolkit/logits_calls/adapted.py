@@ -1,4 +1,4 @@
-"""Base of the adapters: the external processor, its options, arguments and parameters."""
+"""Base of logits processors that run an external one: its options, arguments and parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from hardpoint import typed
-from hardpoint.plugins.component import Source
+from hardpoint.plugins.component import AdaptedComponent, Source
 from hardpoint.plugins.params import SamplingParams
 from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.plugins.sampling.phases import Phase
@@ -16,7 +16,7 @@ from hardpoint.plugins.sampling.phases import Phase
 
 @dataclass(frozen=True)
 class ExternalProcessor:
-    """The class, function or object of another engine that an adapter runs.
+    """The class, function or object of another engine that an adapted processor runs.
 
     Attributes:
         target: the imported class, function or object.
@@ -33,51 +33,39 @@ class ExternalProcessor:
 
 
 class AdapterOptions(typed.Options):
-    """Options of every adapter.
+    """Options of every adapted processor.
 
     Attributes:
         every_request: whether requests use it without naming it under `plugin_args`.
-        phase: when it runs; by default the adapter chooses.
+        phase: the phase in which it runs; the default depends on the external form.
     """
 
     every_request: bool = False
     phase: Literal["mask", "bias", "penalty", "temperature", "truncate", "force"] | None = None
 
 
-class AdapterArguments(typed.Arguments):
-    """Arguments of one request.
+class AdaptedProcessor(AdaptedComponent, LogitsPlugin):
+    """Base of the logits processors that run an external one.
 
     Attributes:
-        extra_args: what the external code reads as `params.extra_args`.
-    """
-
-    extra_args: dict[str, Any] = {}
-
-
-class Adapter(LogitsPlugin):
-    """Base of the components that run an external processor.
-
-    Attributes:
-        adapter: its name, for people.
         external: the processor that it runs.
         every_request: as the option.
     """
 
-    adapter: ClassVar[str]
     external: ClassVar[ExternalProcessor]
     every_request: ClassVar[bool] = False
 
     class Options(AdapterOptions):
-        """Options that every adapter has."""
+        """Options that every adapted processor has."""
 
     @classmethod
-    def of(cls, external: ExternalProcessor, **attributes: Any) -> type[Adapter]:
+    def of(cls, external: ExternalProcessor, **attributes: Any) -> type[AdaptedProcessor]:
         """Return the component that runs an external processor."""
         described = {"external": external, "__doc__": inspect.getdoc(external.target)}
         return cls._derived(described | attributes)
 
     @classmethod
-    def configured(cls, options: Any) -> type[Adapter]:
+    def configured(cls, options: Any) -> type[AdaptedProcessor]:
         """Return the component with options applied.
 
         Raises:
@@ -94,7 +82,7 @@ class Adapter(LogitsPlugin):
         return cls.every_request
 
     @classmethod
-    def _derived(cls, attributes: Mapping[str, Any]) -> type[Adapter]:
+    def _derived(cls, attributes: Mapping[str, Any]) -> type[AdaptedProcessor]:
         return type(
             cls.__name__, (cls,), {"contract": 1, "__module__": cls.__module__, **attributes}
         )

@@ -9,8 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from hardpoint.plugins.params import SamplingParams
-from hardpoint.plugins.sampling.logits import LogitsContext
+from hardpoint.plugins import Arguments, LogitsContext, SamplingParams
+
+
+class AdapterArguments(Arguments):
+    """Arguments of one request.
+
+    Attributes:
+        extra_args: what the external code reads as `params.extra_args`.
+    """
+
+    extra_args: dict[str, Any] = {}
 
 
 class FieldNotKeptError(LookupError):

@@ -6,16 +6,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.host.registry.blame import raise_unless_fault
-from hardpoint.plugins.sampling.logits import LogitsContext
-from hardpoint.plugins.sampling.phases import Phase
-from hardpoint.plugins.sampling.rows import Added, BatchUpdate, LogitsRequest, RowMap, Rows
-from hardpoint.plugins.text.arguments import PrepareContext
+from hardpoint.plugins import (
+    Added,
+    BatchUpdate,
+    LogitsContext,
+    LogitsRequest,
+    Phase,
+    PrepareContext,
+    RowMap,
+    Rows,
+)
+from hardpoint.toolkit.logits_calls import drafts_of
 
-from .base import AdapterArguments
-from .drafts import base_of, by_depth, drafts_of
-from .vllm_objects import KeptFields, VllmConfigFields
-from .vllm_rows import VLLMClass, run_on
+from .drafts import base_of, by_depth
+from .objects import AdapterArguments, KeptFields, VllmConfigFields
+from .rows import VLLMClass, run_on
 
 if TYPE_CHECKING:
     import numpy as np
@@ -199,7 +204,7 @@ class VLLMV2Class(VLLMClass):
         Raises:
             ValueError: it has embeddings.
         """
-        prompt: Sequence[int | None] | None = context.prompt_token_ids
+        prompt: Any = context.prompt_token_ids  # None in place of embeddings
         if prompt is None or None in prompt:
             raise ValueError(
                 "a class in vLLM V2's form needs the ids of the whole prompt, which has embeddings"
@@ -268,8 +273,9 @@ class VLLMV2Class(VLLMClass):
         try:
             add = getattr(self._inner, "add_request", None)
             slot.changes = True if add is None else bool(add(number, params))
-        except BaseException as cause:
-            raise_unless_fault(cause)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as cause:  # of whatever class, such as SystemExit
             slot.failed = cause  # raised for the rows of this request
         return slot
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-_KINDS = {
+KINDS = {
     "vllm.distributed": ("KV connectors", "kv_connectors", "write-a-kv-connector"),
     "vllm.distributed.kv_events": ("event publishers", "kv_event_publishers", "write-a-publisher"),
     "vllm.plugins": ("IO processors", "io_processors", "write-an-io-processor"),
@@ -31,12 +31,12 @@ _KINDS = {
 that is not installed hides the ones in it."""
 
 
-def why_not_adapted(module: str) -> str:
+def why_not_in(module: str) -> str:
     """Return why classes of a module of vLLM's cannot be used; empty if it may have others."""
-    packages = [package for package in _KINDS if f"{module}.".startswith(f"{package}.")]
+    packages = [package for package in KINDS if f"{module}.".startswith(f"{package}.")]
     if not packages:
         return ""
-    classes, kind, page = _KINDS[max(packages, key=len)]
+    classes, kind, page = KINDS[max(packages, key=len)]
     return (
         f"vLLM's {classes} cannot be used, with vLLM installed or without: only logits processors "
         f"are adapted. The kind {kind} takes their place (docs/{page}.md); docs/differences.md "
@@ -44,8 +44,7 @@ def why_not_adapted(module: str) -> str:
     )
 
 
-def advise_on_vllm(target: Any) -> str:
-    """Return, as a further sentence, why a class that derives from vLLM's cannot be used."""
+def why_not_adapted(target: Any) -> str:
+    """Return why a class that derives from vLLM's cannot be used; empty if it may be another."""
     bases = target.__mro__ if inspect.isclass(target) else ()
-    reasons = filter(None, (why_not_adapted(base.__module__) for base in bases))
-    return next((f". {reason}" for reason in reasons), "")
+    return next(filter(None, (why_not_in(base.__module__) for base in bases)), "")

@@ -9,14 +9,22 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.plugins.params import SamplingParams
-from hardpoint.plugins.sampling.logits import LogitsContext
-from hardpoint.plugins.sampling.phases import Phase
-from hardpoint.plugins.sampling.rows import Added, BatchUpdate, LogitsRequest, Move, RowMap, Rows
+from hardpoint.plugins import (
+    Added,
+    BatchUpdate,
+    LogitsContext,
+    LogitsRequest,
+    Move,
+    Phase,
+    RowMap,
+    Rows,
+    SamplingParams,
+)
+from hardpoint.toolkit.logits_calls import drafts_of
 
-from .drafts import base_of, by_depth, drafts_of
-from .vllm_objects import ExternalParams, VllmConfigFields
-from .vllm_rows import VLLMClass, run_on
+from .drafts import base_of, by_depth
+from .objects import ExternalParams, VllmConfigFields
+from .rows import VLLMClass, run_on
 
 if TYPE_CHECKING:
     import torch

@@ -1,18 +1,66 @@
-"""Recognises classes in the forms of vLLM's logits processors V1 and V2, by their signatures."""
+"""The component adapter: recognizes vLLM's logits processors by base class and signature."""
 
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager
 from typing import Any
 
 from hardpoint.errors import PluginContractError
-from hardpoint.plugins.sampling.phases import Phase
+from hardpoint.plugins import ComponentAdapter, Phase
+from hardpoint.plugins.component import Component, Source
+from hardpoint.toolkit.logits_calls import (
+    AdaptedProcessor,
+    ExternalProcessor,
+    signature_text,
+)
 
-from .base import Adapter, ExternalProcessor, signature_text
-from .vllm_v1 import V1_METHODS, VLLMV1Class
-from .vllm_v2 import VLLMV2Class
+from .batch_classes import V1_METHODS, VLLMV1Class
+from .callables import adapt_callable
+from .other_classes import why_not_adapted
+from .slot_classes import VLLMV2Class
+from .stand_ins import is_missing, stand_ins
 
 _METHODS = {*V1_METHODS, "validate_params", "add_request", "apply_staged_writes"} - {"apply"}
+
+
+class VLLM(ComponentAdapter):
+    """Adapts the three generations of vLLM's logits processors, with vLLM installed or without.
+
+    It explains vLLM's classes of other kinds, of which none is adapted.
+    """
+
+    contract = 1
+
+    @classmethod
+    def matches(cls, target: Any, kind: str | None) -> bool:
+        """Return whether it is one of vLLM's classes, or a callable in the form of its V0."""
+        if why_not_adapted(target):
+            return True
+        if kind not in (None, "logits_processors"):
+            return False
+        if not inspect.isclass(target):
+            return callable(target)
+        return seems_from_vllm(target) or _makes_callables(target)
+
+    @classmethod
+    def adapt(cls, target: Any, source: Source) -> type[Component]:
+        """Return the component.
+
+        Raises:
+            PluginContractError: it is of another kind, or nearly has one of the forms.
+        """
+        external = ExternalProcessor(target, source)
+        if inspect.isclass(target) and seems_from_vllm(target):
+            return adapt_class(external)
+        if reason := why_not_adapted(target):
+            raise PluginContractError(f"{source}: {reason}")
+        return adapt_callable(external)
+
+    @classmethod
+    def stand_ins(cls, module: str) -> AbstractContextManager[None] | None:
+        """Return the stand-ins for vLLM's modules, if vLLM is not installed."""
+        return stand_ins() if is_missing(module) else None
 
 
 def seems_from_vllm(target: type) -> bool:
@@ -27,7 +75,7 @@ def seems_from_vllm(target: type) -> bool:
     )
 
 
-def adapt_class(external: ExternalProcessor) -> type[Adapter]:
+def adapt_class(external: ExternalProcessor) -> type[AdaptedProcessor]:
     """Return the component for a class for which `seems_from_vllm` is true.
 
     Raises:
@@ -88,3 +136,7 @@ def _argmax_invariant(target: Any) -> bool:
         return object.__new__(target).is_argmax_invariant() is True
     except Exception:
         return False
+
+
+def _makes_callables(target: type) -> bool:
+    return any("__call__" in vars(base) for base in target.__mro__)

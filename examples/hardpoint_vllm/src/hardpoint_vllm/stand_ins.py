@@ -14,14 +14,14 @@ import inspect
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .vllm_objects import ExternalParams, VllmConfigFields
-from .vllm_other_classes import why_not_adapted
-from .vllm_v1 import ExternalBatchUpdate, MoveDirectionality
-from .vllm_v2 import DeviceField, HostField, RequestStates, StepLayout
+from .batch_classes import ExternalBatchUpdate, MoveDirectionality
+from .objects import ExternalParams, VllmConfigFields
+from .other_classes import why_not_in
+from .slot_classes import DeviceField, HostField, RequestStates, StepLayout
 
 if TYPE_CHECKING:
     import torch
@@ -215,7 +215,7 @@ def _async_tensor_h2d(
 
 
 @contextlib.contextmanager
-def _gpu_sync_allowed(*_: Any, **__: Any) -> Iterator[None]:
+def _gpu_sync_allowed(*_: Any, **__: Any) -> Generator[None]:
     yield
 
 
@@ -265,13 +265,13 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def lacks_vllm(error: ModuleNotFoundError) -> bool:
-    """Return whether a module could not be imported because vLLM is not installed."""
-    return error.name is not None and error.name.partition(".")[0] == _NAME and not _installed()
+def is_missing(module: str) -> bool:
+    """Return whether a module of vLLM's is missing because vLLM is not installed."""
+    return module.partition(".")[0] == _NAME and not _installed()
 
 
 @contextlib.contextmanager
-def stand_ins() -> Iterator[None]:
+def stand_ins() -> Generator[None]:
     """Provide the modules in the body.
 
     Raises:
@@ -300,7 +300,7 @@ class _Module(ModuleType):
     def __init__(self, name: str, names: Mapping[str, Any]) -> None:
         """Take over the names."""
         super().__init__(name, f"Stands in for {name}, which is not installed.")
-        self.__path__: list[str] = []
+        self.__path__ = []
         vars(self).update(names)
 
     def __getattr__(self, name: str) -> Any:
@@ -317,7 +317,7 @@ class _Module(ModuleType):
 def _lacking(what: str, module: str) -> str:
     return (
         f"there is no {what}: vLLM is not installed, and only what logits processors need stands "
-        f"in for it; {why_not_adapted(module) or 'install vLLM, too'}"
+        f"in for it; {why_not_in(module) or 'install vLLM, too'}"
     )
 
 

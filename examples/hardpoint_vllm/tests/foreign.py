@@ -8,8 +8,6 @@ from enum import Enum, auto
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor as TransformersLogitsProcessor
-from transformers import LogitsProcessorList
 
 
 class MoveDirectionality(Enum):
@@ -46,9 +44,9 @@ class MinP:
         for index, params, _, _ in batch_update.added:
             self.values[index] = (params.extra_args or {}).get("min_p", 0)
         for a, b, direction in batch_update.moved:
-            there, here = self.values[a].item(), self.values[b].item()
-            self.values[b] = there
-            self.values[a] = here if direction == MoveDirectionality.SWAP else 0
+            first, second = self.values[a].item(), self.values[b].item()
+            self.values[b] = first
+            self.values[a] = second if direction == MoveDirectionality.SWAP else 0
         self.count = int((self.values != 0).sum())
 
     def apply(self, logits):
@@ -315,42 +313,6 @@ class SlotValidation(SlotToken):
 class InstanceValidation(OneToken):
     def validate_params(self, params):
         pass
-
-
-class Repetition(TransformersLogitsProcessor):
-    """Punishes tokens of prompt and output by a factor; dense, as transformers' own is.
-
-    Method: CTRL, arXiv:1909.05858.
-    """
-
-    def __init__(self, penalty):
-        self.penalty = penalty
-
-    def __call__(self, input_ids, scores):
-        assert input_ids.dtype == torch.int64
-        assert input_ids.shape[0] == scores.shape[0] == 1
-        score = torch.gather(scores, 1, input_ids)
-        score = torch.where(score < 0, score * self.penalty, score / self.penalty)
-        return scores.scatter(1, input_ids, score)
-
-
-class Counting:
-    """In transformers' form without deriving from it; keeps state between its calls."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor):
-        scores[:, 65 + self.calls] = 1e4
-        self.calls += 1
-        return scores
-
-
-counting = Counting()
-repetition = Repetition(0.1)
-
-
-both = LogitsProcessorList([Repetition(0.1), Counting()])
 
 
 class Everywhere(OneToken):

@@ -62,7 +62,7 @@ from hardpoint.plugins import (
     Tokenizer,
     TokenizerContext,
 )
-from hardpoint.plugins.config_tables import GrammarConfig
+from hardpoint.plugins.config_tables import GrammarConfig, PluginsConfig, PluginUse
 from hardpoint.plugins.grammars import GrammarContext, GrammarState, Vocabulary
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import load_ops
@@ -320,6 +320,11 @@ def watched() -> Timers:
     return timers
 
 
+def enabled_for(backend: str) -> list[str | PluginUse]:
+    """Return `plugins.enable` for a backend, which is a package of its own unless the default."""
+    return [] if backend == GrammarConfig().use else [backend]
+
+
 def measure_step(
     timers: Timers, structured: dict[str, Any], running: int, steps: int, model: str
 ) -> dict[str, float]:
@@ -328,7 +333,8 @@ def measure_step(
         "free": {"ignore_eos": True},
         "structured": {"structured": structured},
     }
-    engines = {name: LLM(model, progress=False) for name in sides}
+    config = {"plugins": {"enable": enabled_for(structured["backend"])}}
+    engines = {name: LLM(model, config=config, progress=False) for name in sides}
     for name, llm in engines.items():
         limit = WARM_UP + 3 * steps + 50
         params = SamplingParams(temperature=1.0, seed=1, max_tokens=limit, **sides[name])
@@ -510,7 +516,8 @@ def main() -> None:
     python = peer_python(options.python)
     result: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "backend": options.backend}
     config = GrammarConfig(use=options.backend)
-    plugins = resolve_plugins(EngineConfig(grammar=config))
+    enabled = PluginsConfig(enable=enabled_for(options.backend))
+    plugins = resolve_plugins(EngineConfig(grammar=config, plugins=enabled))
     tokenizer = demo_tokenizer(plugins)
     vocabularies = {str(size): enlarged(tokenizer.vocabulary(), size) for size in options.sizes}
     peer: dict[str, Any] = {}

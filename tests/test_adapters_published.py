@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from support.driving import run
 from support.internals import engine_of
+from support.processes import ROOT
 
 from hardpoint import LLM, SamplingParams
+
+sys.path.insert(0, str(ROOT / "examples" / "hardpoint_vllm" / "src"))
 
 pytest.importorskip("logits_processor_zoo", reason="part of the extra `test`")
 pytestmark = pytest.mark.nightly
@@ -27,8 +32,11 @@ def llm():
         "device": "cpu",
         "plugins": {
             "enable": [
-                {"use": f"support.plugins.zoo_processors:{target}", "name": name}
-                for name, target in ENABLED.items()
+                "hardpoint_vllm:VLLM",
+                *(
+                    {"use": f"support.plugins.zoo_processors:{target}", "name": name}
+                    for name, target in ENABLED.items()
+                ),
             ]
         },
     }

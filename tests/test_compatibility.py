@@ -26,6 +26,7 @@ LATER = {
     "activation_taps",
     "adapter_resolvers",
     "balancers",
+    "component_adapters",
     "io_processors",
     "poolers",
     "speculators",

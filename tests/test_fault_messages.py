@@ -22,6 +22,7 @@ LATER = {
     "activation_taps",
     "adapter_resolvers",
     "balancers",
+    "component_adapters",
     "io_processors",
     "step_parts",
     "speculators",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from importlib.util import find_spec
 
 import pytest
 from support.processes import ROOT, run
@@ -22,9 +23,11 @@ PACKAGES = {
     "acme_taps": 0.2,
     "acme_tiny_scheduler": 0.02,
     "acme_watermark": 0.1,
+    "hardpoint_vllm": 0.05,
+    "hardpoint_xgrammar": 0.1,
 }
 """By package: the share of what conformance suites try otherwise."""
-IN_EACH_RUN = ("acme_affinity", "acme_taps", "acme_watermark")
+IN_EACH_RUN = ("acme_affinity", "acme_taps", "acme_watermark", "hardpoint_vllm")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +41,10 @@ def test_its_own_tests_pass(request, package, tmp_path):
     site = request.getfixturevalue(package)
     shutil.copytree(ROOT / "examples" / package / "tests", tmp_path / "tests")
     command = (sys.executable, "-m", "pytest", "-q", "tests")
-    assert "passed" in run(*command, path=site, cwd=tmp_path, examples=PACKAGES[package])
+    printed = run(*command, path=site, cwd=tmp_path, examples=PACKAGES[package])
+    assert "passed" in printed
+    if package == "hardpoint_xgrammar" and request.config.getoption("all"):
+        assert find_spec("xgrammar") is not None, "scripts/test --all installs it"
 
 
 def test_every_package_is_listed_with_its_kind():

@@ -18,11 +18,11 @@ from hardpoint.plugins import (
     Phase,
     PrepareContext,
     ReasoningMarkers,
-    ReasoningPosition,
     ReasoningTracker,
     Rows,
     SparseLogitsProcessor,
 )
+from hardpoint.plugins.requests import ReasoningPosition
 
 TokenId = Annotated[int, Meta(ge=0)]
 

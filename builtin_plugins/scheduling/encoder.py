@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hardpoint.plugins import EncoderCache, RequestError
+from hardpoint.plugins import RequestError
+from hardpoint.plugins.scheduling import EncoderCache
 
 from . import wait_reasons
 from .live_request import SchedulerRequest

@@ -1,54 +1,145 @@
-"""Loads components, adapting those that were written for other engines or an earlier contract."""
+"""Loads components: adapts foreign objects and those of an earlier contract, and checks them."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from hardpoint.host.registry.adapters.base import Adapter, ExternalProcessor
+from hardpoint.errors import HardpointError, PluginContractError, shown
 from hardpoint.host.registry.adapters.contract_1 import adapt_earlier
-from hardpoint.host.registry.adapters.per_request import (
-    TransformersProcessor,
-    adapt_callable,
-    is_transformers_form,
-)
-from hardpoint.host.registry.adapters.vllm import adapt_class, seems_from_vllm
-from hardpoint.plugins.component import Component, Source
+from hardpoint.plugins.component import AdaptedComponent, Component, ComponentAdapter, Source
+from hardpoint.plugins.component.manifest import PluginEntry
 
-from .kinds import PluginKind
-from .loading import check_component, import_object, inspecting, marks_hooks
+from .adapters.external_packages import object_hint
+from .kinds import KINDS, PluginKind
+from .loading import check_component, import_object, inspecting, kinds_of, marks_hooks, snake_case
+
+KIND = "component_adapters"
+
+Adapter = tuple[Source, type[ComponentAdapter]]
 
 
-def adapt(target: Any, source: Source) -> Any:
-    """Return the adapter of an object in an accepted external form; other objects unchanged.
+class ComponentAdapters:
+    """The enabled component adapters of an engine, in the order in which they are asked.
 
-    Raises:
-        PluginContractError: it nearly has such a form; the message names it and what is wrong.
+    They are imported when an object needs one, which is no component.
     """
-    is_component = inspect.isclass(target) and issubclass(target, Component)
-    if is_component or isinstance(target, ModuleType) or marks_hooks(target):
+
+    def __init__(self, load: Callable[[], Sequence[Adapter]]) -> None:
+        """`load` imports and checks the adapters; it is called each time that one is needed."""
+        self._load = load
+        self._is_adapter: dict[str, bool] = {}  # by FQCN
+
+    def own(self, fqcn: str, path: str) -> list[Source]:
+        """Return the identity of the adapter that an FQCN names, if it can be imported as it is."""
+        if ":" not in fqcn:
+            return []
+        source = Source.of_module(snake_case(fqcn.rpartition(".")[2]), fqcn, path)
+        if fqcn not in self._is_adapter:
+            self._is_adapter[fqcn] = _is_adapter(source)
+        return [source] if self._is_adapter[fqcn] else []
+
+    def import_object(self, source: Source) -> Any:
+        """Import what `source.value` names, with stand-ins of adapters for missing modules.
+
+        Raises:
+            PluginLoadError, PluginNotFoundError: as `loading.import_object`.
+        """
+        return import_object(source, self._stand_ins)
+
+    def adapt(self, target: Any, source: Source, kind: PluginKind | None = None) -> Any:
+        """Return the component of a foreign object; any other object unchanged.
+
+        Args:
+            target: the object.
+            source: its identity.
+            kind: the kind that is needed; None is any.
+
+        Raises:
+            PluginContractError: it nearly has a form that an adapter knows.
+        """
+        is_component = inspect.isclass(target) and issubclass(target, Component)
+        if is_component or isinstance(target, ModuleType) or marks_hooks(target):
+            return target
+        for adapter_source, adapter in self._load():
+            if _matches(adapter, adapter_source, target, kind):
+                return _checked(adapter.adapt(target, source), adapter_source, source)
         return target
-    external = ExternalProcessor(target, source)
-    if inspect.isclass(target):
-        return _adapt_class(external)
-    if is_transformers_form(target):
-        return TransformersProcessor.of(external)
-    return adapt_callable(external) if callable(target) else target
+
+    def kinds_of(self, target: Any, source: Source) -> list[PluginKind]:
+        """Return the kinds of an imported object, after it is adapted.
+
+        Raises:
+            PluginContractError: it is no component, nor has hooks, and no adapter matches it.
+        """
+        with inspecting(source):
+            return kinds_of(self.adapt(target, source), source, object_hint(target))
+
+    def _stand_ins(self, module: str) -> Any:
+        for source, adapter in self._load():
+            with inspecting(source):
+                if (context := adapter.stand_ins(module)) is not None:
+                    return context
+        return None
 
 
-def configured(target: Any, options: Any) -> Any:
-    """Return an adapter with its checked options applied; any other component unchanged.
+NO_ADAPTERS = ComponentAdapters(tuple)
+
+
+def load_adapters(sources: Sequence[Source]) -> list[Adapter]:
+    """Import and check component adapters.
 
     Raises:
-        ConfigError: the options do not fit the adapted processor.
+        PluginError: one cannot be imported, or does not keep its kind's contract.
     """
-    return target.configured(options) if adapter_of(target) else target
+    unique = {source.value: source for source in sources}.values()
+    return [(source, load_component(KINDS[KIND], source)) for source in unique]
+
+
+def adapters_of(entries: Sequence[PluginEntry]) -> ComponentAdapters:
+    """Return the component adapters among the entries of a manifest."""
+    own = sorted((e for e in entries if e.kind == KIND), key=lambda e: e.place)
+    return ComponentAdapters(lambda: load_adapters([entry.source for entry in own]))
+
+
+def load_component(
+    kind: PluginKind, source: Source, target: Any = None, adapters: ComponentAdapters = NO_ADAPTERS
+) -> Any:
+    """Import a component unless `target` is given, adapt and check it.
+
+    Raises:
+        PluginError: it cannot be imported, or does not keep its kind's contract.
+    """
+    if target is None:
+        target = adapters.import_object(source)
+    with inspecting(source):
+        adapted = adapters.adapt(target, source, kind)
+        if adapter_of(adapted) and kind.interface and issubclass(adapted, kind.interface):
+            target = adapted
+        target = adapt_earlier(target, kind)
+        check_component(target, kind, source, object_hint(target, kind.name))
+    return target
+
+
+def configured(target: Any, options: Any, source: Source) -> Any:
+    """Return an adapted component with its checked options applied; any other one unchanged.
+
+    Raises:
+        ConfigError: the options do not fit the external object.
+        PluginContractError: the external object fails when it is looked at.
+    """
+    if not adapter_of(target):
+        return target
+    with inspecting(source):
+        return target.configured(options)
 
 
 def adapter_of(target: Any) -> str | None:
-    """Return the name of the adapter that a component is; None if it is not one."""
-    return target.adapter if inspect.isclass(target) and issubclass(target, Adapter) else None
+    """Return the external form of an adapted component; None if it is not adapted."""
+    is_adapted = inspect.isclass(target) and issubclass(target, AdaptedComponent)
+    return target.adapter if is_adapted else None
 
 
 def adapter_name(target: Any, kind: PluginKind) -> str | None:
@@ -57,30 +148,31 @@ def adapter_name(target: Any, kind: PluginKind) -> str | None:
     return f"contract {target.contract}" if is_earlier else adapter_of(target)
 
 
-def load_component(kind: PluginKind, source: Source, target: Any = None) -> Any:
-    """Import a component unless `target` is given, adapt and check it.
-
-    Raises:
-        PluginError: it cannot be imported, or does not keep its kind's contract.
-    """
-    if target is None:
+def _is_adapter(source: Source) -> bool:
+    try:
         target = import_object(source)
-    with inspecting(source):
-        if kind.name == "logits_processors":
-            target = adapt(target, source)
-        target = adapt_earlier(target, kind)
-        check_component(target, kind, source)
-    return target
+    except HardpointError:  # raised again when the component itself is loaded
+        return False
+    return inspect.isclass(target) and issubclass(target, ComponentAdapter)
 
 
-def _adapt_class(external: ExternalProcessor) -> Any:
-    target = external.target
-    if is_transformers_form(target):
-        return TransformersProcessor.of(external)
-    if seems_from_vllm(target):
-        return adapt_class(external)
-    return adapt_callable(external) if _makes_callables(target) else target
+def _matches(
+    adapter: type[ComponentAdapter], adapter_source: Source, target: Any, kind: PluginKind | None
+) -> bool:
+    found = adapter.matches(target, kind.name if kind else None)
+    if not isinstance(found, bool):
+        raise PluginContractError(
+            f"{adapter_source}: its matches returned {shown(found)}, expected True or False"
+        )
+    return found
 
 
-def _makes_callables(target: type) -> bool:
-    return any("__call__" in vars(base) for base in target.__mro__)
+def _checked(component: Any, adapter_source: Source, source: Source) -> Any:
+    """Return the result of an adapter for the object of `source`, if it is a component."""
+    bases = (AdaptedComponent, Component)
+    if inspect.isclass(component) and all(issubclass(component, base) for base in bases):
+        return component
+    raise PluginContractError(
+        f"{adapter_source}: its adapt returned {shown(component)} for {source}, expected a class "
+        f"derived from hardpoint.plugins.AdaptedComponent and the interface of its kind"
+    )

@@ -86,7 +86,7 @@ class Catalog:
                 options = msgspec.to_builtins(self._plugins.options(entry)) or {}
         else:
             source = Source(info.name, info.value, info.distribution, info.version, "default")
-            target = load_component(kind, source)
+            target = load_component(kind, source, adapters=self._plugins.adapters)
         return ComponentDetails(
             info=info,
             summary=first_paragraph(target),

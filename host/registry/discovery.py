@@ -14,6 +14,7 @@ from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import EngineConfig
 
+from .adapters.external_packages import component_hint
 from .kinds import KINDS, Number, PluginKind, value_at
 
 DISTRIBUTION = "hardpoint"
@@ -264,7 +265,7 @@ def check_other_name(name: str, named: Sequence[PluginEntry], error: type[Hardpo
 def offers(
     kind: str, name: str, disabled: Sequence[InstalledPlugin], found: Sequence[InstalledPlugin]
 ) -> str:
-    """Return, as the end of a message, who offers a component that is not enabled.
+    """Return, as the end of a message, which package offers a component that is not enabled.
 
     Args:
         kind: kind of the component.
@@ -274,7 +275,7 @@ def offers(
     """
     matching = [f for f in disabled if (f.kind, f.name) == (kind, name)]
     if not matching:
-        return ""
+        return component_hint(name, kind)
     listed = " and ".join(f"{f.distribution} {f.version}" for f in matching)
     same = [f for f in found if f.name == name]
     if len({f.kind for f in same}) < len(same):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from hardpoint.plugins.component import Component
+from hardpoint.plugins.component import Component, ComponentAdapter
 from hardpoint.plugins.config import EngineConfig
 from hardpoint.plugins.executor import Executor
 from hardpoint.plugins.grammars import GrammarBackend
@@ -466,6 +466,16 @@ KINDS: dict[str, PluginKind] = {
             chosen_by="stats.sinks",
             summary="Receive the engine's statistics.",
             suite="StatSinkSuite",
+        ),
+        PluginKind(
+            name="component_adapters",
+            restart="what it adapts is loaded when the engine starts",
+            interface=ComponentAdapter,
+            number=Number.MANY,
+            processes=(Process.FRONTEND, Process.ENGINE, Process.WORKER),
+            fault_scope=FaultScope.ENGINE,
+            summary="Make components of classes that were written for another engine.",
+            suite="ComponentAdapterSuite",
         ),
         PluginKind(
             name="hooks",

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from types import FunctionType, ModuleType
 from typing import Any, get_args
@@ -21,7 +21,8 @@ from hardpoint.errors import (
     PluginLoadError,
     PluginNotFoundError,
 )
-from hardpoint.plugins.component import Component, Source
+from hardpoint.plugins.component import Component, ComponentAdapter, Source
+from hardpoint.plugins.component.base import NoOptions
 from hardpoint.plugins.component.wrapper import Wrapper
 from hardpoint.plugins.output_parser import OutputParser, Role
 from hardpoint.plugins.params import SamplingParams
@@ -29,8 +30,7 @@ from hardpoint.plugins.sampling.logits import BatchLogitsProcessor, LogitsPlugin
 from hardpoint.plugins.server.hooks import hookimpl
 from hardpoint.plugins.text.arguments import ComponentWithArguments
 
-from .adapters.vllm_interface import lacks_vllm, stand_ins
-from .adapters.vllm_other_classes import advise_on_vllm
+from .adapters.external_packages import module_hint
 from .blame import faults_as
 from .kinds import KINDS, PluginKind
 from .request_arguments import check_arguments
@@ -41,6 +41,8 @@ _EXAMPLES = {
     "roles": '("reasoning",)',
 }
 """A value of each class attribute that an interface declares without one."""
+
+StandIns = Callable[[str], contextlib.AbstractContextManager[None] | None]
 
 _OPEN_ENDED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -94,8 +96,12 @@ def keeping_torch(source: Source, what: str, kind: str = "") -> Iterator[None]:
             torch_state.put_back_defaults(source, what)
 
 
-def import_object(source: Source) -> Any:
+def import_object(source: Source, stand_ins: StandIns = lambda _module: None) -> Any:
     """Import what `source.value` names.
+
+    Args:
+        source: identity of the plugin.
+        stand_ins: returns a context in which code that lacks a module can be imported, or None.
 
     Raises:
         PluginLoadError: the module fails to import; the cause is chained.
@@ -107,12 +113,14 @@ def import_object(source: Source) -> Any:
             with keeping_torch(source, "import"):
                 target: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as cause:
-            if lacks_vllm(cause):
-                with stand_ins():
+            if cause.name and (context := stand_ins(cause.name)) is not None:
+                with context:
                     return _attribute(source, importlib.import_module(module_name))
             if cause.name and f"{module_name}.".startswith(f"{cause.name}."):
                 missing = f"{source}: there is no module {cause.name!r}"
                 raise PluginNotFoundError(missing) from cause
+            if hint := module_hint(cause.name):
+                raise ModuleNotFoundError(f"{cause}{hint}", name=cause.name) from cause
             raise
     return _attribute(source, target)
 
@@ -128,8 +136,13 @@ def _attribute(source: Source, target: Any) -> Any:
     return target
 
 
-def kinds_of(target: Any, source: Source) -> list[PluginKind]:
+def kinds_of(target: Any, source: Source, hint: str = "") -> list[PluginKind]:
     """Return the kinds of an imported object: one, or those of an output parser's roles.
+
+    Args:
+        target: the object.
+        source: its identity.
+        hint: ends the message about an object that is no plugin.
 
     Raises:
         PluginContractError: it derives from no interface and marks no hook.
@@ -145,12 +158,18 @@ def kinds_of(target: Any, source: Source) -> list[PluginKind]:
         return [KINDS["hooks"]]
     raise PluginContractError(
         f"{source}: it is no plugin: it derives from no interface of hardpoint.plugins "
-        f"and marks no function with hookimpl{advise_on_vllm(target)}"
+        f"and marks no function with hookimpl{hint}"
     )
 
 
-def check_component(target: Any, kind: PluginKind, source: Source) -> None:
+def check_component(target: Any, kind: PluginKind, source: Source, hint: str = "") -> None:
     """Check that an imported object keeps its kind's contract.
+
+    Args:
+        target: the object.
+        kind: its kind.
+        source: its identity.
+        hint: ends the message about an object that does not derive from the kind's interface.
 
     Raises:
         PluginContractError: it does not; the message names the fault and what to write.
@@ -160,7 +179,7 @@ def check_component(target: Any, kind: PluginKind, source: Source) -> None:
             raise PluginContractError(f"{source}: it marks no function with hookimpl")
         _check_hook_options(target, source)
     else:
-        _check_class(target, kind, source)
+        _check_class(target, kind, source, hint)
     _check_version(target, kind, source)
 
 
@@ -213,13 +232,13 @@ def _check_options(declared: Any, base: type, source: Source, attribute: str = "
         )
 
 
-def _check_class(target: Any, kind: PluginKind, source: Source) -> None:
+def _check_class(target: Any, kind: PluginKind, source: Source, hint: str) -> None:
     assert kind.interface is not None
     wanted = " or ".join(kind.interface_names)
     if not inspect.isclass(target) or not issubclass(target, kind.interface):
         raise PluginContractError(
             f"{source}: {kind.name} must be classes derived from hardpoint.plugins {wanted}, "
-            f"this is {_describe(target)}{advise_on_vllm(target)}"
+            f"this is {_describe(target)}{hint}"
         )
     if kind.forms and not issubclass(target, kind.forms):
         raise PluginContractError(f"{source}: it must derive from {wanted}")
@@ -298,6 +317,11 @@ def _check_types(target: type[Component], source: Source) -> None:
     options = Wrapper.Options if issubclass(target, Wrapper) else typed.Options
     for attribute, base in (("Options", options), ("Arguments", typed.Arguments)):
         _check_options(getattr(target, attribute, base), base, source, attribute)
+    if issubclass(target, ComponentAdapter) and target.Options is not NoOptions:
+        raise PluginContractError(
+            f"{source}: it has Options, but a component adapter has none; declare them in the "
+            f"class that its adapt returns"
+        )
     if issubclass(target, ComponentWithArguments):
         check_arguments(target, source)
     elif hasattr(target, "Arguments"):

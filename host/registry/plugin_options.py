@@ -20,7 +20,7 @@ from hardpoint.typed import Strict
 from .adapt import configured
 from .discovery import InstalledPlugin, SelectedPlugin, discover, name_of
 from .kinds import KINDS, Number, value_at
-from .loading import import_object, inspecting
+from .loading import inspecting
 from .references import with_handed_over
 from .selection import Selection
 
@@ -67,7 +67,7 @@ def options_by_component(
         checked = options_of(item, targets[item.key], path, config, config_sources)
         result[item.key] = msgspec.to_builtins(checked)
         try:
-            targets[item.key] = configured(targets[item.key], checked)
+            targets[item.key] = configured(targets[item.key], checked, item.source)
         except ConfigError as error:
             raise _located(error, item, path, config_sources) from None
     return result, unused.values()
@@ -187,9 +187,10 @@ def find_tables(
         PluginError, ConfigError: a component cannot be enabled, or declares no valid table.
     """
     found = with_handed_over(discover(plugins.foreign_groups), handed)
-    chosen = Selection(EngineConfig(plugins=plugins), config_sources, found).enabled()
+    selection = Selection(EngineConfig(plugins=plugins), config_sources, found)
+    chosen, load = selection.enabled(), selection.adapters.import_object
     return declared_tables(
-        (import_object(item.source) if item.target is None else item.target, item.source)
+        (load(item.source) if item.target is None else item.target, item.source)
         for item in chosen
         if item.kind.interface is None
     )

@@ -29,7 +29,7 @@ from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.plugins.text.arguments import ComponentWithArguments
 from hardpoint.typed import prepared_type
 
-from .adapt import configured, load_component
+from .adapt import adapters_of, configured, load_component
 from .adapters.contract_1 import context_for, warn_of_earlier
 from .backends import check_devices, first_that_runs
 from .blame import close_if_failed, faults_as
@@ -75,6 +75,7 @@ class PluginSet:
 
     Attributes:
         manifest: plain data of the set, for other processes.
+        adapters: the component adapters among them.
         found: all installed components, enabled or not.
         warnings: requests of the configuration or of a plugin that have no effect.
     """
@@ -93,6 +94,7 @@ class PluginSet:
         self._entries = {(e.kind, e.name): e for e in manifest.entries}
         self._targets = dict(targets or {})
         self._used: dict[str, PluginEntry] = {}  # by kind, of several candidates
+        self.adapters = adapters_of(manifest.entries)
 
     def entries(self, kind: str) -> list[PluginEntry]:
         """Return the entries of a kind in their resolved order."""
@@ -163,10 +165,9 @@ class PluginSet:
     def target(self, entry: PluginEntry) -> Any:
         """Return an entry's class (or hooks object); import and check it the first time."""
         if entry.key not in self._targets:
-            target = load_component(KINDS[entry.kind], entry.source)
-            self._targets[entry.key] = configured(
-                target, checked_options(target, entry.options, f"plugin.{entry.name}")
-            )
+            target = load_component(KINDS[entry.kind], entry.source, adapters=self.adapters)
+            options = checked_options(target, entry.options, f"plugin.{entry.name}")
+            self._targets[entry.key] = configured(target, options, entry.source)
         return self._targets[entry.key]
 
     def loaded(self, entry: PluginEntry) -> Any:
@@ -343,12 +344,11 @@ def resolve_plugins(
     config_sources = config_sources or ConfigSources()
     found = discover(config.plugins.foreign_groups) if found is None else found
     selection = Selection(config, config_sources, with_handed_over(found, handed))
-    chosen = selection.run()
-    found = selection.found
+    chosen, found = selection.run(), selection.found
     check_names(chosen)
     targets: dict[Key, Any] = {}
-    for item in (i for i in chosen if _is_certain_to_run(i, config)):
-        targets[item.key] = load_component(item.kind, item.source, item.target)
+    for i in (item for item in chosen if _is_certain_to_run(item, config)):
+        targets[i.key] = load_component(i.kind, i.source, i.target, selection.adapters)
     declared_tables((targets[i.key], i.source) for i in chosen if i.kind.interface is None)
     check_on_error(config, config_sources, chosen)
     check_devices(chosen, targets)
@@ -419,8 +419,9 @@ def _find_wrapped(
                     f"{' wraps '.join([*names, inner.name])}; let {path} name another one "
                     f"(from {config_sources.of(path)})"
                 )
-            targets[inner.key] = load_component(inner.kind, inner.source, inner.target)
-            _check_arguments(outer, target, inner, targets[inner.key])
+            loaded = load_component(inner.kind, inner.source, inner.target, selection.adapters)
+            _check_arguments(outer, target, inner, loaded)
+            targets[inner.key] = loaded
             found.setdefault(outer.key, {})[use] = inner
             add(inner, (*chain, inner))
 

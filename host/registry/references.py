@@ -22,15 +22,16 @@ from hardpoint.errors import (
     PluginNotFoundError,
     shown,
 )
-from hardpoint.plugins.component import Source
+from hardpoint.plugins.component import ComponentAdapter, Source
 from hardpoint.plugins.server.hook_specs import ENGINE_HOOKS, HookSpecs
 from hardpoint.typed import join_path, suggest
 
-from .adapt import adapt
+from .adapt import KIND as ADAPTERS
+from .adapt import ComponentAdapters, load_adapters
 from .blame import faults_as
 from .discovery import InstalledPlugin, discover
 from .kinds import KINDS
-from .loading import hook_functions, inspecting, kinds_of, marks_hooks, snake_case
+from .loading import hook_functions, inspecting, marks_hooks, snake_case
 
 _PATHS = (
     "plugins.enable",
@@ -160,6 +161,7 @@ def handed_over(plugins: Sequence[object] | None, caller: str) -> list[Installed
     if not plugins:
         return []
     installed, handed = discover(), list[InstalledPlugin]()
+    adapters = _adapters_among(plugins, installed, caller)
     for index, target in enumerate(plugins):
         if isinstance(target, str):
             raise ConfigError(
@@ -171,7 +173,8 @@ def handed_over(plugins: Sequence[object] | None, caller: str) -> list[Installed
                 f"plugins[{index}]: {shown(target)} is in the list twice "
                 f"(from argument {caller}(plugins=...))"
             )
-        handed += _handed(target, f"plugins= of {caller}, item {index}", installed, handed)
+        origin = f"plugins= of {caller}, item {index}"
+        handed += _handed(target, origin, installed, handed, adapters)
     return handed
 
 
@@ -183,7 +186,11 @@ def with_handed_over(
 
 
 def provided_by(
-    target: Any, source: Source, found: Sequence[InstalledPlugin], origin: str
+    target: Any,
+    source: Source,
+    found: Sequence[InstalledPlugin],
+    adapters: ComponentAdapters,
+    origin: str,
 ) -> list[InstalledPlugin]:
     """Return the components that a plugin of hooks provides, as if they were installed.
 
@@ -191,6 +198,7 @@ def provided_by(
         target: its module, class or object.
         source: its identity.
         found: what is installed.
+        adapters: adapt components that derive from no interface.
         origin: what enables them, too; empty if nothing does.
 
     Raises:
@@ -213,12 +221,28 @@ def provided_by(
     return [
         offer
         for name, component in components.items()
-        for offer in _offers(name, component, source, found, origin)
+        for offer in _offers(name, component, source, found, adapters, origin)
     ]
 
 
+def _adapters_among(
+    plugins: Sequence[object], installed: Sequence[InstalledPlugin], caller: str
+) -> ComponentAdapters:
+    """Return the component adapters of a list that is handed over, after the built-in ones."""
+    sources = [f.source("default") for f in installed if f.kind == ADAPTERS and f.builtin]
+    for index, target in enumerate(plugins):
+        if inspect.isclass(target) and issubclass(target, ComponentAdapter):
+            origin = f"plugins= of {caller}, item {index}"
+            sources.append(Source.of_module(_name_of(target), _value_of(target), origin))
+    return ComponentAdapters(lambda: load_adapters(sources))
+
+
 def _handed(
-    target: Any, origin: str, installed: Sequence[InstalledPlugin], earlier: list[InstalledPlugin]
+    target: Any,
+    origin: str,
+    installed: Sequence[InstalledPlugin],
+    earlier: list[InstalledPlugin],
+    adapters: ComponentAdapters,
 ) -> list[InstalledPlugin]:
     """Return the entries of one object that is handed over."""
     kept = inspect.isclass(target) or isinstance(target, ModuleType)
@@ -227,7 +251,7 @@ def _handed(
     with inspecting(described):
         is_hooks = marks_hooks(target)
     if not is_hooks:
-        return _offers(described.name, target, described, installed, origin)
+        return _offers(described.name, target, described, installed, adapters, origin)
     value, problem = find_reference(target)
     engine_hooks = [name for name in hook_functions(target) if name in ENGINE_HOOKS]
     known = next((f for f in installed if (f.kind, f.value) == ("hooks", value)), None)
@@ -251,7 +275,12 @@ def _handed(
 
 
 def _offers(
-    given: Any, component: Any, source: Source, found: Sequence[InstalledPlugin], origin: str
+    given: Any,
+    component: Any,
+    source: Source,
+    found: Sequence[InstalledPlugin],
+    adapters: ComponentAdapters,
+    origin: str,
 ) -> list[InstalledPlugin]:
     """Return the entries of one component: one for each kind that it has."""
     kind_name, name = _split(given, source)
@@ -259,8 +288,7 @@ def _offers(
     if problem:
         raise PluginLoadError(f"{source}: its component {name!r}: {problem}")
     own = Source(name, value, source.distribution, source.version, source.origin)
-    with inspecting(own):
-        kinds = kinds_of(adapt(component, own), own)
+    kinds = adapters.kinds_of(component, own)
     if kind_name and kind_name not in [kind.name for kind in kinds]:
         raise PluginContractError(
             f"{source}: its hook {_HOOK} gives {value} as {given!r}, and it is of kind "

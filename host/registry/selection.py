@@ -19,7 +19,9 @@ from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.config_tables import PluginUse
 from hardpoint.typed import suggest
 
-from .adapt import adapt
+from .adapt import KIND as ADAPTERS
+from .adapt import Adapter, ComponentAdapters, load_adapters
+from .adapters.external_packages import component_hint
 from .discovery import (
     NAME,
     NAMES,
@@ -30,7 +32,7 @@ from .discovery import (
     toml_key,
 )
 from .kinds import KINDS, Number, PluginKind, value_at
-from .loading import import_object, inspecting, kinds_of, marks_hooks, snake_case
+from .loading import inspecting, marks_hooks, snake_case
 from .references import provided_by
 
 AUTO = "auto"
@@ -47,6 +49,7 @@ class Selection:
     """Resolves the references of a configuration; `run` returns the enabled components.
 
     Attributes:
+        adapters: the component adapters of the configuration.
         warnings: requests of the configuration that have no effect.
     """
 
@@ -61,6 +64,7 @@ class Selection:
         self._on: dict[tuple[str, str], SelectedPlugin] = {}
         self._disabled: dict[tuple[str, str], str] = {}  # the path that disables it
         self._kept_off: set[InstalledPlugin] = set()  # of those that a program hands over
+        self.adapters = ComponentAdapters(self.enabled_adapters)
         self.warnings: list[str] = []
 
     def run(self) -> list[SelectedPlugin]:
@@ -105,6 +109,17 @@ class Selection:
         """All that can be enabled: what is installed, and what enabled hooks provide."""
         return [*self._found, *self._unknown]
 
+    def enabled_adapters(self) -> list[Adapter]:
+        """Import the component adapters: those that are on, and those to be enabled."""
+        kind = KINDS[ADAPTERS]
+        on = [item.source for item in self._on.values() if item.kind == kind]
+        on += [found.source(found.origin) for found in self._handed if found.kind == ADAPTERS]
+        for index, wanted in enumerate(self._config.plugins.enable):
+            use, _ = self._use_of(wanted, path := f"plugins.enable[{index}]")
+            named = [self._chosen(found, path).source for found in self._candidates(use, kind)]
+            on += named or self.adapters.own(use, path)
+        return load_adapters(on)
+
     def _find_provided(self) -> None:
         """Find the components that hooks provide which are, or will be, enabled."""
         plugins = self._config.plugins
@@ -118,8 +133,10 @@ class Selection:
             hooks += [(chosen, "") for chosen in self._named_hooks(use, path)]
         for item, origin in hooks:
             if item.kind.interface is None:
-                target = import_object(item.source) if item.target is None else item.target
-                offers = provided_by(target, item.source, self._found, origin)
+                target = item.target
+                if target is None:
+                    target = self.adapters.import_object(item.source)
+                offers = provided_by(target, item.source, self._found, self.adapters, origin)
                 self._found += [offer for offer in offers if offer not in self._found]
 
     def _named_hooks(self, reference: str, path: str) -> list[SelectedPlugin]:
@@ -129,7 +146,7 @@ class Selection:
             return [self._chosen(found, path) for found in self._candidates(reference, hooks)]
         chosen = self._by_fqcn(reference, path, hooks)
         with inspecting(chosen.source):
-            return [chosen] if marks_hooks(adapt(chosen.target, chosen.source)) else []
+            return [chosen] if marks_hooks(chosen.target) else []
 
     def _enable_handed_over(self) -> None:
         """Enable what a program hands over, but for what the configuration enables or chooses."""
@@ -401,8 +418,7 @@ class Selection:
         """Return the components that a reference enables: one for each kind of a class."""
         if self._is_fqcn(reference, None):
             first = self._by_fqcn(reference, path, None)
-            with inspecting(first.source):
-                kinds = kinds_of(adapt(first.target, first.source), first.source)
+            kinds = self.adapters.kinds_of(first.target, first.source)
             return [replace(first, kind=kind) for kind in kinds]
         candidates = self._candidates(reference, None)
         if len(candidates) > 1 and len({(f.value, f.distribution) for f in candidates}) == 1:
@@ -425,9 +441,8 @@ class Selection:
             if known
             else Source.of_module(name, value, asked_by)
         )
-        target = import_object(source)
-        with inspecting(source):
-            kind = kind or kinds_of(adapt(target, source), source)[0]
+        target = self.adapters.import_object(source)
+        kind = kind or self.adapters.kinds_of(target, source)[0]
         return SelectedPlugin(kind, source, path, target)
 
     def _by_name(self, reference: str, path: str, kind: PluginKind | None) -> SelectedPlugin:
@@ -437,8 +452,9 @@ class Selection:
             self._check_kind(reference, path)
             known = sorted({f.name for f in self._found if kind in (None, KINDS[f.kind])})
             what = f"no {kind.name} component" if kind else "no installed component"
+            hint = component_hint(reference, kind.name if kind else None)
             raise PluginNotFoundError(
-                f"{path}: {what} is called {reference!r}{suggest(reference, known)}"
+                f"{path}: {what} is called {reference!r}{hint or suggest(reference, known)}"
                 f"{self._of_other_kinds(reference)}; found: {', '.join(known) or 'none'} "
                 f"(from {origin})"
             )

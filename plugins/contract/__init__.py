@@ -18,6 +18,7 @@ from msgspec import Meta
 from hardpoint.errors import ConfigError, HardpointError, ModelError, OverloadedError, RequestError
 from hardpoint.typed import Arguments, Options, State
 
+from .component.adapter import AdaptedComponent, ComponentAdapter
 from .component.wrapper import Wrapper
 from .config.engine import EngineConfig
 from .kv_cache.connector import KVConnector, KVConnectorContext
@@ -44,7 +45,7 @@ from .process.balancer import BalancerContext, EngineView, LoadBalancer
 from .process.executor import Executor, ExecutorContext, WorkerInfo
 from .process.parallel import Communicator, CommunicatorContext
 from .requests.lora import LoRARequest
-from .requests.markers import ReasoningMarkers, ReasoningPosition, ReasoningTracker
+from .requests.markers import ReasoningMarkers, ReasoningTracker
 from .requests.outputs import (
     CompletionOutput,
     EngineCoreOutput,
@@ -95,7 +96,7 @@ from .sampling.pooler import Pooler, PoolerContext, PromptPooler
 from .sampling.rows import BatchUpdate, LogitsRequest, Move, RowMap, Rows
 from .sampling.sampler import Sampler, SamplerContext, SamplingRows
 from .scheduling.policy import Load, PolicyContext, SchedulingPolicy
-from .scheduling.scheduler import EncoderCache, PauseState, Scheduler, SchedulerContext
+from .scheduling.scheduler import PauseState, Scheduler, SchedulerContext
 from .scheduling.step_cost import StepCost
 from .scheduling.step_record import StepRecord, WaitingFor, WaitReason
 from .server.adapter_resolver import AdapterResolver, AdapterResolverContext
@@ -152,6 +153,9 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "State",
     # Wrappers: provisional
     "Wrapper",
+    # Adapters of components: provisional
+    "AdaptedComponent",
+    "ComponentAdapter",
     # Errors: stable
     "ConfigError",
     "HardpointError",
@@ -212,7 +216,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "SchedulingPolicy",
     # Schedulers, the plan of a step and its outcome: provisional
     "CachedRequests",
-    "EncoderCache",
     "EngineCoreEvent",
     "EngineCoreEventType",
     "EngineCoreOutput",
@@ -288,7 +291,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "OutputParserContext",
     "ParserRequest",
     "ReasoningMarkers",
-    "ReasoningPosition",
     "ReasoningTracker",
     # Adapter resolvers: provisional
     "AdapterResolver",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.adapter_resolver_suite import AdapterResolverSuite
     from hardpoint.testing.balancing.balancer_suite import LoadBalancerSuite
     from hardpoint.testing.balancing.engines import ScriptedEngines, scripted_request
+    from hardpoint.testing.component_adapter_suite import ComponentAdapterSuite
     from hardpoint.testing.engine_access import load_ops
     from hardpoint.testing.hidden_states.pooler_suite import PoolerSuite
     from hardpoint.testing.hidden_states.tap_suite import ActivationTapSuite
@@ -74,6 +75,7 @@ __all__ = [
     "AttentionBackendSuite",
     "CommandSuite",
     "CommunicatorSuite",
+    "ComponentAdapterSuite",
     "EvictionPolicySuite",
     "ExecutorSuite",
     "GrammarSample",
@@ -133,6 +135,7 @@ _LAZY = {
     "AttentionBackendSuite": "model.attention_suite",
     "EvictionPolicySuite": "scheduling.eviction_suite",
     "CommandSuite": "running.command_suite",
+    "ComponentAdapterSuite": "component_adapter_suite",
     "CommunicatorSuite": "running.communicator_suite",
     "ExecutorSuite": "running.executor_suite",
     "GrammarSample": "text.grammar_suite",

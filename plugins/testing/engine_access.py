@@ -597,17 +597,15 @@ def open_hooks(target: Any, name: str, options: Mapping[str, Any]) -> tuple[Hook
 
 
 def provided_components(target: Any, name: str) -> dict[str, str]:
-    """Return the components that hooks provide, checked as the loader does.
-
-    Returns:
-        Their FQCNs by `kind/name`.
+    """Return the FQCNs of components that hooks provide, by `kind/name`; the loader checks them.
 
     Raises:
         PluginError: the loader rejects one.
     """
-    offers = provided_by(target, _source(target, name), (), "")
+    adapters = resolve_plugins(EngineConfig()).adapters
+    offers = provided_by(target, _source(target, name), (), adapters, "")
     for offer in offers:
-        load_component(KINDS[offer.kind], offer.source("default"))
+        load_component(KINDS[offer.kind], offer.source("default"), adapters=adapters)
     return {f"{offer.kind}/{offer.name}": offer.value for offer in offers}
 
 

@@ -24,6 +24,7 @@ QUICK = (
     "activation_taps",
     "adapter_resolvers",
     "balancers",
+    "component_adapters",
     "eviction_policies",
     "hooks",
     "io_processors",

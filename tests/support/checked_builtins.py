@@ -18,12 +18,12 @@ def check_builtins_once() -> None:
     """
     check, passed = adapt.check_component, {}
 
-    def check_once(target: Any, kind: Any, source: Any) -> None:
+    def check_once(target: Any, kind: Any, source: Any, hint: str = "") -> None:
         state = _state(target)
         if state is None:
-            check(target, kind, source)
+            check(target, kind, source, hint)
         elif passed.get((target, kind.name)) != state:
-            check(target, kind, source)
+            check(target, kind, source, hint)
             passed[target, kind.name] = state
 
     adapt.check_component = check_once

@@ -320,7 +320,7 @@ def _of_hooks() -> dict[str, Any]:
 def _context_of(form: type) -> Any:
     """Return the class of the context that a component of an interface is built with."""
     for base in form.__mro__:
-        if (name := base.__annotations__.get("context")) is not None:
+        if (name := inspect.get_annotations(base).get("context")) is not None:
             return vars(sys.modules[base.__module__])[name]
     return Context
 

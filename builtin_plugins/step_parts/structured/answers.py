@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hardpoint.plugins import ReasoningMarkers, ReasoningPosition, ReasoningTracker, Request
+from hardpoint.plugins import ReasoningMarkers, ReasoningTracker, Request
 from hardpoint.plugins.grammars import GrammarState
-from hardpoint.plugins.requests import SchedulerOutput
+from hardpoint.plugins.requests import ReasoningPosition, SchedulerOutput
 from hardpoint.toolkit.bitmasks import allow_tokens
 
 

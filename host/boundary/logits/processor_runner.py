@@ -16,7 +16,6 @@ import torch
 from hardpoint.errors import PluginFaultError
 from hardpoint.host.boundary.activity import Activity
 from hardpoint.host.boundary.faults import slow_message
-from hardpoint.host.registry.adapters.tensor_checks import HandedOver
 from hardpoint.host.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.host.system import torch_state
 from hardpoint.plugins import (
@@ -35,6 +34,7 @@ from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.sampling.logits import FollowsBatch, LogitsPlugin
 from hardpoint.plugins.sampling.phases import LogitsStage
 from hardpoint.plugins.sampling.rows import Added
+from hardpoint.toolkit.logits_calls.tensor_checks import HandedOver
 from hardpoint.typed import ReadOnlyDict
 
 from .device_state import DeviceState

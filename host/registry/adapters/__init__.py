@@ -1,1 +1,1 @@
-"""Adapters of components: of logits processors for other engines, and of an earlier contract."""
+"""Adapters of components of an earlier contract, old import paths, packages of their own."""

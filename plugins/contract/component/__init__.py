@@ -1,5 +1,6 @@
 """The base of every component: its interface, its identity, and declarations about its methods."""
 
+from .adapter import AdaptedComponent, ComponentAdapter
 from .base import MAX_STATE_BYTES as MAX_STATE_BYTES
 from .base import (
     Component,
@@ -11,4 +12,4 @@ from .base import Source as Source
 from .base import no_progress as no_progress
 from .wrapper import Wrapper
 
-__all__ = ["Component", "Context", "Wrapper"]
+__all__ = ["AdaptedComponent", "Component", "ComponentAdapter", "Context", "Wrapper"]

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from hardpoint.errors import HardpointError, PluginContractError
-from hardpoint.host.registry.adapt import adapt, load_component
+from hardpoint.host.registry.adapt import Adapter, ComponentAdapters, load_component
 from hardpoint.host.registry.adapters.contract_1 import warn_of_earlier
 from hardpoint.host.registry.configuration import config_from
-from hardpoint.host.registry.discovery import installed_version
+from hardpoint.host.registry.discovery import discover, installed_version
 from hardpoint.host.registry.kinds import KINDS, PluginKind
-from hardpoint.host.registry.loading import import_object, kinds_of
 from hardpoint.host.registry.plugin_options import checked_options
+from hardpoint.host.registry.selection import Selection
 from hardpoint.host.system.process.parent_death import end_with_parent
 from hardpoint.plugins.commands import ComponentInfo
 from hardpoint.plugins.component import Source
@@ -66,8 +66,8 @@ def _check(request: CheckRequest, send: Send) -> None:
     """
     watch = ActivityWatch([_package(request.value)], request.folder)
     watch.start()
-    kind, source, target = _load(request)
     config = _config(request)
+    kind, source, target = _load(request, config)
 
     from .enabling import describe_cost, describe_enabling  # noqa: PLC0415 - after the plugin, to see
     from .made_suite import make_suite, options_of, suite_of  # noqa: PLC0415 - what it imports itself
@@ -121,7 +121,7 @@ def _package(value: str) -> str:
     return ".".join(module.split(".")[:3])  # hardpoint.builtin_plugins.X
 
 
-def _load(request: CheckRequest) -> tuple[PluginKind, Source, Any]:
+def _load(request: CheckRequest, config: EngineConfig) -> tuple[PluginKind, Source, Any]:
     """Return the component's kind, its identity, and the component, checked.
 
     Raises:
@@ -131,8 +131,15 @@ def _load(request: CheckRequest) -> tuple[PluginKind, Source, Any]:
     source = Source(
         request.name, request.value, request.distribution, request.version, "plugins check"
     )
-    target = import_object(source)
-    kind = KINDS[request.kind] if request.kind else kinds_of(adapt(target, source), source)[0]
+
+    def load_adapters() -> list[Adapter]:
+        selection = Selection(config, ConfigSources(request.config_sources), discover())
+        selection.enabled()
+        return selection.enabled_adapters()
+
+    adapters = ComponentAdapters(load_adapters)
+    target = adapters.import_object(source)
+    kind = KINDS[request.kind] if request.kind else adapters.kinds_of(target, source)[0]
     stated = getattr(target, "contract", None)
     if type(stated) is int and stated not in _accepted(kind):
         raise OtherContractError(
@@ -143,7 +150,7 @@ def _load(request: CheckRequest) -> tuple[PluginKind, Source, Any]:
         raise OtherContractError(
             f"{source}: it states contract {stated} of {kind.name}, not {request.against}"
         )
-    return kind, source, load_component(kind, source, target)
+    return kind, source, load_component(kind, source, target, adapters)
 
 
 def _accepted(kind: PluginKind) -> list[int]:

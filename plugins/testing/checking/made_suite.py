@@ -29,6 +29,7 @@ GUIDE = "docs/conformance-kit.md"
 
 _SAMPLES = {
     "AdapterResolverSuite": ("known", "provide"),
+    "ComponentAdapterSuite": ("targets", "refused"),
     "IOProcessorSuite": ("samples", "refused"),
     "QuantizationSuite": ("samples",),
     "WeightLoaderSuite": ("write",),

@@ -53,7 +53,9 @@ def test_a_copy_of_every_name_stops_nothing_until_a_request_uses_one(offer, scri
             "logits_processors/min_p": {"plugin_args": {"min_p": {"min_p": 0.2}}},
             "tool_parsers/hermes": {"tool_parser": "hermes"},
             "reasoning_parsers/think_tags": {"reasoning_parser": "think_tags"},
-            "grammars/xgrammar": {"structured": StructuredOutputs(regex="a+", backend="xgrammar")},
+            "grammars/llguidance": {
+                "structured": StructuredOutputs(regex="a+", backend="llguidance")
+            },
         }.items():
             with pytest.raises(RequestError) as error:
                 llm.generate(["abc"], SamplingParams(max_tokens=3, **wrong))

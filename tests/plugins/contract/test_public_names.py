@@ -59,6 +59,7 @@ PUBLIC = (
     "hardpoint.toolkit.kv_codes",
     "hardpoint.toolkit.layers",
     "hardpoint.toolkit.limited",
+    "hardpoint.toolkit.logits_calls",
     "hardpoint.toolkit.parsing.format_parser",
     "hardpoint.toolkit.parsing.json_text",
     "hardpoint.toolkit.parsing.python_literals",
@@ -167,12 +168,13 @@ def test_every_interface_and_its_context_are_public():
     for kind in KINDS.values():
         for form in kind.forms or ([kind.interface] if kind.interface else []):
             assert form.__name__ in plugins.__all__
-            context = next(
+            contexts = (
                 base.__annotations__["context"]
                 for base in form.__mro__
                 if "context" in vars(base).get("__annotations__", {})
             )
-            assert context in plugins.__all__
+            if kind.name != "component_adapters":  # which are not built
+                assert next(contexts) in plugins.__all__
 
 
 def accessed(names: set[str]) -> set[str]:

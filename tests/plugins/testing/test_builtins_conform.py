@@ -7,12 +7,12 @@ from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.logits.bias import LogitBias
+from hardpoint.builtin_plugins.logits.callables import RequestCallables
 from hardpoint.builtin_plugins.logits.masks import AllowedTokenIds, BadWords, MinTokens
 from hardpoint.builtin_plugins.logits.penalties import Penalties
 from hardpoint.builtin_plugins.logits.temperature import Temperature
 from hardpoint.builtin_plugins.logits.thinking_budget import ThinkingBudget
 from hardpoint.builtin_plugins.logits.truncation import MinP, TopK, TopP
-from hardpoint.host.registry.adapters.per_request import RequestCallables
 from hardpoint.plugins import SamplingParams
 from hardpoint.testing import LogitsProcessorSuite
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 
-import pytest
 from support.kit_suites import assert_tests_builtins
 from support.processes import ROOT
 from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.grammars.llguidance import LLGuidance
-from hardpoint.builtin_plugins.grammars.xgrammar import XGrammar
 from hardpoint.testing import GrammarSample, GrammarSuite
 
 sys.path.insert(0, str(ROOT / "examples" / "acme_choice_grammar" / "src"))
@@ -115,14 +112,6 @@ class TestLLGuidance(GrammarSuite):
     grammar = LLGuidance
     special_tokens = ["<|x|>"]
     samples = SAMPLES
-    examples = kit_examples()
-
-
-@pytest.mark.skipif(find_spec("xgrammar") is None, reason="xgrammar is not installed: an extra")
-class TestXGrammar(GrammarSuite):
-    grammar = XGrammar
-    special_tokens = ["<|x|>"]
-    samples = [each for each in SAMPLES if "start:" not in str(each.structured)]
     examples = kit_examples()
 
 

@@ -179,7 +179,6 @@ _OPTIONS = {
 
 _NEEDS = {
     "executors/ray": "ray",
-    "grammars/xgrammar": "xgrammar",
     "kv_stores/redis": "redis",
     "attention_backends/triton": "a GPU",
     "ops/triton": "a GPU",

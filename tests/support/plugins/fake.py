@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import ModuleType
 from typing import Any
@@ -37,8 +38,8 @@ def component(interface: type, class_name: str = "Fake", **attributes: Any) -> A
     An attribute that is given as None is left out.
     """
     body: dict[str, Any] = {
-        name: property(method) if isinstance(getattr(interface, name), property) else method
-        for name, method in dict.fromkeys(interface.__abstractmethods__, _nothing).items()
+        name: _like(inspect.getattr_static(interface, name))
+        for name in interface.__abstractmethods__
     }
     contracts = (
         k.contract for k in KINDS.values() if k.interface and issubclass(interface, k.interface)
@@ -50,6 +51,13 @@ def component(interface: type, class_name: str = "Fake", **attributes: Any) -> A
         body["devices"] = ("cpu",)
     body |= attributes
     return type(class_name, (interface,), {k: v for k, v in body.items() if v is not None})
+
+
+def _like(member: Any) -> Any:
+    """Return a member of the same form that does nothing."""
+    if isinstance(member, property | classmethod):
+        return type(member)(_nothing)
+    return _nothing
 
 
 def _nothing(_self: Any, *_given: Any, **_more: Any) -> None:

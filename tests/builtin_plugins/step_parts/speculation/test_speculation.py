@@ -13,6 +13,7 @@ from support.driving import FINAL, alone, run
 from support.internals import engine_of
 from support.parallel import write_random_model
 from support.plugins import speculating
+from support.processes import ROOT
 
 from hardpoint import LLM, RequestError, SamplingParams
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
@@ -194,10 +195,13 @@ def test_an_unknown_speculator_is_refused(scripted, use, message):
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-def test_drafts_that_a_grammar_refuses_are_not_computed(scripted, backend):
+def test_drafts_that_a_grammar_refuses_are_not_computed(scripted, backend, monkeypatch):
     pytest.importorskip(backend)
     speculating.CALLS.clear()
-    enabled = {"plugins": {"enable": ["xgrammar"]}} if backend == "xgrammar" else {}
+    enabled = {}
+    if backend == "xgrammar":
+        monkeypatch.syspath_prepend(ROOT / "examples" / "hardpoint_xgrammar" / "src")
+        enabled = {"plugins": {"enable": [{"use": "hardpoint_xgrammar:XGrammar", "name": backend}]}}
     config = speculating_with(f"{HERE}:Recorder", num_draft_tokens=3) | enabled
     engine = scripted_engine(scripted, config)
     a, b, c = 64, 65, 66  # of the scripted tokenizer

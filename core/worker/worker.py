@@ -299,12 +299,11 @@ class LocalWorker:
         self._use_device()
         self._settings.begin()
         try:
-            output = self.runner.execute(plan)
+            return self.runner.execute(plan)
         except BaseException as error:
             self._step_failed(error)
-        if output is not None:
+        finally:
             self._settings.end()
-        return output
 
     def sample_tokens(
         self,
@@ -313,6 +312,7 @@ class LocalWorker:
     ) -> ModelRunnerOutput | None:
         """Sample the tokens of a step whose model has run, of those that the bitmask allows."""
         self._use_device()
+        self._settings.begin()
         try:
             return self.runner.sample(bitmask)
         except BaseException as error:
@@ -445,7 +445,6 @@ class LocalWorker:
 
     def _step_failed(self, error: BaseException) -> NoReturn:
         """Let the other ranks fail, too, which wait for this one; name memory if it lacks."""
-        self._settings.end()
         follows = isinstance(error, CommunicationAbortedError)
         failed = f"rank {self._ranks.rank} failed: {describe(error)}"
         self._ranks.abort(str(error) if follows else failed)

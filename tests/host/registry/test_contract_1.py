@@ -110,7 +110,8 @@ def test_a_scheduler_gets_transfers_and_gates_by_their_earlier_names():
     )
     held = SimpleNamespace(holds=lambda request: request == "a")
     cache = SimpleNamespace(groups=[0, 1], free=lambda request: f"{request} is free")
-    fields = {"kv_cache": cache, **dict.fromkeys(("limits", "policy", "clock"))}
+    limits = SimpleNamespace(max_waiting_tokens=None)
+    fields = {"kv_cache": cache, "limits": limits, "policy": None, "clock": None}
     context = SchedulerContext(name="x", options=None, transfers=moves, **fields)
     earlier = adapted(context).context
     assert earlier.connector.get_num_new_matched_tokens("a", 0) == (4, True)

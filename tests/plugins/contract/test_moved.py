@@ -65,8 +65,8 @@ def test_the_import_statements_of_authors_work():
 
 
 def test_the_modules_before_the_groups_of_the_contract_have_their_names():
-    with pytest.warns(DeprecationWarning, match=r"hardpoint\.plugins\.requests\.Image;"):
-        exec("from hardpoint.plugins.media import Image")
+    with pytest.warns(DeprecationWarning, match=r"hardpoint\.plugins\.requests\.ImageSource;"):
+        exec("from hardpoint.plugins.media import ImageSource")
     with pytest.warns(DeprecationWarning, match=r"kv_cache\.block_hash\.HASH_VERSION;"):
         exec("from hardpoint.plugins.block_hash import HASH_VERSION")
     with pytest.warns(DeprecationWarning, match=r"hardpoint\.plugins\.component\.manifest"):

@@ -20,7 +20,7 @@ from hardpoint.process.build import OpenRemoteClient
 from hardpoint.process.client.process_client import EngineStart, Sink
 from hardpoint.process.engine_process import EngineProcess
 from hardpoint.replicas.choice import EngineChoice
-from hardpoint.replicas.group import EngineGroup
+from hardpoint.replicas.group import ReplicaSet
 from hardpoint.replicas.hosts import EngineHosts, LocalHosts, start_of
 from hardpoint.replicas.replica import Replica
 from hardpoint.replicas.replicas import Replicas, SinkOf
@@ -84,7 +84,7 @@ class ServeReplicas(Replicas):
         super().close()
 
 
-class ServeGroup(EngineGroup):
+class ServeGroup(ReplicaSet):
     """Uses as many engines as Serve runs; implements `EngineCoreClient` over all of them."""
 
     # Serve's changes come in its router's thread, which must not wait: each change is followed in

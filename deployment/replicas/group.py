@@ -49,7 +49,7 @@ _REFUSED = EngineDeadError.__name__
 """The `error_kind` of a request that an engine refuses because it is about to end."""
 
 
-class EngineGroup(UtilityCalls):
+class ReplicaSet(UtilityCalls):
     """Starts several engines of one model; implements `EngineCoreClient` over all of them.
 
     Each has a number, its rank, and a process and a cache of its own. A request runs on one of

@@ -10,7 +10,7 @@ from hardpoint.process.client.process_client import EngineStart, Sink
 from hardpoint.process.engine_process import EngineProcess
 
 from .choice import EngineChoice
-from .group import EngineGroup
+from .group import ReplicaSet
 from .hosts import EngineHosts, LocalHosts
 from .restarts import RestartBudget
 from .waves.group import WaveGroup, check_waves
@@ -19,12 +19,12 @@ from .waves.replicas import WaveHosts
 
 def open_engines(
     start: EngineStart, sink: Sink | None, process: EngineProcess | None, plugins: PluginSet
-) -> EngineGroup:
+) -> ReplicaSet:
     """Return a client of `parallel.data` engines, which restarts dead ones (`engine.restart`).
 
     Args:
         start: parameters of the first engine.
-        sink: see EngineGroup.
+        sink: see ReplicaSet.
         process: process of the first local engine, which waits for its launch.
         plugins: has the balancer.
 
@@ -58,4 +58,4 @@ def open_engines(
     start = dataclasses.replace(start, reports_load=True, reports_cache=choice.uses_cached_prefixes)
     if shares_experts:
         return WaveGroup(start, choice, budget, hosts, sink=sink)
-    return EngineGroup(start, choice, budget, hosts, sink=sink)
+    return ReplicaSet(start, choice, budget, hosts, sink=sink)

@@ -23,7 +23,7 @@ _VERSION = "0"  # of weights, which never change here
 
 
 class SimulatedClient:
-    """Divides requests among engines, as `EngineGroup` does, without processes and threads."""
+    """Divides requests among engines, as `ReplicaSet` does, without processes and threads."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ from .calls.engines import AsyncEngineGroup, Restart, engines_of, with_restart
 from .calls.groups import COMPANIONS, async_groups
 from .calls.model import AsyncModelGroup
 from .calls.plugins import AsyncPluginGroup
-from .calls.weights import AsyncWeightGroup, WeightFiles
+from .calls.weights import AsyncWeightUpdateGroup, WeightFiles
 from .chat import Chat, Messages
 from .conversations.parts import ConversationOptions, PromptPart, check_options
 from .conversations.states import open_conversations
@@ -379,7 +379,7 @@ class AsyncLLM(AsyncCaller, metaclass=OldClassNames):
         return self._groups.engines
 
     @property
-    def weights(self) -> AsyncWeightGroup:
+    def weights(self) -> AsyncWeightUpdateGroup:
         """The weights."""
         return self._groups.weights
 

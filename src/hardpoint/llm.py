@@ -42,7 +42,7 @@ from .calls.pooling import (
     with_task,
 )
 from .calls.streams import OutputStream
-from .calls.weights import WeightFiles, WeightGroup
+from .calls.weights import WeightFiles, WeightUpdateGroup
 from .chat import Chat, Messages
 from .conversations.parts import ConversationOptions, check_options
 from .conversations.states import open_conversations
@@ -420,7 +420,7 @@ class LLM(SyncCaller, metaclass=OldClassNames):
         return self._groups.engines
 
     @property
-    def weights(self) -> WeightGroup:
+    def weights(self) -> WeightUpdateGroup:
         """The weights."""
         return self._groups.weights
 

@@ -16,7 +16,7 @@ from support.process.forked_python import forked_python
 
 from hardpoint import ModelError
 from hardpoint.calls import weights
-from hardpoint.calls.weights import AsyncWeightGroup, TensorFolders, WeightFiles
+from hardpoint.calls.weights import AsyncWeightUpdateGroup, TensorFolders, WeightFiles
 from hardpoint.plugins import EngineConfig
 
 TENSORS = {"w": torch.ones(4)}
@@ -50,7 +50,7 @@ class Engine:
         return True
 
 
-class Weights(AsyncWeightGroup):
+class Weights(AsyncWeightUpdateGroup):
     def __init__(self):
         self.engine = Engine()
         super().__init__(self.engine, WeightFiles())

@@ -144,11 +144,11 @@ class RelayedClient(RequestSockets, UtilityCalls):
         """Do nothing: the owner of the engines watches them."""
 
     def scale(self, num_engines: int, drain_s: float) -> EngineSet:
-        """Start or retire engines, as `EngineGroup.scale` does."""
+        """Start or retire engines, as `ReplicaSet.scale` does."""
         return msgspec.convert(self.ask("scale", num_engines, drain_s).result(), EngineSet)
 
     def retire(self, ranks: Sequence[int], drain_s: float) -> EngineSet:
-        """End engines, as `EngineGroup.retire` does."""
+        """End engines, as `ReplicaSet.retire` does."""
         return msgspec.convert(self.ask("retire", list(ranks), drain_s).result(), EngineSet)
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ from hardpoint.process.protocol import (
     UtilityOutput,
 )
 from hardpoint.process.utility_calls import failed_call
-from hardpoint.replicas.group import EngineGroup
+from hardpoint.replicas.group import ReplicaSet
 from hardpoint.replicas.opening import open_engines
 
 from .frontends import FrontendChanges
@@ -68,7 +68,7 @@ class SharedEngines:
         """Begin without engines and frontends."""
         self._links: dict[str, Link] = {}  # by token
         self._sink: Sink = _drop
-        self._group: EngineGroup | None = None
+        self._group: ReplicaSet | None = None
         self._ready: EngineCoreReadyResponse | None = None
         self._history: list[Notice] = []
         self.faults: Callable[[], Sequence[Notice]] = list
@@ -101,7 +101,7 @@ class SharedEngines:
         sink: Sink | None,
         process: EngineProcess | None,
         plugins: PluginSet,
-    ) -> EngineGroup:
+    ) -> ReplicaSet:
         """Open the engines, as `open_engines` does; `sink` gets the outputs of the own frontend."""
         self._sink = sink or _drop
         self._group = open_engines(start, self._receive, process, plugins)
@@ -211,7 +211,7 @@ class Link:
     # Threads: the two of EngineIO; `_run`, which sends what the client asks for to the engines; and
     # the threads of the engines' clients, which call `put` and set the results of calls.
 
-    def __init__(self, group: EngineGroup, ready: EngineCoreReadyResponse, answer: Answer) -> None:
+    def __init__(self, group: ReplicaSet, ready: EngineCoreReadyResponse, answer: Answer) -> None:
         """Wait for the client; `close` ends it."""
         self.token = secrets.token_hex(6)
         self.folder: Path = make_socket_folder()

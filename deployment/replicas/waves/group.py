@@ -20,7 +20,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.replicas.group import EngineGroup
+from hardpoint.replicas.group import ReplicaSet
 from hardpoint.replicas.replica import Replica
 
 from .replicas import WaveReplicas, follows_another
@@ -33,7 +33,7 @@ _OF_ALL = frozenset({"pause", "resume", "sleep", "wake_up"})
 """Calls that no engine can follow alone, since the others need it in each step."""
 
 
-class WaveGroup(EngineGroup):
+class WaveGroup(ReplicaSet):
     """Engines of one model whose experts are spread over them.
 
     They step in waves, see `core.WaveCore`. If one dies, all end, and are started again together.
@@ -42,7 +42,7 @@ class WaveGroup(EngineGroup):
     _replicas: WaveReplicas
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Start the engines; see EngineGroup."""
+        """Start the engines; see ReplicaSet."""
         super().__init__(*args, replicas=WaveReplicas, **options)
         scaling = WaveScaling(
             self._replicas, self._ledger, self._changed, self._move, self._report_end
@@ -101,10 +101,10 @@ class WaveGroup(EngineGroup):
             super().receive(replica, error)
 
     def call(self, method: str, *args: Any, rank: int | None = None) -> Future[Any]:
-        """Call a utility of all engines, or of one; see EngineGroup.
+        """Call a utility of all engines, or of one; see ReplicaSet.
 
         Raises:
-            RequestError: the engine cannot do that alone; and as EngineGroup.
+            RequestError: the engine cannot do that alone; and as ReplicaSet.
         """
         if rank is not None and method in _OF_ALL:
             raise RequestError(

@@ -20,7 +20,7 @@ from .io_processors import open_io_processors
 from .model import AsyncModelGroup, ModelGroup
 from .plugins import AsyncPluginGroup, PluginGroup
 from .running import AsyncRequests, SyncRequests
-from .weights import AsyncWeightGroup, WeightFiles, WeightGroup
+from .weights import AsyncWeightUpdateGroup, WeightFiles, WeightUpdateGroup
 
 if TYPE_CHECKING:
     from hardpoint.process.async_engine import AsyncEngine
@@ -37,7 +37,7 @@ class SyncGroups:
 
     adapters: AdapterGroup
     engines: EngineGroup
-    weights: WeightGroup
+    weights: WeightUpdateGroup
     plugins: PluginGroup
     debug: DebugGroup
     model: ModelGroup
@@ -49,7 +49,7 @@ class AsyncGroups:
 
     adapters: AsyncAdapterGroup
     engines: AsyncEngineGroup
-    weights: AsyncWeightGroup
+    weights: AsyncWeightUpdateGroup
     plugins: AsyncPluginGroup
     debug: AsyncDebugGroup
     model: AsyncModelGroup
@@ -90,7 +90,7 @@ def sync_groups(engine: LLMEngine, files: WeightFiles) -> tuple[SyncRequests, Sy
     return requests, SyncGroups(
         adapters,
         EngineGroup(engine),
-        WeightGroup(engine, files),
+        WeightUpdateGroup(engine, files),
         PluginGroup(engine, requests),
         DebugGroup(engine, requests),
         ModelGroup(engine, requests),
@@ -104,7 +104,7 @@ def async_groups(engine: AsyncEngine, files: WeightFiles) -> tuple[AsyncRequests
     return requests, AsyncGroups(
         adapters,
         AsyncEngineGroup(engine, engine.change),
-        AsyncWeightGroup(engine, files),
+        AsyncWeightUpdateGroup(engine, files),
         AsyncPluginGroup(engine, requests, engine.change),
         AsyncDebugGroup(engine, requests),
         AsyncModelGroup(engine, requests),

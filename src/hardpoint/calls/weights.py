@@ -46,7 +46,7 @@ Weights: TypeAlias = "str | os.PathLike[str] | Mapping[str, torch.Tensor]"
 """Path of a safetensors file or a folder of them; or tensors by their names in the checkpoint."""
 
 
-class WeightGroup:
+class WeightUpdateGroup:
     """The weights of an LLM: `llm.weights`."""
 
     def __init__(self, engine: LLMEngine, files: WeightFiles) -> None:
@@ -114,7 +114,7 @@ class WeightGroup:
         return load.version
 
 
-class AsyncWeightGroup:
+class AsyncWeightUpdateGroup:
     """The weights of an AsyncLLM: `llm.weights`."""
 
     def __init__(self, engine: AsyncEngine, files: WeightFiles) -> None:

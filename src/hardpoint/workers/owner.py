@@ -18,7 +18,7 @@ import msgspec
 from hardpoint.async_llm import AsyncLLM
 from hardpoint.calls.engines import AsyncEngineGroup, with_restart
 from hardpoint.calls.groups import COMPANIONS
-from hardpoint.calls.weights import AsyncWeightGroup, WeightFiles, Weights
+from hardpoint.calls.weights import AsyncWeightUpdateGroup, WeightFiles, Weights
 from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.core.frontend.frontend import listed_ids
 from hardpoint.errors import PluginFaultError, reason_of
@@ -55,7 +55,7 @@ class OwnedEngines(AsyncEngineGroup):
         return own_requests(await super().live_requests(external_ids))
 
 
-class OwnedWeights(AsyncWeightGroup):
+class OwnedWeights(AsyncWeightUpdateGroup):
     """The weights of the engines of the process that owns them."""
 
     def __init__(self, engine: AsyncEngine, files: WeightFiles, shared: SharedEngines) -> None:

@@ -22,7 +22,7 @@ from hardpoint.calls.engines import AsyncEngineGroup, Change
 from hardpoint.calls.groups import COMPANIONS
 from hardpoint.calls.plugins import AsyncPluginGroup
 from hardpoint.calls.running import AsyncRequests
-from hardpoint.calls.weights import AsyncWeightGroup, WeightFiles, Weights
+from hardpoint.calls.weights import AsyncWeightUpdateGroup, WeightFiles, Weights
 from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.core.frontend.engine_parts import Companion, Opening
 from hardpoint.errors import BusyError, shown
@@ -129,7 +129,7 @@ class RelayedEngines(AsyncEngineGroup):
         return msgspec.convert(await self._ask("load"), LoadReport)
 
 
-class RelayedWeights(AsyncWeightGroup):
+class RelayedWeights(AsyncWeightUpdateGroup):
     """The weights of a worker's engines, which their owner updates for all frontends."""
 
     def __init__(self, engine: AsyncEngine, files: WeightFiles, ask: Ask) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from support.core.played_engines import Engine
 from support.waiting import PATIENCE_S, wait_until
 
-from hardpoint.calls.weights import WeightFiles, WeightGroup
+from hardpoint.calls.weights import WeightFiles, WeightUpdateGroup
 from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.host.live.driver import ChangeOwner, next_of
 from hardpoint.host.live.settings import ChangeRequest
@@ -112,7 +112,7 @@ def test_an_engine_whose_start_ends_when_others_take_weights_has_them(world, mon
     monkeypatch.setattr(Engine, "call", ends_start)
     save_file({"w": torch.zeros(1)}, tmp_path / "new.safetensors")
     assert (
-        WeightGroup(owner, WeightFiles()).update(tmp_path / "new.safetensors", version="7") == "7"
+        WeightUpdateGroup(owner, WeightFiles()).update(tmp_path / "new.safetensors", version="7") == "7"
     )
     assert world.of(1).start.config.load.version == "7"
 
@@ -129,7 +129,7 @@ def test_weights_that_cannot_be_used_are_those_of_no_later_start(world, monkeypa
     monkeypatch.setattr(Engine, "call", fails)
     save_file({"w": torch.zeros(1)}, tmp_path / "new.safetensors")
     with pytest.raises(HardpointError, match="the engine sleeps"):
-        WeightGroup(owner, WeightFiles()).update(tmp_path / "new.safetensors", version="7")
+        WeightUpdateGroup(owner, WeightFiles()).update(tmp_path / "new.safetensors", version="7")
     owner.parts.client.scale(3, 0.0)
     assert owner.parts.config.load == world.of(2).start.config.load == before
 

@@ -22,7 +22,7 @@ from hardpoint.plugins.config_tables import EngineProcessConfig
 from hardpoint.process.client.process_client import EngineStart
 from hardpoint.replicas import replicas
 from hardpoint.replicas.choice import EngineChoice
-from hardpoint.replicas.group import EngineGroup
+from hardpoint.replicas.group import ReplicaSet
 from hardpoint.replicas.restarts import RestartBudget
 from hardpoint.replicas.waves.group import WaveGroup
 from support.waiting import PATIENCE_S
@@ -158,7 +158,7 @@ class World:
         budget = RestartBudget(enabled=restarts > 0, max_per_minute=max(restarts, 1))
         start = self.start = EngineStart(config, ConfigSources(), plugins.manifest)
         choice = EngineChoice(plugins, config)
-        make = WaveGroup if expert else EngineGroup
+        make = WaveGroup if expert else ReplicaSet
         group = make(start, choice, budget, self.hosts, sink=self.received.append)
         self.groups.append(group)
         return group

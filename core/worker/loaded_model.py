@@ -29,7 +29,7 @@ from hardpoint.host.system.memory import (
     out_of_memory,
 )
 from hardpoint.plugins import ModelError, Ops, WeightLoader, WorkerInfo
-from hardpoint.plugins.step_part.border import PreparedModel
+from hardpoint.plugins.step_part.worker import PreparedModel
 from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
 
 from .ranks import Ranks

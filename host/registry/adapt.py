@@ -16,7 +16,7 @@ from .adapters.external_packages import object_hint
 from .kinds import KINDS, PluginKind
 from .loading import check_component, import_object, inspecting, kinds_of, marks_hooks, snake_case
 
-KIND = "component_adapters"
+ADAPTER_KIND = "component_adapters"
 
 Adapter = tuple[Source, type[ComponentAdapter]]
 
@@ -95,12 +95,12 @@ def load_adapters(sources: Sequence[Source]) -> list[Adapter]:
         PluginError: one cannot be imported, or does not keep its kind's contract.
     """
     unique = {source.value: source for source in sources}.values()
-    return [(source, load_component(KINDS[KIND], source)) for source in unique]
+    return [(source, load_component(KINDS[ADAPTER_KIND], source)) for source in unique]
 
 
 def adapters_of(entries: Sequence[PluginEntry]) -> ComponentAdapters:
     """Return the component adapters among the entries of a manifest."""
-    own = sorted((e for e in entries if e.kind == KIND), key=lambda e: e.place)
+    own = sorted((e for e in entries if e.kind == ADAPTER_KIND), key=lambda e: e.place)
     return ComponentAdapters(lambda: load_adapters([entry.source for entry in own]))
 
 

@@ -17,7 +17,7 @@ from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.config_tables import PluginsConfig
 from hardpoint.typed import Strict
 
-from .adapt import configured
+from .adapt import ADAPTER_KIND, configured
 from .discovery import InstalledPlugin, SelectedPlugin, discover, name_of
 from .kinds import KINDS, Number, value_at
 from .loading import inspecting
@@ -128,6 +128,8 @@ def _option_paths(
         keys = [
             owner.key for (kind, own), owner in owners.items() if name in (own, f"{kind}/{own}")
         ]
+        # An adapter has no options: the table is that of a component with the same name.
+        keys = [key for key in keys if key[0] != ADAPTER_KIND] or keys
         if not keys and name in unused:
             continue
         if not keys:

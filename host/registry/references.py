@@ -26,7 +26,7 @@ from hardpoint.plugins.component import ComponentAdapter, Source
 from hardpoint.plugins.server.hook_specs import ENGINE_HOOKS, HookSpecs
 from hardpoint.typed import join_path, suggest
 
-from .adapt import KIND as ADAPTERS
+from .adapt import ADAPTER_KIND as ADAPTERS
 from .adapt import ComponentAdapters, load_adapters
 from .blame import faults_as
 from .discovery import InstalledPlugin, discover

@@ -19,7 +19,7 @@ from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.config_tables import PluginUse
 from hardpoint.typed import suggest
 
-from .adapt import KIND as ADAPTERS
+from .adapt import ADAPTER_KIND as ADAPTERS
 from .adapt import Adapter, ComponentAdapters, load_adapters
 from .adapters.external_packages import component_hint
 from .discovery import (

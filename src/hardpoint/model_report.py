@@ -22,7 +22,7 @@ from hardpoint.plugins import (
     ModelError,
     Ops,
 )
-from hardpoint.plugins.commands import ContextMemory, ModelReport, WeightUpdateGroup
+from hardpoint.plugins.commands import ContextMemory, ModelReport, WeightGroup
 from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.parallel import Parallel
@@ -171,7 +171,7 @@ def _context(share: PlannedModel, config: EngineConfig, length: int, longest: in
     )
 
 
-def _groups(spec: WorkerSpec, shares: Sequence[PlannedModel]) -> list[WeightUpdateGroup]:
+def _groups(spec: WorkerSpec, shares: Sequence[PlannedModel]) -> list[WeightGroup]:
     """Return the weights by how they are stored and held, the most bytes first."""
     groups: dict[tuple[str | None, str], list[tuple[HeldWeight, int, bool]]] = defaultdict(list)
     seen = set[str]()
@@ -187,7 +187,7 @@ def _groups(spec: WorkerSpec, shares: Sequence[PlannedModel]) -> list[WeightUpda
         first = [(weight, count) for weight, count, is_new in weights if is_new]
         sizes = [weight.stored.num_bytes for weight, _ in first if weight.stored is not None]
         found.append(
-            WeightUpdateGroup(
+            WeightGroup(
                 stored=stored,
                 held=held,
                 count=len(first),

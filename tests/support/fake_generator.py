@@ -25,6 +25,10 @@ class FakeGenerator:
         self.asked = []
         self.closed = False
 
+    @property
+    def model(self):
+        return self  # the group has the two methods that follow
+
     def default_sampling_params(self):
         return SamplingParams()
 

@@ -9,7 +9,7 @@ import msgspec
 
 from hardpoint.errors import HardpointError
 from hardpoint.plugins import WeightLoader, WorkerHalf
-from hardpoint.plugins.step_part.border import PreparedModel
+from hardpoint.plugins.step_part.worker import PreparedModel
 from hardpoint.toolkit.updated_weights import UpdatedWeights
 
 from .messages import AskWeights, Call, DropWeights, ReadWeights, UseWeights

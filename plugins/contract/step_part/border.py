@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from hardpoint.plugins.model.loader import WeightLoader
 from hardpoint.plugins.requests.request import Request
 
 
@@ -17,8 +16,8 @@ class StepBorder(Protocol):
     """Runs actions of step parts between two steps, while no step is under way."""
 
     @property
-    def loader(self) -> WeightLoader:
-        """The loader of the weights that the engine started with."""
+    def loader(self) -> Any:
+        """The `WeightLoader` of the weights that the engine started with."""
 
     @property
     def moves_blocks(self) -> str | None:
@@ -63,7 +62,7 @@ class StepBorder(Protocol):
     def change_weights(
         self,
         change: Callable[[], object],
-        loader: Callable[[], WeightLoader],
+        loader: Callable[[], Any],
         *,
         recompute: bool,
     ) -> None:
@@ -73,24 +72,6 @@ class StepBorder(Protocol):
 
         Args:
             change: gives the workers other weights.
-            loader: returns a loader of these weights, for parts that move KV blocks.
+            loader: returns a `WeightLoader` of these weights, for parts that move KV blocks.
             recompute: whether requests that have begun compute their keys and values again.
         """
-
-
-class PreparedModel(Protocol):
-    """The model of a worker once more, with weights of another loader."""
-
-    def read(self) -> None:
-        """Build the model, read its weights and try it; in any thread, while steps run.
-
-        Raises:
-            ModelError: weights are missing or wrong, or memory is short.
-            HardpointError: a plugin failed.
-        """
-
-    def use(self) -> None:
-        """Let the worker run with it from the next step on; between steps, once it is read."""
-
-    def close(self) -> None:
-        """Release the model, unless it is in use; not while it is read."""

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hardpoint.plugins.component.base import Source
 from hardpoint.plugins.kv_cache.block_hash import BlockIdentity
-from hardpoint.plugins.model.loader import WeightLoader
 
-from .border import PreparedModel
 from .components import ComponentFactory
 
 if TYPE_CHECKING:
@@ -50,6 +48,24 @@ class StepModel(Protocol):
         """
 
 
+class PreparedModel(Protocol):
+    """The model of a worker once more, with weights of another loader."""
+
+    def read(self) -> None:
+        """Build the model, read its weights and try it; in any thread, while steps run.
+
+        Raises:
+            ModelError: weights are missing or wrong, or memory is short.
+            HardpointError: a plugin failed.
+        """
+
+    def use(self) -> None:
+        """Let the worker run with it from the next step on; between steps, once it is read."""
+
+    def close(self) -> None:
+        """Release the model, unless it is in use; not while it is read."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
     """The model of a worker, with what computes it.
@@ -68,7 +84,7 @@ class LoadedModel:
             at once, of the maximum length; measured on a GPU, 0 elsewhere.
         matrices: matrices of `LinearProducts.linear`, by the name that it gets.
         classify: `Model.classify`; None if the model does not classify.
-        loader: loader of the weights; None if this was made by hand.
+        loader: the `WeightLoader` of the weights; None if this was made by hand.
         prepare_again: returns the model once more, to be read with the weights of the loader that
             its argument returns; None if this was made by hand.
     """
@@ -84,8 +100,8 @@ class LoadedModel:
     decode_bytes: Callable[[int], int]
     matrices: Mapping[str, LinearMatrix] = field(default_factory=dict)
     classify: Callable[[torch.Tensor], torch.Tensor] | None = None
-    loader: WeightLoader | None = None
-    prepare_again: Callable[[Callable[[], WeightLoader]], PreparedModel] | None = None
+    loader: Any = None
+    prepare_again: Callable[[Callable[[], Any]], PreparedModel] | None = None
 
 
 class SequenceModel(Protocol):

@@ -112,7 +112,8 @@ def test_an_engine_whose_start_ends_when_others_take_weights_has_them(world, mon
     monkeypatch.setattr(Engine, "call", ends_start)
     save_file({"w": torch.zeros(1)}, tmp_path / "new.safetensors")
     assert (
-        WeightUpdateGroup(owner, WeightFiles()).update(tmp_path / "new.safetensors", version="7") == "7"
+        WeightUpdateGroup(owner, WeightFiles()).update(tmp_path / "new.safetensors", version="7")
+        == "7"
     )
     assert world.of(1).start.config.load.version == "7"
 

@@ -28,8 +28,8 @@ from hardpoint.plugins.commands import (
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.server import AsyncGenerator
+from hardpoint.plugins.server.generator import WorkerGroup
 from hardpoint.plugins.server.journals import JournalUse
-from hardpoint.plugins.server.workers import WorkerGroup
 
 from .argument_parser import ProgramParser, check_encoding, global_options
 from .command_plugins import OwnedCommands, collect_commands

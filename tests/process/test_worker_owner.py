@@ -12,7 +12,7 @@ from support.waiting import PATIENCE_S, until
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.server.workers import WorkerPlan
+from hardpoint.plugins.server.generator import WorkerPlan
 from hardpoint.workers import owner
 
 NO_MEMORY = "the worker process could not be started: [Errno 12] Cannot allocate memory"

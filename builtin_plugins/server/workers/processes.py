@@ -29,7 +29,7 @@ from hardpoint.plugins.server import (
 from hardpoint.typed import Strict, convert
 
 if TYPE_CHECKING:
-    from hardpoint.plugins.server.workers import WorkerGroup
+    from hardpoint.plugins.server.generator import WorkerGroup
 
 
 _log = logging.getLogger("hardpoint")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from hardpoint.plugins.model.forward import Forward, ForwardStep, PackedInputs
-    from hardpoint.plugins.step_part.worker import AllocatedCache
+    from hardpoint.plugins.step_part.worker_data import AllocatedCache
 
 
 @dataclass

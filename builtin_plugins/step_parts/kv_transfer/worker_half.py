@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     import torch
 
     from hardpoint.plugins import EngineConfig
-    from hardpoint.plugins.kv_cache.block_hash import BlockIdentity
+    from hardpoint.plugins.kv_cache.block_identity import BlockIdentity
     from hardpoint.plugins.model.forward import Attend
-    from hardpoint.plugins.step_part.worker import KVBlocks
+    from hardpoint.plugins.step_part.worker_data import KVBlocks
 
 _log = logging.getLogger("hardpoint")
 

@@ -22,7 +22,8 @@ from .decode_inputs import DecodeInputs, DecodeShape
 
 if TYPE_CHECKING:
     from hardpoint.plugins.model.forward import Forward, ForwardStep, PackedInputs
-    from hardpoint.plugins.step_part.worker import AllocatedCache, LoadedModel
+    from hardpoint.plugins.step_part.worker import LoadedModel
+    from hardpoint.plugins.step_part.worker_data import AllocatedCache
 
 
 _log = logging.getLogger("hardpoint")

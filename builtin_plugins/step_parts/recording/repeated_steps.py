@@ -13,7 +13,8 @@ from hardpoint.plugins import CacheObserver, ForwardBatch, ForwardWrapper, Ops, 
 
 if TYPE_CHECKING:
     from hardpoint.plugins.model.forward import Forward, ForwardStep
-    from hardpoint.plugins.step_part.worker import AllocatedCache, StepModel
+    from hardpoint.plugins.step_part.worker import StepModel
+    from hardpoint.plugins.step_part.worker_data import AllocatedCache
 
 
 _log = logging.getLogger("hardpoint")

@@ -25,7 +25,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config_tables import LoadConfig
 from hardpoint.plugins.requests.resumed import ResumedOutputs, WeightRun
 from hardpoint.plugins.step_part import EngineHalfContext
-from hardpoint.plugins.step_part.border import StepBorder
+from hardpoint.plugins.step_part.engine import StepBorder
 from hardpoint.toolkit.updated_weights import UpdatedWeights
 
 from .messages import (

@@ -126,7 +126,7 @@ MOVED = {
     "type_variables": (f"{_CONTRACT}.component.type_variables",),
     "typed": ("hardpoint.typed",),
     "worker_calls": ("hardpoint.toolkit.workers.calls",),
-    "workers": (f"{_CONTRACT}.server.workers",),
+    "workers": (f"{_CONTRACT}.server.generator",),
     "wrapper": (f"{_CONTRACT}.component.wrapper",),
 }
 """By old name in `hardpoint.plugins`: the modules that have its names now."""

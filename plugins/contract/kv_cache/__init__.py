@@ -2,11 +2,11 @@
 
 from hardpoint.plugins.requests.plan import BlockIds
 
-from .block_hash import BlockIdentity as BlockIdentity
 from .block_hash import (
     block_key,
     sharing_key,
 )
+from .block_identity import BlockIdentity as BlockIdentity
 from .connector import (
     FinishedTransfers,
     KVConnector,

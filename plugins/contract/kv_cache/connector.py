@@ -23,7 +23,7 @@ from hardpoint.plugins.requests.plan import BlockIds, SchedulerOutput
 from hardpoint.plugins.requests.request import Request
 from hardpoint.plugins.requests.stats import KVTierStats
 
-from .block_hash import BlockIdentity
+from .block_identity import BlockIdentity
 from .events import KVEvent
 from .store import KVStore
 

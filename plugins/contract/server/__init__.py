@@ -39,8 +39,11 @@ from .extension import (
 from .generator import (
     AsyncGenerator,
     ServerContext,
+    Worker,
+    WorkerPlan,
 )
 from .generator import OpenConversation as OpenConversation
+from .generator import WorkerGroup as WorkerGroup
 from .groups import PauseModeName as PauseModeName
 from .hooks import (
     HookContext,
@@ -54,11 +57,6 @@ from .stat_sink import (
     StatSink,
     StatSinkContext,
 )
-from .workers import (
-    Worker,
-    WorkerPlan,
-)
-from .workers import WorkerGroup as WorkerGroup
 
 __all__ = [
     "AdapterResolver",

@@ -19,8 +19,7 @@ from .groups import PromptControl
 from .journals import JournalUse
 
 if TYPE_CHECKING:
-    from .generator import AsyncGenerator
-    from .workers import WorkerGroup
+    from .generator import AsyncGenerator, WorkerGroup
 
 __all__ = [
     "Command",

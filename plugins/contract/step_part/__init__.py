@@ -45,16 +45,14 @@ from .speculator import (
     Speculator,
     SpeculatorContext,
 )
-from .worker import AllocatedCache as AllocatedCache
-from .worker import KVBlocks as KVBlocks
 from .worker import LoadedModel as LoadedModel
 from .worker import ModelOpener as ModelOpener
 from .worker import SequenceModel as SequenceModel
 from .worker import StepModel as StepModel
-from .worker import (
-    StepRows,
-    WorkerHalfContext,
-)
+from .worker import WorkerHalfContext
+from .worker_data import AllocatedCache as AllocatedCache
+from .worker_data import KVBlocks as KVBlocks
+from .worker_data import StepRows
 from .worker_hooks import (
     BlockAccess,
     CacheObserver,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hardpoint.plugins.sampling.phases import LogitsStage
     from hardpoint.plugins.sampling.rows import LogitsRequest
 
-    from .worker import AllocatedCache, KVBlocks, StepRows
+    from .worker_data import AllocatedCache, KVBlocks, StepRows
 
 __all__ = [
     "BlockAccess",

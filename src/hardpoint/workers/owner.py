@@ -28,7 +28,7 @@ from hardpoint.plugins import EngineConfig, IterationStats
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.scheduling.step_record import LiveRequest
-from hardpoint.plugins.server.workers import WorkerPlan
+from hardpoint.plugins.server.generator import WorkerPlan
 from hardpoint.process.async_engine import AsyncEngine
 from hardpoint.replicas.relay.frontends import asked_of
 from hardpoint.replicas.relay.messages import SEPARATOR, Notice

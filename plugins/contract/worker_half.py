@@ -10,13 +10,7 @@ from .step_part.worker import LoadedModel as LoadedModel
 from .step_part.worker import ModelOpener as ModelOpener
 from .step_part.worker import SequenceModel as SequenceModel
 from .step_part.worker import StepModel as StepModel
-from .step_part.worker import (
-    StepRows,
-    WorkerHalfContext,
-)
+from .step_part.worker import StepRows as StepRows
+from .step_part.worker import WorkerHalfContext
 
-__all__ = [
-    "StepRows",
-    "WorkerHalf",
-    "WorkerHalfContext",
-]
+__all__ = ["WorkerHalf", "WorkerHalfContext"]

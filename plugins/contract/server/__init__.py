@@ -10,20 +10,18 @@ from .adapter_resolver import (
 from .commands import (
     Command,
     CommandContext,
-    Generator,
 )
 from .commands import ComponentDetails as ComponentDetails
 from .commands import ComponentInfo as ComponentInfo
 from .commands import ContextMemory as ContextMemory
+from .commands import Generator as Generator
 from .commands import ModelReport as ModelReport
 from .commands import PluginCatalog as PluginCatalog
 from .commands import PromptTrace as PromptTrace
 from .commands import WeightGroup as WeightGroup
-from .engine_set import (
-    EngineSet,
-    LoadReport,
-)
+from .engine_set import EngineSet as EngineSet
 from .engine_set import EngineStatus as EngineStatus
+from .engine_set import LoadReport
 from .extension import (
     Authenticator,
     Background,
@@ -33,9 +31,9 @@ from .extension import (
     Middleware,
     ResponseStore,
     Route,
-    ServerExtension,
     Transform,
 )
+from .extension import ServerExtension as ServerExtension
 from .generator import (
     AsyncGenerator,
     ServerContext,
@@ -54,11 +52,9 @@ from .stat_sink import (
     StatSink,
     StatSinkContext,
 )
-from .workers import (
-    Worker,
-    WorkerPlan,
-)
+from .workers import Worker as Worker
 from .workers import WorkerGroup as WorkerGroup
+from .workers import WorkerPlan
 
 __all__ = [
     "AdapterResolver",
@@ -70,8 +66,6 @@ __all__ = [
     "Client",
     "Command",
     "CommandContext",
-    "EngineSet",
-    "Generator",
     "HookContext",
     "InstalledExtension",
     "LoadReport",
@@ -79,12 +73,10 @@ __all__ = [
     "ResponseStore",
     "Route",
     "ServerContext",
-    "ServerExtension",
     "StatSink",
     "StatSinkContext",
     "ToolCall",
     "Transform",
-    "Worker",
     "WorkerPlan",
     "hookimpl",
 ]

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
     from .generator import AsyncGenerator
     from .workers import WorkerGroup
 
-__all__ = [
-    "Command",
-    "CommandContext",
-    "Generator",
-]
+__all__ = ["Command", "CommandContext"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from .generator import AsyncGenerator
 
-__all__ = ["Worker", "WorkerPlan"]
+__all__ = ["WorkerPlan"]
 
 
 @dataclass(frozen=True, kw_only=True)

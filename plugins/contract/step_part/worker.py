@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from hardpoint.plugins.model.forward import Attend, ForwardBatch, LinearMatrix
     from hardpoint.plugins.model.ops import Ops
 
-__all__ = [
-    "StepRows",
-    "WorkerHalfContext",
-]
+__all__ = ["WorkerHalfContext"]
 
 
 class StepModel(Protocol):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.plugins import ComponentAdapter, Phase, PrepareContext
-from hardpoint.plugins.component import Component, Source
+from hardpoint.plugins.component import Source
 from hardpoint.toolkit.logits_calls import (
     CallSignature,
     ExternalProcessor,
@@ -13,6 +13,9 @@ from hardpoint.toolkit.logits_calls import (
     is_transformers_form,
     with_ids,
 )
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.component.base import Component
 
 
 class Transformers(ComponentAdapter):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from hardpoint.plugins import Sampler, SamplerContext, SamplingRows
+from hardpoint.plugins import Sampler, SamplerContext
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.sampling.sampler import SamplingRows
 
 
 class DefaultSampler(Sampler):

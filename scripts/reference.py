@@ -70,6 +70,7 @@ MODULES = {
     "hardpoint.plugins.exponential_race": "provisional",
     "hardpoint.plugins.parallel": "provisional",
     "hardpoint.plugins.quantization": "provisional",
+    "hardpoint.plugins.step_part": "provisional",
     "hardpoint.toolkit.bitmasks": "provisional",
     "hardpoint.toolkit.branches": "provisional",
     "hardpoint.toolkit.encoder_cache": "provisional",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hardpoint.plugins import HookContext, hookimpl
-from hardpoint.plugins.server import Background, ServerContext, ServerExtension
+from hardpoint.plugins.server import Background, ServerContext
 
 from .options import BatchRoutesOptions
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.server.extension import ServerExtension
 
 
 class BatchRoutes:

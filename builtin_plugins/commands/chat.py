@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, RequestError
-from hardpoint.plugins.commands import ConfigSources, Generator
+from hardpoint.plugins.commands import ConfigSources
 from hardpoint.typed import suggest
 
 from .conversation import ChatHistory, TextOutput, is_dumb_terminal, notice, read_messages
 from .sampling import add_sampling_options, conversation_params, sampling_params
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.server.commands import Generator
 
 _HELP = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."
 _KEYS = """\

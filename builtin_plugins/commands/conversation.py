@@ -7,12 +7,14 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
 from hardpoint.plugins import CompletionOutput, RequestError, SamplingParams
-from hardpoint.plugins.commands import Generator
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.server.commands import Generator
 
 __all__ = [
     "ChatHistory",

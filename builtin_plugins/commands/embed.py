@@ -7,14 +7,16 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from hardpoint.builtin_plugins.server.batches.text_lines import line_of
 from hardpoint.plugins import Command, CommandContext, RequestError, SamplingParams
-from hardpoint.plugins.commands import Generator
 from hardpoint.plugins.params import PoolingParams
 
 from .prompt_file import LineFile, PromptFile
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.server.commands import Generator
 
 _AT_ONCE = 256
 """Lines of a file that are embedded together; no more are in memory."""

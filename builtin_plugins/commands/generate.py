@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from hardpoint.plugins import (
     Command,
@@ -13,11 +14,13 @@ from hardpoint.plugins import (
     RequestOutput,
     SamplingParams,
 )
-from hardpoint.plugins.commands import Generator
 
 from .batch import add_batch_options, run_batch
 from .completions import AssembledCompletion, assemble, print_json
 from .sampling import GREEDY, add_sampling_options, prompt_params, sampling_params
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.server.commands import Generator
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
-from hardpoint.plugins.commands import Generator
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.typed import parse_value, split_setting
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.server.commands import Generator
 
 _FIELDS = (
     "temperature",

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.plugins import (
     Executor,
@@ -14,11 +14,13 @@ from hardpoint.plugins import (
     GrammarBitmask,
     ModelRunnerOutput,
     SchedulerOutput,
-    WorkerInfo,
 )
 
 from .multiproc_calls import make_sender
 from .multiproc_group import RankProcesses
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.process.executor import WorkerInfo
 
 _log = logging.getLogger("hardpoint")
 

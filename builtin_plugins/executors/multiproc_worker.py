@@ -9,14 +9,18 @@ import logging
 import socket
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from hardpoint.plugins.executor import Worker, WorkerLaunch, open_worker
+from hardpoint.plugins.executor import WorkerLaunch, open_worker
 from hardpoint.toolkit.workers.calls import WorkerServer, has_failed
 
 from .multiproc_calls import CallReceiver, CallsEndedError, open_receiver
 from .multiproc_messages import FrameKind, LoadingProgress, Setup, receive, send
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.process.executor import Worker
 
 _log = logging.getLogger("hardpoint")
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -26,7 +26,6 @@ from hardpoint.plugins import (
     HardpointError,
     ModelRunnerOutput,
     SchedulerOutput,
-    WorkerInfo,
 )
 from hardpoint.plugins.parallel import Placement
 from hardpoint.toolkit.ray_cluster import (
@@ -47,6 +46,9 @@ from hardpoint.toolkit.workers.calls import decode_result, encode_call
 from hardpoint.toolkit.workers.joining import are_out_of_step, failed_rank, first_error_or
 
 from .ray_worker import CONCURRENCY_GROUPS, RayWorker
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.process.executor import WorkerInfo
 
 _log = logging.getLogger("hardpoint")
 

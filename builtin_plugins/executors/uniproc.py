@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hardpoint.plugins import (
     ConfigError,
@@ -15,12 +15,14 @@ from hardpoint.plugins import (
     GrammarBitmask,
     ModelRunnerOutput,
     SchedulerOutput,
-    WorkerInfo,
 )
 from hardpoint.plugins.executor import open_worker
 from hardpoint.toolkit.workers.joining import worker_method
 
 from .worker_thread import WorkerThread
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.process.executor import WorkerInfo
 
 T = TypeVar("T")
 

@@ -6,19 +6,22 @@ import json
 import re
 import threading
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
 from hardpoint import plugins
 from hardpoint.plugins import Meta
-from hardpoint.plugins.grammars import GrammarBackend, GrammarContext, GrammarState, Vocabulary
+from hardpoint.plugins.grammars import GrammarBackend, GrammarContext, Vocabulary
 from hardpoint.plugins.structured import StructuralTag, StructuredOutputs
 
 from .limits import check_limits
 from .schemas.errors import located
 from .schemas.writer import SchemaWriter
 from .validation import validation_error
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.text.grammars import GrammarState
 
 _MAX_ITEMS = 10_000
 """Of one row of llguidance's parser: what an object with 2000 optional properties needs."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.scheduling import EncoderCache
 
 from . import wait_reasons
 from .live_request import SchedulerRequest
 from .step import StepState
 from .tracker import RequestTracker
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.scheduling.scheduler import EncoderCache
 
 
 def check_features(tracker: RequestTracker, request: SchedulerRequest) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from hardpoint.plugins import (
     EngineReport,
     IterationStats,
     KVTierStats,
-    PluginReport,
     PrefixCacheStats,
     SchedulerStats,
 )
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.requests.stats import PluginReport
 
 # The bounds are those of vLLM, with smaller ones for small models: sums over instances of both
 # engines are right from vLLM's first bound on.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -12,7 +13,6 @@ from prometheus_client.registry import Collector
 from hardpoint.plugins import (
     EngineReport,
     IterationStats,
-    PluginReport,
     SchedulerStats,
     StatSink,
     StatSinkContext,
@@ -20,6 +20,9 @@ from hardpoint.plugins import (
 
 from .families import OWN, cache_families, engine_families, plugin_families
 from .figures import EngineFigures, PluginFigures
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.requests.stats import PluginReport
 
 
 class PrometheusSink(StatSink, Collector):

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from hardpoint.plugins import DecodeStream, RequestError, Tokenizer
+from hardpoint.plugins import (
+    RequestError,
+    Tokenizer,
+)
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.text.tokenizer import DecodeStream
 
 _WHY = 'for the engine has no tokenizer (tokenizer.use = "none")'
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import msgspec
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.decoders import DecodeStream as FastDecodeStream
 
-from hardpoint.plugins import DecodeStream
+if TYPE_CHECKING:
+    from hardpoint.plugins.text.tokenizer import DecodeStream
+
 
 # Enough tokens for a character of four bytes and one before it.
 _PRIMING_TOKENS = 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint import plugins
 from hardpoint.builtin_plugins.loaders.files import read_text, refusing_damage
@@ -12,7 +12,6 @@ from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
 from hardpoint.plugins import (
     Annotated,
     ConfigError,
-    DecodeStream,
     EncodedPair,
     Meta,
     ModelError,
@@ -29,6 +28,9 @@ from .gguf import build_gguf_tokenizer, special_tokens
 from .segments import SegmentCache
 from .stream import TokenTexts
 from .vocabulary import num_token_ids, read_vocabulary
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.text.tokenizer import DecodeStream
 
 
 class TransformersTokenizer(Tokenizer):

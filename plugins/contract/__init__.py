@@ -42,7 +42,8 @@ from .model.model import Model, ModelContext
 from .model.ops import ClampedSwiGLU, Ops, OpsContext, Recorded
 from .model.quantization import Quantization, QuantizationContext
 from .process.balancer import BalancerContext, EngineView, LoadBalancer
-from .process.executor import Executor, ExecutorContext, WorkerInfo
+from .process.executor import Executor, ExecutorContext
+from .process.executor import WorkerInfo as WorkerInfo
 from .process.parallel import Communicator, CommunicatorContext
 from .requests.lora import LoRARequest
 from .requests.markers import ReasoningMarkers, ReasoningTracker
@@ -77,11 +78,11 @@ from .requests.stats import (
     FinishedRequest,
     IterationStats,
     KVTierStats,
-    PluginReport,
     PrefillStats,
     PrefixCacheStats,
     SchedulerStats,
 )
+from .requests.stats import PluginReport as PluginReport
 from .sampling.activation_tap import ActivationTap, ActivationTapContext, TapRows, TapSite
 from .sampling.logits import (
     BatchLogitsProcessor,
@@ -94,7 +95,8 @@ from .sampling.logits import (
 from .sampling.phases import Phase
 from .sampling.pooler import Pooler, PoolerContext, PromptPooler
 from .sampling.rows import BatchUpdate, LogitsRequest, Move, RowMap, Rows
-from .sampling.sampler import Sampler, SamplerContext, SamplingRows
+from .sampling.sampler import Sampler, SamplerContext
+from .sampling.sampler import SamplingRows as SamplingRows
 from .scheduling.policy import Load, PolicyContext, SchedulingPolicy
 from .scheduling.scheduler import PauseState, Scheduler, SchedulerContext
 from .scheduling.step_cost import StepCost
@@ -103,45 +105,43 @@ from .server.adapter_resolver import AdapterResolver, AdapterResolverContext
 from .server.commands import Command, CommandContext
 from .server.hooks import HookContext, hookimpl
 from .server.stat_sink import StatSink, StatSinkContext
-from .step_part.engine_hooks import (
-    AdmissionGate,
-    BlockKey,
-    BlockTransfer,
-    DraftTokens,
-    EncoderBudget,
-    OutputFigures,
-    OutputPublisher,
-    PlanData,
-    ProgramCalls,
-    RequestFilter,
-    RequestLifecycle,
-    ResourceCost,
-    StepObserver,
-    TokenMask,
-    WorkerSetup,
-)
+from .step_part.engine_hooks import AdmissionGate as AdmissionGate
+from .step_part.engine_hooks import BlockKey as BlockKey
+from .step_part.engine_hooks import BlockTransfer as BlockTransfer
+from .step_part.engine_hooks import DraftTokens as DraftTokens
+from .step_part.engine_hooks import EncoderBudget as EncoderBudget
+from .step_part.engine_hooks import OutputFigures as OutputFigures
+from .step_part.engine_hooks import OutputPublisher as OutputPublisher
+from .step_part.engine_hooks import PlanData as PlanData
+from .step_part.engine_hooks import ProgramCalls as ProgramCalls
+from .step_part.engine_hooks import RequestFilter as RequestFilter
+from .step_part.engine_hooks import RequestLifecycle as RequestLifecycle
+from .step_part.engine_hooks import ResourceCost as ResourceCost
+from .step_part.engine_hooks import StepObserver as StepObserver
+from .step_part.engine_hooks import TokenMask as TokenMask
+from .step_part.engine_hooks import WorkerSetup as WorkerSetup
 from .step_part.halves import EngineHalf, WorkerHalf
 from .step_part.part import FrontendHalf, StepPart, StepPartContext
 from .step_part.speculator import DraftRequest, Speculator, SpeculatorContext
-from .step_part.worker_hooks import (
-    BlockAccess,
-    CacheObserver,
-    ForwardWrapper,
-    HiddenStates,
-    InputEmbeddings,
-    LayerWrapper,
-    LinearProducts,
-    ModelLogits,
-    ResidualStream,
-    WorkerCalls,
-    WorkerMemory,
-    WorkerStep,
-)
+from .step_part.worker_hooks import BlockAccess as BlockAccess
+from .step_part.worker_hooks import CacheObserver as CacheObserver
+from .step_part.worker_hooks import ForwardWrapper as ForwardWrapper
+from .step_part.worker_hooks import HiddenStates as HiddenStates
+from .step_part.worker_hooks import InputEmbeddings as InputEmbeddings
+from .step_part.worker_hooks import LayerWrapper as LayerWrapper
+from .step_part.worker_hooks import LinearProducts as LinearProducts
+from .step_part.worker_hooks import ModelLogits as ModelLogits
+from .step_part.worker_hooks import ResidualStream as ResidualStream
+from .step_part.worker_hooks import WorkerCalls as WorkerCalls
+from .step_part.worker_hooks import WorkerMemory as WorkerMemory
+from .step_part.worker_hooks import WorkerStep as WorkerStep
 from .text.arguments import PrepareContext
 from .text.grammars import GrammarBackend, GrammarContext
 from .text.io_processor import IOProcessor, IOProcessorContext
-from .text.output_parser import OutputParser, OutputParserContext, ParserRequest
-from .text.tokenizer import DecodeStream, EncodedPair, Tokenizer, TokenizerContext
+from .text.output_parser import OutputParser, OutputParserContext
+from .text.output_parser import ParserRequest as ParserRequest
+from .text.tokenizer import DecodeStream as DecodeStream
+from .text.tokenizer import EncodedPair, Tokenizer, TokenizerContext
 
 __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     # Every component: stable
@@ -192,7 +192,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     # Samplers: provisional
     "Sampler",
     "SamplerContext",
-    "SamplingRows",
     # Balancers: provisional
     "BalancerContext",
     "EngineView",
@@ -259,7 +258,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     # Executors: provisional
     "Executor",
     "ExecutorContext",
-    "WorkerInfo",
     # Models, loaders and attention backends: provisional
     "AttentionBackend",
     "AttentionContext",
@@ -280,7 +278,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "WeightFormat",
     "WeightLoader",
     # Tokenizers: provisional
-    "DecodeStream",
     "Tokenizer",
     "TokenizerContext",
     # Grammar backends: provisional
@@ -289,7 +286,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     # Output parsers: provisional
     "OutputParser",
     "OutputParserContext",
-    "ParserRequest",
     "ReasoningMarkers",
     "ReasoningTracker",
     # Adapter resolvers: provisional
@@ -302,7 +298,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "EngineReport",
     "FinishedRequest",
     "IterationStats",
-    "PluginReport",
     "PrefixCacheStats",
     "SchedulerStats",
     "StatSink",
@@ -313,35 +308,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "StepPart",
     "StepPartContext",
     "WorkerHalf",
-    # Engine hooks of step parts: provisional
-    "AdmissionGate",
-    "BlockKey",
-    "BlockTransfer",
-    "DraftTokens",
-    "EncoderBudget",
-    "OutputFigures",
-    "OutputPublisher",
-    "PlanData",
-    "ProgramCalls",
-    "RequestFilter",
-    "RequestLifecycle",
-    "ResourceCost",
-    "StepObserver",
-    "TokenMask",
-    "WorkerSetup",
-    # Worker hooks of step parts: provisional
-    "BlockAccess",
-    "CacheObserver",
-    "ForwardWrapper",
-    "HiddenStates",
-    "InputEmbeddings",
-    "LayerWrapper",
-    "LinearProducts",
-    "ModelLogits",
-    "ResidualStream",
-    "WorkerCalls",
-    "WorkerMemory",
-    "WorkerStep",
     # Hooks and commands: provisional
     "Command",
     "CommandContext",

@@ -3,21 +3,14 @@
 from .process.executor import (
     Executor,
     ExecutorContext,
-    Worker,
-    WorkerInfo,
     WorkerLaunch,
     open_worker,
 )
 from .process.executor import LaunchWorker as LaunchWorker
 from .process.executor import StartProcess as StartProcess
+from .process.executor import Worker as Worker
+from .process.executor import WorkerInfo as WorkerInfo
 from .process.executor import WorkerProcess as WorkerProcess
 from .process.executor import max_step_tokens as max_step_tokens
 
-__all__ = [
-    "Executor",
-    "ExecutorContext",
-    "Worker",
-    "WorkerInfo",
-    "WorkerLaunch",
-    "open_worker",
-]
+__all__ = ["Executor", "ExecutorContext", "WorkerLaunch", "open_worker"]

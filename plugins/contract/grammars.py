@@ -3,8 +3,8 @@
 from .text.grammars import (
     GrammarBackend,
     GrammarContext,
-    GrammarState,
 )
+from .text.grammars import GrammarState as GrammarState
 from .text.vocabulary import Vocabulary
 
-__all__ = ["GrammarBackend", "GrammarContext", "GrammarState", "Vocabulary"]
+__all__ = ["GrammarBackend", "GrammarContext", "Vocabulary"]

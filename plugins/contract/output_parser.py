@@ -2,27 +2,25 @@
 
 from .text.output_parser import (
     ContentText,
-    MalformedText,
     OutputEvent,
     OutputParser,
     OutputParserContext,
-    ParserRequest,
     ReasoningText,
     ToolCallArguments,
     ToolCallBegin,
     ToolCallEnd,
 )
+from .text.output_parser import MalformedText as MalformedText
 from .text.output_parser import OutputState as OutputState
+from .text.output_parser import ParserRequest as ParserRequest
 from .text.output_parser import Role as Role
 from .text.output_parser import join_events as join_events
 
 __all__ = [
     "ContentText",
-    "MalformedText",
     "OutputEvent",
     "OutputParser",
     "OutputParserContext",
-    "ParserRequest",
     "ReasoningText",
     "ToolCallArguments",
     "ToolCallBegin",

@@ -11,10 +11,6 @@ from .step_part.worker import StepModel as StepModel
 from .step_part.worker import WorkerHalfContext
 from .step_part.worker_data import AllocatedCache as AllocatedCache
 from .step_part.worker_data import KVBlocks as KVBlocks
-from .step_part.worker_data import StepRows
+from .step_part.worker_data import StepRows as StepRows
 
-__all__ = [
-    "StepRows",
-    "WorkerHalf",
-    "WorkerHalfContext",
-]
+__all__ = ["WorkerHalf", "WorkerHalfContext"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,9 +17,13 @@ from hardpoint.plugins import (
     RequestOutput,
     SamplingParams,
 )
-from hardpoint.plugins.commands import ConfigSources, Generator, Prompt
+from hardpoint.plugins.commands import ConfigSources
 
 from .form import Answered, EarlierAnswer
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.requests.params import Prompt
+    from hardpoint.plugins.server.commands import Generator
 
 
 class _SavedAnswer(msgspec.Struct):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -20,9 +20,11 @@ from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.plugins.server import Call, Route
 from hardpoint.typed import Strict
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.requests.outputs import PoolingRequestOutput
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXTS_SCHEMA = {

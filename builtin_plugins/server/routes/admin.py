@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import msgspec
 from starlette.requests import Request
@@ -19,7 +19,7 @@ from hardpoint.builtin_plugins.server.receiving import BodyReceiver
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.errors import BusyError, EngineDeadError, PluginError
 from hardpoint.plugins import ConfigError, HardpointError, ModelError, RequestError
-from hardpoint.plugins.server import EngineSet, Route
+from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
 from .models import json_response
@@ -31,6 +31,9 @@ from .settings import (
     shown_settings,
     without_secrets,
 )
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.server.engine_set import EngineSet
 
 _log = logging.getLogger("hardpoint")
 

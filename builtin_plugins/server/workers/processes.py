@@ -22,14 +22,11 @@ from hardpoint.builtin_plugins.server.operations.notify import ServiceManager
 from hardpoint.builtin_plugins.server.service import ServerPhase
 from hardpoint.builtin_plugins.server.serving import Serving, begin_outliving, loop_factory
 from hardpoint.plugins import CommandContext
-from hardpoint.plugins.server import (
-    Worker,
-    WorkerPlan,
-)
+from hardpoint.plugins.server import WorkerPlan
 from hardpoint.typed import Strict, convert
 
 if TYPE_CHECKING:
-    from hardpoint.plugins.server.generator import WorkerGroup
+    from hardpoint.plugins.server.generator import Worker, WorkerGroup
 
 
 _log = logging.getLogger("hardpoint")

@@ -11,25 +11,27 @@ import msgspec
 
 from hardpoint.errors import HardpointError
 from hardpoint.plugins import (
-    AdmissionGate,
     EngineConfig,
     EngineCoreRequest,
     LoRARequest,
     ModelError,
     ModelRunnerOutput,
-    PlanData,
-    ProgramCalls,
     Request,
     RequestError,
     RequestFault,
-    RequestFilter,
-    RequestLifecycle,
     SchedulerOutput,
     SchedulerStats,
+)
+from hardpoint.plugins.step_part import (
+    AdmissionGate,
+    EngineHalfContext,
+    PlanData,
+    ProgramCalls,
+    RequestFilter,
+    RequestLifecycle,
     StepObserver,
     WorkerSetup,
 )
-from hardpoint.plugins.step_part import EngineHalfContext
 
 from .identity import content_hash, link_files, read_files, remove_links
 from .leases import Leases

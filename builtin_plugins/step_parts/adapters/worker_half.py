@@ -11,23 +11,16 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from hardpoint.plugins import (
-    EngineConfig,
-    LinearProducts,
-    ModelError,
-    Ops,
-    SchedulerOutput,
-    WorkerCalls,
-    WorkerMemory,
-    WorkerStep,
-)
-from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
+from hardpoint.plugins import EngineConfig, ModelError, Ops, SchedulerOutput
+from hardpoint.plugins.step_part import LinearProducts, WorkerCalls, WorkerMemory, WorkerStep
+from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .files import HostAdapter, load_adapter
 from .messages import AdapterSlot, Ask, Call, Drop, Keep, Progress, Read, StepAdapters
 
 if TYPE_CHECKING:
     from hardpoint.plugins.step_part.worker import LoadedModel
+    from hardpoint.plugins.step_part.worker_data import StepRows
 
 
 _NONE = -1

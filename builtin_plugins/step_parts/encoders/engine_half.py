@@ -8,18 +8,15 @@ import msgspec
 import numpy as np
 
 from hardpoint.errors import RequestError
-from hardpoint.plugins import (
+from hardpoint.plugins import EngineCoreRequest, ModelRunnerOutput, RequestFault, SchedulerOutput
+from hardpoint.plugins.requests import MediaFormat, MultiModalFeature
+from hardpoint.plugins.step_part import (
     EncoderBudget,
-    EngineCoreRequest,
-    ModelRunnerOutput,
     PlanData,
-    RequestFault,
     RequestFilter,
     RequestLifecycle,
-    SchedulerOutput,
     StepObserver,
 )
-from hardpoint.plugins.requests import MediaFormat, MultiModalFeature
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 
 from .messages import EncoderItem, EncoderStep, Span

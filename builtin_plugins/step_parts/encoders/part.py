@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from hardpoint import plugins
 from hardpoint.errors import ModelError
 from hardpoint.plugins import EngineConfig, FrontendHalf, Meta, StepPart
 from hardpoint.plugins.requests import MediaFormat
-from hardpoint.plugins.step_part import ComponentFactory, EngineHalfContext, FrontendHalfContext
+from hardpoint.plugins.step_part import EngineHalfContext, FrontendHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.toolkit.encoder_cache import encoder_budget
 
 from .engine_half import EncodedRequests
 from .placing import MediaPrompts
 from .worker_half import EncoderWorker
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.components import ComponentFactory
 
 MODELS = "models"
 

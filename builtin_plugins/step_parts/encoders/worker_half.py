@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from hardpoint.plugins import InputEmbeddings, SchedulerOutput, WorkerMemory, WorkerStep
+from hardpoint.plugins import SchedulerOutput
 from hardpoint.plugins.requests import MediaFormat
-from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
+from hardpoint.plugins.step_part import InputEmbeddings, WorkerMemory, WorkerStep
+from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .messages import EncoderItem, EncoderStep
 
 if TYPE_CHECKING:
     import torch
+
+    from hardpoint.plugins.step_part.worker_data import StepRows
 
 
 class EncoderWorker(WorkerStep, InputEmbeddings, WorkerMemory):

@@ -10,17 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from hardpoint.plugins import (
-    CacheObserver,
-    ForwardWrapper,
-    HiddenStates,
-    SchedulerOutput,
-    WorkerStep,
-)
-from hardpoint.plugins.worker_half import (
-    StepRows,
-    WorkerHalfContext,
-)
+from hardpoint.plugins import SchedulerOutput
+from hardpoint.plugins.step_part import CacheObserver, ForwardWrapper, HiddenStates, WorkerStep
+from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .chains import Ints, KnownChains, TokenChain, entries_of
 from .messages import Finding
@@ -29,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from hardpoint.plugins.model.forward import Forward, ForwardStep, PackedInputs
-    from hardpoint.plugins.step_part.worker_data import AllocatedCache
+    from hardpoint.plugins.step_part.worker_data import AllocatedCache, StepRows
 
 
 @dataclass

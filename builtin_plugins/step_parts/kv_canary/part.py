@@ -10,15 +10,17 @@ import msgspec
 from hardpoint.plugins import (
     EngineCoreRequest,
     ModelRunnerOutput,
-    PlanData,
     RequestFault,
-    RequestFilter,
-    RequestLifecycle,
     SchedulerOutput,
-    StepObserver,
     StepPart,
 )
-from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.step_part import (
+    EngineHalfContext,
+    PlanData,
+    RequestFilter,
+    RequestLifecycle,
+    StepObserver,
+)
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .checking import CanaryWorker

@@ -12,22 +12,22 @@ import msgspec
 from hardpoint.errors import PluginFaultError, RequestError, shown
 from hardpoint.plugins import (
     BlockIds,
-    BlockTransfer,
     EngineCoreRequest,
     KVConnector,
     KVTierStats,
     ModelRunnerOutput,
-    PlanData,
     PrefixCacheStats,
     Request,
     RequestFault,
     SchedulerOutput,
     SchedulerStats,
-    StepObserver,
 )
 from hardpoint.plugins.kv_connector import KVConnectorScheduler
 from hardpoint.plugins.step_part import (
+    BlockTransfer,
     EngineHalfContext,
+    PlanData,
+    StepObserver,
 )
 from hardpoint.typed import prepared, read_only
 

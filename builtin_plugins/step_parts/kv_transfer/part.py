@@ -6,13 +6,13 @@ import functools
 import logging
 
 from hardpoint.errors import HardpointError, PluginFaultError, shown
-from hardpoint.plugins import EngineCoreRequest, KVConnector, RequestFilter, StepPart
+from hardpoint.plugins import EngineCoreRequest, KVConnector, StepPart
 from hardpoint.plugins.kv_connector import (
     KVConnectorContext,
     KVConnectorScheduler,
     KVSchedulerContext,
 )
-from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.step_part import EngineHalfContext, RequestFilter
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .engine_half import TransferPlanner

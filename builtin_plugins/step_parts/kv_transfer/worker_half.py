@@ -13,15 +13,12 @@ import msgspec
 
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import (
-    BlockAccess,
     ConfigError,
     HardpointError,
     KVConnector,
     KVStore,
     KVTierStats,
-    LayerWrapper,
     SchedulerOutput,
-    WorkerStep,
 )
 from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.plugins.kv_connector import (
@@ -30,6 +27,7 @@ from hardpoint.plugins.kv_connector import (
     KVWorkerContext,
 )
 from hardpoint.plugins.kv_store import KVStoreContext
+from hardpoint.plugins.step_part import BlockAccess, LayerWrapper, WorkerStep
 from hardpoint.plugins.worker_half import (
     WorkerHalfContext,
 )

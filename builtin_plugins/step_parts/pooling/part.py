@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from hardpoint import plugins
 from hardpoint.plugins import EngineConfig, FrontendHalf, Meta, StepPart
-from hardpoint.plugins.step_part import ComponentFactory, EngineHalfContext, FrontendHalfContext
+from hardpoint.plugins.step_part import EngineHalfContext, FrontendHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .folder import ModelPooling, read_classifier, read_pooling
 from .requests import KIND, PooledRequests, PooledResults
 from .worker import PoolingWorker
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.components import ComponentFactory
 
 
 class Pooling(StepPart):

@@ -15,25 +15,25 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     FrontendHalf,
     ModelRunnerOutput,
-    PlanData,
     Pooler,
-    ProgramCalls,
     ReasoningMarkers,
     RequestFault,
-    RequestFilter,
     SchedulerOutput,
-    StepObserver,
 )
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.step_part import (
-    ComponentFactory,
     GivenPrompt,
+    PlanData,
+    ProgramCalls,
+    RequestFilter,
+    StepObserver,
 )
 
 from .folder import ModelPooling
 from .messages import PoolingReport
 
 if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.components import ComponentFactory
     from hardpoint.plugins.step_part.part import PromptReader
 
 

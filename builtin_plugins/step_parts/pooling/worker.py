@@ -10,17 +10,16 @@ import msgspec
 
 from hardpoint.plugins import (
     Arguments,
-    HiddenStates,
     ModelError,
     NewRequest,
     Pooler,
     PoolerContext,
     PromptPooler,
     SchedulerOutput,
-    WorkerStep,
 )
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
+from hardpoint.plugins.step_part import HiddenStates, WorkerStep
+from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.typed import ReadOnlyList, prepared_type
 
 from .folder import DenseLayer, ModelPooling
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from hardpoint.plugins.step_part.components import ComponentCalls
+    from hardpoint.plugins.step_part.worker_data import StepRows
 
 
 @dataclass

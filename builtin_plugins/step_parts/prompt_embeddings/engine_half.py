@@ -9,14 +9,8 @@ import msgspec
 import numpy as np
 
 from hardpoint.errors import RequestError, shown
-from hardpoint.plugins import (
-    BlockKey,
-    EngineCoreRequest,
-    PlanData,
-    RequestFilter,
-    RequestLifecycle,
-    SchedulerOutput,
-)
+from hardpoint.plugins import EngineCoreRequest, SchedulerOutput
+from hardpoint.plugins.step_part import BlockKey, PlanData, RequestFilter, RequestLifecycle
 from hardpoint.toolkit.half_floats import FLOATS, float32_of
 
 from .requests import check_together

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from hardpoint.plugins import InputEmbeddings, SchedulerOutput, WorkerCalls, WorkerStep
-from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
+from hardpoint.plugins import SchedulerOutput
+from hardpoint.plugins.step_part import InputEmbeddings, WorkerCalls, WorkerStep
+from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .rows import Positions, Rows, positions_of
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.worker_data import StepRows
 
 
 class _Prompt(NamedTuple):

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hardpoint.errors import size_text
-from hardpoint.plugins import CacheObserver, ForwardBatch, ForwardWrapper, Recorded, WorkerMemory
+from hardpoint.plugins import ForwardBatch, Recorded
+from hardpoint.plugins.step_part import CacheObserver, ForwardWrapper, WorkerMemory
 from hardpoint.plugins.worker_half import (
     WorkerHalfContext,
 )

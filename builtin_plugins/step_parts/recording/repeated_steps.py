@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hardpoint.plugins import CacheObserver, ForwardBatch, ForwardWrapper, Ops, Recorded
+from hardpoint.plugins import ForwardBatch, Ops, Recorded
+from hardpoint.plugins.step_part import CacheObserver, ForwardWrapper
 
 if TYPE_CHECKING:
     from hardpoint.plugins.model.forward import Forward, ForwardStep

@@ -14,23 +14,25 @@ import msgspec
 
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import (
-    AdmissionGate,
     EngineCoreRequest,
     FrontendHalf,
     ModelRunnerOutput,
-    OutputFigures,
-    ProgramCalls,
     ReasoningMarkers,
     Request,
     RequestFault,
-    RequestFilter,
-    RequestLifecycle,
     RequestStatus,
     SchedulerOutput,
     SchedulerStats,
+)
+from hardpoint.plugins.step_part import (
+    AdmissionGate,
+    EngineHalfContext,
+    OutputFigures,
+    ProgramCalls,
+    RequestFilter,
+    RequestLifecycle,
     StepObserver,
 )
-from hardpoint.plugins.step_part import EngineHalfContext
 
 _LONGEST_NAME = 256
 

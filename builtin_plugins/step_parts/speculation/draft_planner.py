@@ -10,23 +10,25 @@ from typing import Any
 import msgspec
 
 from hardpoint.plugins import (
-    AdmissionGate,
-    DraftTokens,
     EngineConfig,
     EngineCoreRequest,
     ModelRunnerOutput,
-    OutputFigures,
-    PlanData,
     Request,
     RequestFault,
-    RequestFilter,
-    RequestLifecycle,
     SchedulerOutput,
     StepCost,
+)
+from hardpoint.plugins.step_part import (
+    AdmissionGate,
+    DraftTokens,
+    EngineHalfContext,
+    OutputFigures,
+    PlanData,
+    RequestFilter,
+    RequestLifecycle,
     StepObserver,
     WorkerSetup,
 )
-from hardpoint.plugins.step_part import EngineHalfContext
 
 from .messages import DraftData, DraftReport
 from .requests import KIND, NONE

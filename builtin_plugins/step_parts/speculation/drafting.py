@@ -15,18 +15,16 @@ from hardpoint.plugins import (
     Arguments,
     DraftRequest,
     EngineConfig,
-    HiddenStates,
     LogitsOps,
     NewRequest,
     SchedulerOutput,
     Speculator,
     SpeculatorContext,
-    WorkerMemory,
-    WorkerStep,
 )
 from hardpoint.plugins.exponential_race import mixed_seed
 from hardpoint.plugins.kv_cache import sharing_key
-from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
+from hardpoint.plugins.step_part import HiddenStates, WorkerMemory, WorkerStep
+from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.typed import ReadOnlyList, prepared_type, read_only
 
 from .messages import DraftData, DraftReport
@@ -34,6 +32,8 @@ from .requests import KIND
 
 if TYPE_CHECKING:
     import torch
+
+    from hardpoint.plugins.step_part.worker_data import StepRows
 
 
 @dataclass

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hardpoint.errors import RequestError
 from hardpoint.plugins import EngineCoreRequest, FrontendHalf, ReasoningMarkers
-from hardpoint.plugins.step_part import ComponentFactory
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.components import ComponentFactory
 
 KIND = "speculators"
 

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
@@ -15,15 +16,17 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
     IterationStats,
-    PluginReport,
     PrefixCacheStats,
     SchedulerStats,
 )
 from hardpoint.plugins.requests.stats import FinishedRequest, RequestMetrics
-from hardpoint.plugins.step_part.observer import OutputObserver
+from hardpoint.plugins.step_part import OutputObserver
 from hardpoint.typed import read_only
 
 from .sinks import Sinks
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.requests.stats import PluginReport
 
 _log = logging.getLogger("hardpoint")
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.plugins import EngineConfig, FrontendHalf, StatSink, StepPart
-from hardpoint.plugins.component import Component
-from hardpoint.plugins.step_part import (
-    ComponentFactory,
-    FrontendHalfContext,
-)
-from hardpoint.plugins.step_part.observer import OutputObserver, PreparedPartChange
+from hardpoint.plugins.step_part import FrontendHalfContext, OutputObserver, PreparedPartChange
 
 from .gathering import Statistics
 from .sinks import KIND, ForwardedSinks, Sinks, build_sinks
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.component.base import Component
+    from hardpoint.plugins.step_part.components import ComponentFactory
 
 
 class RequestStatistics(StepPart):

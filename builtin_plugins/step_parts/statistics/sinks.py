@@ -5,12 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.errors import PluginFaultError
-from hardpoint.plugins import IterationStats, PluginReport, StatSink, StatSinkContext
-from hardpoint.plugins.step_part import ComponentFactory, FaultCounter
-from hardpoint.plugins.step_part.observer import PreparedPartChange
+from hardpoint.plugins import IterationStats, StatSink, StatSinkContext
+from hardpoint.plugins.step_part import FaultCounter, PreparedPartChange
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.requests.stats import PluginReport
+    from hardpoint.plugins.step_part.components import ComponentFactory
 
 KIND = "stat_sinks"
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hardpoint.plugins import ReasoningMarkers, ReasoningTracker, Request
-from hardpoint.plugins.grammars import GrammarState
 from hardpoint.plugins.requests import ReasoningPosition, SchedulerOutput
 from hardpoint.toolkit.bitmasks import allow_tokens
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.text.grammars import GrammarState
 
 
 class _AnswerText:

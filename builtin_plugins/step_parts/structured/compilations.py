@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from hardpoint.plugins.grammars import GrammarState
 from hardpoint.plugins.structured import StructuredOutputs
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.text.grammars import GrammarState
 
 _MAX_RUNNING = 2
 """Compilations at a time."""

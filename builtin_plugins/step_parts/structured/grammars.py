@@ -8,43 +8,47 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError
 from hardpoint.plugins import (
-    AdmissionGate,
     EngineConfig,
     EngineCoreRequest,
     GrammarBackend,
     GrammarBitmask,
     GrammarContext,
     ModelRunnerOutput,
-    PlanData,
     Request,
     RequestFault,
-    RequestFilter,
-    RequestLifecycle,
     SchedulerOutput,
-    StepObserver,
     StepPart,
-    TokenMask,
     WaitingFor,
     WaitReason,
 )
-from hardpoint.plugins.grammars import GrammarState, Vocabulary
+from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.step_part import (
-    ComponentFactory,
+    AdmissionGate,
     EngineHalfContext,
     FrontendHalf,
     FrontendHalfContext,
+    PlanData,
+    RequestFilter,
+    RequestLifecycle,
+    StepObserver,
+    TokenMask,
 )
 from hardpoint.plugins.structured import StructuredOutputs
 
 from .answers import ConstrainedAnswer
 from .compilations import Compilations, stack_of
 from .requests import StructuredRequests
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.components import ComponentFactory
+    from hardpoint.plugins.text.grammars import GrammarState
 
 _WAIT_S = 0.002
 """For a compilation, in a step without anything to compute; the next step looks for aborts."""

@@ -15,19 +15,19 @@ from hardpoint.plugins import (
     ActivationTapContext,
     EngineCoreRequest,
     RequestError,
-    ResidualStream,
     SchedulerOutput,
     TapRows,
     TapSite,
-    WorkerStep,
 )
-from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
+from hardpoint.plugins.step_part import ResidualStream, WorkerStep
+from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .messages import TapReport, TapValues
 from .requests import KIND, Tap, Taps
 
 if TYPE_CHECKING:
     from hardpoint.plugins.step_part.components import ComponentCalls
+    from hardpoint.plugins.step_part.worker_data import StepRows
 
 
 _PLACES: dict[Literal["attention", "mlp"], tuple[str, ...]] = {

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from hardpoint import plugins
 from hardpoint.plugins import ConfigError, FrontendHalf, Meta, StepPart
-from hardpoint.plugins.step_part import ComponentFactory, EngineHalfContext, FrontendHalfContext
+from hardpoint.plugins.step_part import EngineHalfContext, FrontendHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .requests import KIND, TappedRequests, Taps
 from .results import TapResults
 
 if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.components import ComponentFactory
+
     from .layers import TapsInLayers
 
 

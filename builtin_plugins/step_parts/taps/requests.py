@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -18,8 +18,10 @@ from hardpoint.plugins import (
     TapSite,
 )
 from hardpoint.plugins.model import ModelConfig
-from hardpoint.plugins.step_part import ComponentFactory
 from hardpoint.typed import prepared_type
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.components import ComponentFactory
 
 KIND = "activation_taps"
 

@@ -9,18 +9,15 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from hardpoint.plugins import (
+from hardpoint.plugins import EngineCoreRequest, ModelRunnerOutput, RequestFault, SchedulerOutput
+from hardpoint.plugins.requests import PartArray
+from hardpoint.plugins.step_part import (
     BlockKey,
-    EngineCoreRequest,
-    ModelRunnerOutput,
     PlanData,
-    RequestFault,
     RequestFilter,
     RequestLifecycle,
-    SchedulerOutput,
     StepObserver,
 )
-from hardpoint.plugins.requests import PartArray
 
 from .messages import TapReport, TapValues
 from .requests import KIND, Taps

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hardpoint.plugins import (
+from hardpoint.plugins import ModelRunnerOutput, Request, RequestFault, SchedulerOutput, StepPart
+from hardpoint.plugins.step_part import (
     AdmissionGate,
-    ModelRunnerOutput,
+    EngineHalfContext,
     OutputFigures,
     PlanData,
-    Request,
-    RequestFault,
     RequestLifecycle,
-    SchedulerOutput,
     StepObserver,
-    StepPart,
 )
-from hardpoint.plugins.step_part import EngineHalfContext
 
 
 class Timings(StepPart):

@@ -9,8 +9,9 @@ from itertools import takewhile
 import msgspec
 import torch
 
-from hardpoint.plugins import LogitsRequest, Sampler, SchedulerOutput, WorkerStep
+from hardpoint.plugins import LogitsRequest, Sampler, SchedulerOutput
 from hardpoint.plugins.sampling import LogitsStage
+from hardpoint.plugins.step_part import WorkerStep
 from hardpoint.toolkit.trace import Draw
 
 from .changes import Stages, token_trace

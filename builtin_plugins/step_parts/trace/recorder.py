@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hardpoint.plugins import (
-    AdmissionGate,
     GrammarBitmask,
     ModelRunnerOutput,
-    OutputFigures,
-    PlanData,
     Request,
     RequestFault,
-    RequestLifecycle,
     SchedulerOutput,
-    StepObserver,
 )
 from hardpoint.plugins.requests import RequestStatus
 from hardpoint.plugins.scheduling import WaitReason
+from hardpoint.plugins.step_part import (
+    AdmissionGate,
+    OutputFigures,
+    PlanData,
+    RequestLifecycle,
+    StepObserver,
+)
 from hardpoint.toolkit.trace import StepTrace, TraceRecord
 
 from .messages import Asked, Report

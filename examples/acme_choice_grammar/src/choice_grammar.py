@@ -7,12 +7,16 @@ Enable it with `plugins.enable = ["choice_grammar"]`; then a request may name it
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from hardpoint.plugins import GrammarBackend, GrammarContext
-from hardpoint.plugins.grammars import GrammarState
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.toolkit.bitmasks import allow_tokens
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.text.grammars import GrammarState
 
 
 class ChoiceGrammar(GrammarBackend):

@@ -2,14 +2,12 @@
 
 from .adapter import AdaptedComponent, ComponentAdapter
 from .base import MAX_STATE_BYTES as MAX_STATE_BYTES
-from .base import (
-    Component,
-    Context,
-)
+from .base import Component as Component
+from .base import Context as Context
 from .base import NoOptions as NoOptions
 from .base import Progress as Progress
 from .base import Source as Source
 from .base import no_progress as no_progress
 from .wrapper import Wrapper
 
-__all__ = ["AdaptedComponent", "Component", "ComponentAdapter", "Context", "Wrapper"]
+__all__ = ["AdaptedComponent", "ComponentAdapter", "Wrapper"]

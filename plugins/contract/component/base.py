@@ -9,11 +9,6 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from hardpoint import typed
 
-__all__ = [
-    "Component",
-    "Context",
-]
-
 _NO_DISTRIBUTION = "no distribution"
 
 

@@ -36,8 +36,8 @@ from .manager import STATE_WINDOW as STATE_WINDOW
 from .manager import BlockNeeds as BlockNeeds
 from .manager import (
     CachedPrefix,
-    KVCacheGroup,
 )
+from .manager import KVCacheGroup as KVCacheGroup
 from .manager import KVCacheManager as KVCacheManager
 from .store import (
     BlockBuffer,
@@ -56,7 +56,6 @@ __all__ = [
     "EvictionContext",
     "EvictionPolicy",
     "FinishedTransfers",
-    "KVCacheGroup",
     "KVConnector",
     "KVConnectorContext",
     "KVConnectorScheduler",

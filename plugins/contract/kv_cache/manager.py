@@ -15,7 +15,6 @@ from .events import KVEvent
 
 __all__ = [
     "CachedPrefix",
-    "KVCacheGroup",
 ]
 
 

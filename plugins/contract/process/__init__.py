@@ -8,11 +8,11 @@ from .balancer import (
 from .executor import (
     Executor,
     ExecutorContext,
-    Worker,
-    WorkerInfo,
     WorkerLaunch,
     open_worker,
 )
+from .executor import Worker as Worker
+from .executor import WorkerInfo as WorkerInfo
 from .executor import WorkerProcess as WorkerProcess
 from .parallel import (
     Communicator,
@@ -31,8 +31,6 @@ __all__ = [
     "ExecutorContext",
     "LoadBalancer",
     "Placement",
-    "Worker",
-    "WorkerInfo",
     "WorkerLaunch",
     "open_worker",
 ]

@@ -27,14 +27,7 @@ from hardpoint.plugins.requests.stats import PluginMeter
 
 from .parallel import Placement
 
-__all__ = [
-    "Executor",
-    "ExecutorContext",
-    "Worker",
-    "WorkerInfo",
-    "WorkerLaunch",
-    "open_worker",
-]
+__all__ = ["Executor", "ExecutorContext", "WorkerLaunch", "open_worker"]
 
 
 def max_step_tokens(config: EngineConfig) -> int:

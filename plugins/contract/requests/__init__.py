@@ -1,9 +1,6 @@
 """Data of requests: parameters, engine messages, the plan of a step and statistics."""
 
-from .lora import (
-    AdapterScale,
-    LoRARequest,
-)
+from .lora import AdapterScale, LoRARequest
 from .markers import (
     ReasoningMarkers,
     ReasoningPosition,
@@ -27,20 +24,20 @@ from .outputs import (
     FinishReason,
     Logprob,
     PartArray,
-    PoolingRequestOutput,
     RequestOutput,
     ToolCall,
 )
+from .outputs import PoolingRequestOutput as PoolingRequestOutput
 from .outputs import TokenLogprobs as TokenLogprobs
 from .params import (
     EngineCoreRequest,
     PoolingParams,
-    Prompt,
     RepetitionDetection,
     RequestOutputKind,
     SamplingParams,
     ids_after_embeddings,
 )
+from .params import Prompt as Prompt
 from .params import Retention as Retention
 from .plan import (
     BlockIds,
@@ -68,13 +65,13 @@ from .stats import (
     FinishedRequest,
     IterationStats,
     KVTierStats,
-    PluginReport,
     PrefillStats,
     PrefixCacheStats,
     SchedulerStats,
 )
 from .stats import Health as Health
 from .stats import PluginMeter as PluginMeter
+from .stats import PluginReport as PluginReport
 from .stats import RequestMetrics as RequestMetrics
 from .stats import StepFault as StepFault
 from .structured import (
@@ -130,13 +127,10 @@ __all__ = [
     "OptionalFormat",
     "OrFormat",
     "PartArray",
-    "PluginReport",
     "PlusFormat",
     "PoolingParams",
-    "PoolingRequestOutput",
     "PrefillStats",
     "PrefixCacheStats",
-    "Prompt",
     "ReasoningMarkers",
     "ReasoningPosition",
     "ReasoningTracker",

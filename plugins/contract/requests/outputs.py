@@ -21,7 +21,6 @@ __all__ = [
     "FinishReason",
     "Logprob",
     "PartArray",
-    "PoolingRequestOutput",
     "RequestOutput",
     "ToolCall",
 ]

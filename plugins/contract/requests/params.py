@@ -21,7 +21,6 @@ from .structured import StructuredOutputs
 __all__ = [
     "EngineCoreRequest",
     "PoolingParams",
-    "Prompt",
     "RepetitionDetection",
     "RequestOutputKind",
     "SamplingParams",

@@ -14,7 +14,6 @@ __all__ = [
     "FinishedRequest",
     "IterationStats",
     "KVTierStats",
-    "PluginReport",
     "PrefillStats",
     "PrefixCacheStats",
     "SchedulerStats",

@@ -34,8 +34,8 @@ from .rows import Moved as Moved
 from .sampler import (
     Sampler,
     SamplerContext,
-    SamplingRows,
 )
+from .sampler import SamplingRows as SamplingRows
 
 __all__ = [
     "ActivationTap",
@@ -56,7 +56,6 @@ __all__ = [
     "Rows",
     "Sampler",
     "SamplerContext",
-    "SamplingRows",
     "SparseLogitsProcessor",
     "TapRows",
     "TapSite",

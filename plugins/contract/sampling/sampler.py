@@ -17,7 +17,7 @@ from hardpoint.plugins.text.arguments import ComponentWithArguments, argument_co
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Sampler", "SamplerContext", "SamplingRows"]
+__all__ = ["Sampler", "SamplerContext"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,13 @@ from .policy import (
     SchedulingPolicy,
 )
 from .scheduler import BlockTransfers as BlockTransfers
+from .scheduler import EncoderCache as EncoderCache
+from .scheduler import Gates as Gates
 from .scheduler import (
-    EncoderCache,
     PauseState,
     Scheduler,
     SchedulerContext,
 )
-from .scheduler import Gates as Gates
 from .scheduler import SchedulerLimits as SchedulerLimits
 from .step_cost import StepCost
 from .step_record import LiveRequest as LiveRequest
@@ -23,7 +23,6 @@ from .step_record import (
 )
 
 __all__ = [
-    "EncoderCache",
     "Load",
     "PauseState",
     "PolicyContext",

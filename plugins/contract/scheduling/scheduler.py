@@ -22,12 +22,7 @@ from .policy import SchedulingPolicy
 from .step_cost import StepCost
 from .step_record import StepRecord, WaitReason
 
-__all__ = [
-    "EncoderCache",
-    "PauseState",
-    "Scheduler",
-    "SchedulerContext",
-]
+__all__ = ["PauseState", "Scheduler", "SchedulerContext"]
 
 
 class PauseState(Enum):

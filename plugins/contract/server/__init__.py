@@ -10,20 +10,18 @@ from .adapter_resolver import (
 from .commands import (
     Command,
     CommandContext,
-    Generator,
 )
 from .commands import ComponentDetails as ComponentDetails
 from .commands import ComponentInfo as ComponentInfo
 from .commands import ContextMemory as ContextMemory
+from .commands import Generator as Generator
 from .commands import ModelReport as ModelReport
 from .commands import PluginCatalog as PluginCatalog
 from .commands import PromptTrace as PromptTrace
 from .commands import WeightGroup as WeightGroup
-from .engine_set import (
-    EngineSet,
-    LoadReport,
-)
+from .engine_set import EngineSet as EngineSet
 from .engine_set import EngineStatus as EngineStatus
+from .engine_set import LoadReport
 from .extension import (
     Authenticator,
     Background,
@@ -33,16 +31,16 @@ from .extension import (
     Middleware,
     ResponseStore,
     Route,
-    ServerExtension,
     Transform,
 )
+from .extension import ServerExtension as ServerExtension
 from .generator import (
     AsyncGenerator,
     ServerContext,
-    Worker,
     WorkerPlan,
 )
 from .generator import OpenConversation as OpenConversation
+from .generator import Worker as Worker
 from .generator import WorkerGroup as WorkerGroup
 from .groups import PauseModeName as PauseModeName
 from .hooks import (
@@ -68,8 +66,6 @@ __all__ = [
     "Client",
     "Command",
     "CommandContext",
-    "EngineSet",
-    "Generator",
     "HookContext",
     "InstalledExtension",
     "LoadReport",
@@ -77,12 +73,10 @@ __all__ = [
     "ResponseStore",
     "Route",
     "ServerContext",
-    "ServerExtension",
     "StatSink",
     "StatSinkContext",
     "ToolCall",
     "Transform",
-    "Worker",
     "WorkerPlan",
     "hookimpl",
 ]

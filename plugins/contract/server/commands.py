@@ -21,11 +21,7 @@ from .journals import JournalUse
 if TYPE_CHECKING:
     from .generator import AsyncGenerator, WorkerGroup
 
-__all__ = [
-    "Command",
-    "CommandContext",
-    "Generator",
-]
+__all__ = ["Command", "CommandContext"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["EngineSet", "LoadReport"]
+__all__ = ["LoadReport"]
 
 
 @dataclass(frozen=True)

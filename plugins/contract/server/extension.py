@@ -25,7 +25,6 @@ __all__ = [
     "Middleware",
     "ResponseStore",
     "Route",
-    "ServerExtension",
     "Transform",
 ]
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
     from starlette.responses import Response as HTTPResponse
 
-__all__ = ["AsyncGenerator", "ServerContext", "Worker", "WorkerPlan"]
+__all__ = ["AsyncGenerator", "ServerContext", "WorkerPlan"]
 
 T = TypeVar("T")
 StructT = TypeVar("StructT", bound=msgspec.Struct)

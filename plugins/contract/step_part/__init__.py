@@ -5,9 +5,7 @@ from hardpoint.plugins.model.forward import ForwardStep as ForwardStep
 from hardpoint.plugins.model.forward import PackedInputs as PackedInputs
 
 from .components import ComponentCalls as ComponentCalls
-from .components import (
-    ComponentFactory,
-)
+from .components import ComponentFactory as ComponentFactory
 from .components import FaultCounter as FaultCounter
 from .engine import REQUEST_FIELDS as REQUEST_FIELDS
 from .engine import (
@@ -31,6 +29,7 @@ from .engine_hooks import (
     WorkerSetup,
 )
 from .halves import EngineHalf, WorkerHalf
+from .observer import OutputObserver, PreparedPartChange
 from .part import (
     FrontendHalf,
     FrontendHalfContext,
@@ -52,7 +51,7 @@ from .worker import StepModel as StepModel
 from .worker import WorkerHalfContext
 from .worker_data import AllocatedCache as AllocatedCache
 from .worker_data import KVBlocks as KVBlocks
-from .worker_data import StepRows
+from .worker_data import StepRows as StepRows
 from .worker_hooks import (
     BlockAccess,
     CacheObserver,
@@ -74,7 +73,6 @@ __all__ = [
     "BlockKey",
     "BlockTransfer",
     "CacheObserver",
-    "ComponentFactory",
     "DraftRequest",
     "DraftTokens",
     "EncoderBudget",
@@ -90,8 +88,10 @@ __all__ = [
     "LinearProducts",
     "ModelLogits",
     "OutputFigures",
+    "OutputObserver",
     "OutputPublisher",
     "PlanData",
+    "PreparedPartChange",
     "ProgramCalls",
     "RequestFilter",
     "RequestLifecycle",
@@ -102,7 +102,6 @@ __all__ = [
     "StepObserver",
     "StepPart",
     "StepPartContext",
-    "StepRows",
     "TokenMask",
     "WorkerCalls",
     "WorkerHalf",

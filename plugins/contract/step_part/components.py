@@ -10,10 +10,6 @@ from typing import Any, Protocol, TypeVar
 
 from hardpoint.plugins.component.base import Component, Context, Source
 
-__all__ = [
-    "ComponentFactory",
-]
-
 R = TypeVar("R")
 
 

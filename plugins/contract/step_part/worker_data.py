@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hardpoint.plugins.model.attention import AttentionStep
     from hardpoint.plugins.model.forward import Attend
 
-__all__ = ["StepRows"]
+__all__: list[str] = []
 
 
 @dataclass(frozen=True)

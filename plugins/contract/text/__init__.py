@@ -7,28 +7,28 @@ from .arguments import (
 from .grammars import (
     GrammarBackend,
     GrammarContext,
-    GrammarState,
 )
+from .grammars import GrammarState as GrammarState
 from .io_processor import (
     IOProcessor,
     IOProcessorContext,
 )
 from .output_parser import (
     ContentText,
-    MalformedText,
     OutputEvent,
     OutputParser,
     OutputParserContext,
-    ParserRequest,
     ReasoningText,
     ToolCallArguments,
     ToolCallBegin,
     ToolCallEnd,
 )
+from .output_parser import MalformedText as MalformedText
 from .output_parser import OutputState as OutputState
+from .output_parser import ParserRequest as ParserRequest
 from .output_parser import Role as Role
+from .tokenizer import DecodeStream as DecodeStream
 from .tokenizer import (
-    DecodeStream,
     EncodedPair,
     Tokenizer,
     TokenizerContext,
@@ -37,18 +37,14 @@ from .vocabulary import Vocabulary
 
 __all__ = [
     "ContentText",
-    "DecodeStream",
     "EncodedPair",
     "GrammarBackend",
     "GrammarContext",
-    "GrammarState",
     "IOProcessor",
     "IOProcessorContext",
-    "MalformedText",
     "OutputEvent",
     "OutputParser",
     "OutputParserContext",
-    "ParserRequest",
     "PrepareContext",
     "ReasoningText",
     "Tokenizer",

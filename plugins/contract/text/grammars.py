@@ -16,7 +16,7 @@ from .vocabulary import Vocabulary
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["GrammarBackend", "GrammarContext", "GrammarState"]
+__all__ = ["GrammarBackend", "GrammarContext"]
 
 
 @dataclass(frozen=True, kw_only=True)

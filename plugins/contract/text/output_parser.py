@@ -27,11 +27,9 @@ from .tokenizer import Tokenizer
 
 __all__ = [
     "ContentText",
-    "MalformedText",
     "OutputEvent",
     "OutputParser",
     "OutputParserContext",
-    "ParserRequest",
     "ReasoningText",
     "ToolCallArguments",
     "ToolCallBegin",

@@ -27,7 +27,7 @@ from hardpoint.plugins.model.files import ModelFiles
 
 from .vocabulary import Vocabulary
 
-__all__ = ["DecodeStream", "EncodedPair", "Tokenizer", "TokenizerContext"]
+__all__ = ["EncodedPair", "Tokenizer", "TokenizerContext"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from hardpoint.plugins import Annotated, Meta, SamplingParams
-from hardpoint.plugins.requests import Prompt
 from hardpoint.plugins.server import AsyncGenerator as Engine
 from hardpoint.toolkit.branches import Branches
 from hardpoint.typed import Strict
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.requests.params import Prompt
 
 
 class BeamSearch(Strict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.plugins import (
     Executor,
@@ -12,15 +12,17 @@ from hardpoint.plugins import (
     GrammarBitmask,
     ModelRunnerOutput,
     SchedulerOutput,
-    WorkerInfo,
 )
-from hardpoint.plugins.executor import Worker, open_worker
+from hardpoint.plugins.executor import open_worker
 from hardpoint.toolkit.workers.joining import (
     are_out_of_step,
     first_error_or,
     results_of,
     worker_method,
 )
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.process.executor import Worker, WorkerInfo
 
 
 class ThreadExecutor(Executor):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from hardpoint import plugins
-from hardpoint.plugins import Annotated, Meta, Sampler, SamplingRows
+from hardpoint.plugins import Annotated, Meta, Sampler
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.sampling.sampler import SamplingRows
 
 
 class TopNSigma(Sampler):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
 from hardpoint import plugins
 from hardpoint.plugins import HookContext, hookimpl
-from hardpoint.plugins.server import ServerContext, ServerExtension
+from hardpoint.plugins.server import ServerContext
 
 from .keys import key_authenticator
 from .limits import rate_limit
 from .rules import house_rule
 from .usage import UsageRoute
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.server.extension import ServerExtension
 
 __all__ = ["AcmeServer"]
 

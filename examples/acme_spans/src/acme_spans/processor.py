@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,10 +18,12 @@ from hardpoint.plugins import (
     RequestError,
 )
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.typed import Strict
 
 from .windows import Frame, windows
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.requests.outputs import PoolingRequestOutput
 
 
 class Document(Strict):

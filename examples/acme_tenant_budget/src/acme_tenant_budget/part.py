@@ -10,23 +10,25 @@ import msgspec
 
 from hardpoint import plugins
 from hardpoint.plugins import (
-    AdmissionGate,
     Annotated,
     EngineCoreRequest,
     Meta,
-    PlanData,
     Request,
     RequestError,
-    RequestFilter,
-    RequestLifecycle,
-    ResourceCost,
     SchedulerOutput,
     StepPart,
     WaitingFor,
     WaitReason,
+)
+from hardpoint.plugins.step_part import (
+    AdmissionGate,
+    EngineHalfContext,
+    PlanData,
+    RequestFilter,
+    RequestLifecycle,
+    ResourceCost,
     WorkerStep,
 )
-from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .bucket import Bucket

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.errors import PluginContractError
 from hardpoint.plugins import ComponentAdapter, Phase
-from hardpoint.plugins.component import Component, Source
+from hardpoint.plugins.component import Source
 from hardpoint.toolkit.logits_calls import (
     AdaptedProcessor,
     ExternalProcessor,
@@ -20,6 +20,9 @@ from .callables import adapt_callable
 from .other_classes import why_not_adapted
 from .slot_classes import VLLMV2Class
 from .stand_ins import is_missing, stand_ins
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.component.base import Component
 
 _METHODS = {*V1_METHODS, "validate_params", "add_request", "apply_staged_writes"} - {"apply"}
 

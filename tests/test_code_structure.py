@@ -39,6 +39,7 @@ SMALL = 100
 SMALL_MODULES = {
     "hardpoint.builtin_plugins.batch_routes.answer_files": "files of answers, beside a batch's run",
     "hardpoint.host.live.policy": "the live changes of one kind, as its siblings",
+    "hardpoint.core.worker.reloaded_model": "weights that are read in a thread, beside the steps",
     "hardpoint.testing.general.inputs": "a comparison of values, beside the rules that use it",
     "hardpoint.testing.model.checkpoints.config_fields": "one of three groups of rules",
     "hardpoint.testing.model.checkpoints.content_hash": "one of three groups of rules",

@@ -71,11 +71,7 @@ class Results:
     """
 
     def __init__(self, library: cpu.Library) -> None:
-        """Begin without memory.
-
-        Args:
-            library: whose kernels write the results. What is recorded keeps its results.
-        """
+        """`library`: whose kernels write the results. What is recorded keeps its results."""
         self._library = library
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
         self._lent: dict[int, weakref.ref[memoryview]] = {}  # by address

@@ -132,7 +132,6 @@ class PreparedEngine:
 
     @contextlib.contextmanager
     def _closed_on_error(self) -> Iterator[None]:
-        """Close the plugins of the frontend if the body fails."""
         with contextlib.ExitStack() as undo:
             for companion in self.companions:
                 undo.callback(companion.close)
@@ -306,7 +305,6 @@ def _resolve(
     progress: Progress,
     handed: Sequence[InstalledPlugin],
 ) -> tuple[HookSet, WorkerSpec]:
-    """Resolve the plugins and read the model's configuration."""
     log_opening(config, config_sources)
     # Imported here, so that an engine process is started before torch takes its second, and before
     # plugins import torch.
@@ -321,7 +319,6 @@ def _resolve(
 
 
 def _start_hooks(parts: EngineParts, prepared: PreparedEngine, close: Callable[[], None]) -> None:
-    """Call the hooks for a ready engine; close it if one of them fails."""
     info = {
         "model": parts.config.model,
         "dtype": str(prepared.spec.dtype).removeprefix("torch."),

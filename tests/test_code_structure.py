@@ -41,6 +41,7 @@ SMALL_MODULES = {
     "hardpoint.calls.forks": "open requests by id, beside the requests that run",
     "hardpoint.calls.sessions": "the answer of one control call, for both kinds of programs",
     "hardpoint.host.live.policy": "the live changes of one kind, as its siblings",
+    "hardpoint.core.worker.reloaded_model": "weights that are read in a thread, beside the steps",
     "hardpoint.testing.general.inputs": "a comparison of values, beside the rules that use it",
     "hardpoint.testing.model.checkpoints.config_fields": "one of three groups of rules",
     "hardpoint.testing.model.checkpoints.content_hash": "one of three groups of rules",

@@ -24,7 +24,6 @@ _Key = tuple[int | None, int, int]
 
 
 def _key(spec: KVSpec) -> _Key:
-    """Return the properties that layers with a common plan share."""
     return spec.window, spec.num_heads, spec.num_kv_heads
 
 
@@ -182,7 +181,6 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         )  # fmt: skip
 
     def _place(self, spec: KVSpec, group: int) -> tuple[ctypes.c_void_p, int]:
-        """Return where the kernels find the plan of a group's layer, and the address of that."""
         key = group, _key(spec)
         if key not in self._places:
             place = ctypes.c_void_p()

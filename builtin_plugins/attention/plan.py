@@ -210,7 +210,6 @@ class AttentionPlan:
     def _groups(
         self, sequences: IntArray, window: int | None, layout: _QueryLayout
     ) -> tuple[PaddedSequences, ...]:
-        """Return the groups of some sequences, which have either one query or several each."""
         if not len(sequences):
             return ()
         queries = self._counts[sequences]
@@ -301,7 +300,6 @@ class AttentionPlan:
         return self._additive(low, high, slice(0, length), self._dtype)[:, None]
 
     def _pieces(self, low: IntArray, high: IntArray) -> tuple[Piece, ...]:
-        """Return the pieces of a sequence whose queries see the keys from `low` to `high`."""
         pieces = []
         for start in range(0, len(low), _QUERIES):
             part = slice(start, min(start + _QUERIES, len(low)))
@@ -446,7 +444,6 @@ def _shared_prefixes(
 
 
 def _equal(sequences: IntArray, blocks: IntArray) -> Iterator[IntArray]:
-    """Yield the sequences that have the same block, two or more at a time."""
     order = np.argsort(blocks, kind="stable")
     borders = np.flatnonzero(np.diff(blocks[order], prepend=-1, append=-1))
     for index in np.flatnonzero(np.diff(borders) > 1):

@@ -66,13 +66,11 @@ class _Partial:
     log_sums: torch.Tensor
 
     def store(self, rows: Rows, other: _Partial, valid: torch.Tensor | None) -> None:
-        """Set some rows to those of the other that are not padding."""
         every = valid is None
         self.values[rows] = (other.values if every else other.values[valid]).float()
         self.log_sums[rows] = other.log_sums if every else other.log_sums[valid]
 
     def merge(self, rows: Rows, other: _Partial) -> None:
-        """Merge some rows with their attention over further keys."""
         mine = self.log_sums[rows]
         both = torch.logaddexp(mine, other.log_sums)
         values = self.values[rows] * (mine - both).exp_()
@@ -105,7 +103,6 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
     cache_dtypes = ("auto", *CODE_DTYPES)
 
     def __init__(self, context: AttentionContext) -> None:
-        """Create the backend without buffers."""
         super().__init__(context)
         self._buffers = _Buffers(context.device)
         self._is_coded = context.cache_dtype in CODE_DTYPES
@@ -128,7 +125,6 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
     def _parts(
         self, spec: KVSpec, num_blocks: int
     ) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
-        """Return the shape and dtype of each tensor of a cache."""
         context, heads = self.context, (num_blocks, self.context.block_size, spec.num_kv_heads)
         side = (*heads, spec.head_size), CODE_DTYPES.get(context.cache_dtype, context.dtype)
         scales = heads, torch.float32
@@ -204,7 +200,6 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
     def _write(
         self, cache: Cache, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values to the cache; return them as they will be read."""
         if not self._is_coded:
             written: tuple[torch.Tensor, ...] = (k, v)
         else:
@@ -272,7 +267,6 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         return [side.narrow(1, first, length) for side in gathered]
 
     def _gather(self, cache: Cache, blocks: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
-        """Return the keys and values of blocks of `count` sequences, in kept memory."""
         gathered = []
         for use, side in zip(_PARTS, cache, strict=False):
             if blocks.numel() < _KEPT_BLOCKS:
@@ -298,10 +292,8 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         """Return the attention of one sequence by products in float32, in kept memory.
 
         Args:
-            spec: the layer.
             q: [queries, num_heads, head_size].
             visible: keys and values, each [1, length, num_kv_heads, head_size].
-            pieces: pieces of the queries.
         """
         kv_heads, size, get = spec.num_kv_heads, spec.head_size, self._buffers.get
         folded = get("queries", (kv_heads, spec.num_heads // kv_heads, len(q), size))
@@ -368,7 +360,6 @@ def _attend(
     """Return the attention of a group of chunks, [count * queries, num_heads, head_size].
 
     Args:
-        spec: the layer.
         q: like the result.
         visible: keys and values, each [count, length, num_kv_heads, head_size].
         mask: mask of the folded queries.
@@ -417,7 +408,6 @@ def _sunk(spec: KVSpec, values: torch.Tensor, log_sums: torch.Tensor) -> torch.T
     """Return the attention with the layer's sinks in the sums, if there are any.
 
     Args:
-        spec: the layer.
         values: [rows, num_heads, head_size].
         log_sums: logarithms of the sums of exp(score), float32 [rows, num_heads, 1].
     """
@@ -455,7 +445,6 @@ def _attend_plainly(
     scaled_dot_product_attention has no soft cap, and returns no sums.
 
     Args:
-        spec: the layer.
         folded: queries [count, num_kv_heads, rows, head_size], keys and values.
         mask: additive, [count or 1, 1, rows or 1, length].
         causal: number of queries, if the rows are those of one sequence, head after head, and its

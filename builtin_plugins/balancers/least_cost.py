@@ -34,7 +34,6 @@ class LeastCost(LoadBalancer):
     options: Options
 
     def __init__(self, context: BalancerContext) -> None:
-        """Begin with the first engine."""
         super().__init__(context)
         self._per_request = self.options.in_flight_tokens
         self._turn = 0

@@ -20,7 +20,6 @@ class RoundRobin(LoadBalancer):
     conformance_suite = "hardpoint.testing.checking.builtin_suites:RoundRobinSuite"
 
     def __init__(self, context: BalancerContext) -> None:
-        """Begin with the first engine."""
         super().__init__(context)
         self._turn = 0
 

@@ -51,7 +51,6 @@ class TwoChoices(LoadBalancer):
     options: Options
 
     def __init__(self, context: BalancerContext) -> None:
-        """Begin without sessions."""
         super().__init__(context)
         self._per_request = self.options.in_flight_tokens
         self._draw = random.Random(self.options.seed).random
@@ -97,7 +96,6 @@ class TwoChoices(LoadBalancer):
 
 
 def _place_of(rank: int, engines: Sequence[EngineView]) -> int | None:
-    """Return the place of a rank in engines that are ordered by it; None if it is not there."""
     if rank < 0:
         return None
     place = min(rank, len(engines) - 1)

@@ -49,7 +49,6 @@ class FileRoute:
     def __init__(
         self, server: ServerContext, folder: BatchFolder, options: BatchRoutesOptions
     ) -> None:
-        """Keep files in a folder."""
         self._server, self._folder, self._options = server, folder, options
         self._uploads: Counter[str] = Counter()
 

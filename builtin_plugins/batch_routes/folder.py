@@ -249,7 +249,6 @@ class BatchPlace:
     """The files of one batch."""
 
     def __init__(self, owner: OwnerFolder, path: Path, batch_id: str) -> None:
-        """Use a batch in the folder of its owner."""
         self.owner, self.id = owner, batch_id
         self._path = path
 
@@ -324,7 +323,6 @@ def _readable(path: Path, type_: type[RecordT]) -> RecordT | None:
 
 @functools.lru_cache(maxsize=1024)
 def _report(path: Path, problem: str) -> None:
-    """Log why a record is left out, the first time."""
     _log.error("%s cannot be read, and is left out: %s", path, problem)
 
 

@@ -22,7 +22,6 @@ class BatchRoutes:
     Options = BatchRoutesOptions
 
     def __init__(self, context: HookContext) -> None:
-        """Take the options."""
         self._options: BatchRoutesOptions = context.options
 
     @hookimpl

@@ -65,7 +65,6 @@ class Slots:
     """Room for the requests of all batches, after those of users."""
 
     def __init__(self, engine: AsyncGenerator, number: int) -> None:
-        """Share so many slots among batches, in turn."""
         self._engine, self._slots = engine, asyncio.Semaphore(number)
 
     @contextlib.asynccontextmanager
@@ -82,7 +81,6 @@ class Slots:
 
 
 def _is_overload(answer: Response) -> bool:
-    """Return whether the engine or its server refused a request for lack of room."""
     if answer.status_code not in _LATER or not answer.body:
         return False
     with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):
@@ -113,7 +111,6 @@ class BatchRun:
         options: BatchRoutesOptions,
         slots: Slots,
     ) -> None:
-        """Answer the batch at a place by the routes of a server."""
         self._server, self._place, self._options, self._slots = server, place, options, slots
         self._record = place.read()
         self._kept_at = 0.0
@@ -149,7 +146,6 @@ class BatchRun:
             await self._move("in_progress")
 
     def _checked(self) -> tuple[int, list[LineError]]:
-        """Return the number of lines, and what is wrong with them."""
         problems: list[LineError] = []
         total = 0
         try:
@@ -198,7 +194,6 @@ class BatchRun:
                 yield reader.read(number, text)
 
     async def _answer_all(self) -> None:
-        """Answer the lines that have no answer yet, until the end, or an early one."""
         out, err = self._place.path("out"), self._place.path("err")
         done = await asyncio.to_thread(ids_of, out, err)
         counts = self._record.batch.request_counts
@@ -228,7 +223,6 @@ class BatchRun:
                 return await asyncio.to_thread(next, lines, None)
 
         async def answer_some() -> None:
-            """Answer one line after the other, until none is left."""
             while not self._is_full and (line := await taken()) is not None:
                 async with self._slots.one():
                     answer = await self._answer(client, line)
@@ -255,7 +249,6 @@ class BatchRun:
     def _give_up(
         self, outcome: Status, done: set[str], answers: BinaryIO, errors: BinaryIO
     ) -> None:
-        """Keep why the lines that have no answer get none."""
         for line in self._lines():
             if line.id not in done:
                 problem = LineError(f"batch_{outcome}", _REASONS[outcome], None, line.line)
@@ -266,7 +259,6 @@ class BatchRun:
                     return
 
     async def _until_end(self, workers: list[asyncio.Task[None]]) -> Status:
-        """Wait for the last line, the end of the time, or a wish to cancel; return which."""
         while True:
             if self._place.is_cancelled:
                 return "cancelled"
@@ -294,7 +286,6 @@ class BatchRun:
             wait = min(2 * wait, _LONGEST_WAIT)
 
     async def _keep(self, answer: BatchAnswer, answers: BinaryIO, errors: BinaryIO) -> bool:
-        """Keep an answer; return whether its key has room for it."""
         async with self._keeping:
             line = line_of(answer)
             if len(line) > self._room:  # else no thread is needed
@@ -304,7 +295,6 @@ class BatchRun:
     def _append(
         self, answer: BatchAnswer, line: bytes, answers: BinaryIO, errors: BinaryIO
     ) -> bool:
-        """Write the line of an answer into what is reserved; return whether that is enough."""
         is_ok = answer.response is not None and answer.response.status_code == _OK
         counts = self._record.batch.request_counts
         if len(line) > self._room:
@@ -342,12 +332,10 @@ class BatchRun:
         await self._write()
 
     async def _write(self) -> None:
-        """Keep the batch as it is now, after the write that goes on, if one does."""
         async with self._writing:
             await in_thread(self._place.write, self._record)
 
     def _finish(self) -> None:
-        """Make files of the answers, which a restart may find done in part."""
         batch, outcome = self._record.batch, self._record.outcome
         batch.output_file_id = self._made_file("out", "output")
         batch.error_file_id = self._made_file("err", "error")
@@ -363,7 +351,6 @@ class BatchRun:
         self._place.write(self._record)
 
     def _made_file(self, suffix: str, kind: str) -> str | None:
-        """Return the id of a file of answers; None without an answer of the kind."""
         batch, owner, path = self._record.batch, self._place.owner, self._place.path(suffix)
         hashed = hashlib.sha256(f"{batch.id}/{kind}".encode()).hexdigest()[:32]
         name = f"file-{hashed}"
@@ -391,7 +378,6 @@ class BatchRunner:
     def __init__(
         self, server: ServerContext, folder: BatchFolder, options: BatchRoutesOptions
     ) -> None:
-        """Answer nothing yet."""
         self._server, self._folder, self._options = server, folder, options
         self._woken = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}

@@ -60,7 +60,6 @@ class AnswerFile:
 
         Args:
             path: path of the file; created if it does not exist.
-            model: name of the model that answers.
             read: reads a line of the file; raises ValueError for one that is no answer.
             resume: whether answers that are there count.
             overwrite: whether they are removed.

@@ -83,7 +83,6 @@ def _form(
     params: SamplingParams,
     config: EngineConfig,
 ) -> BatchFile[Any]:
-    """Return the requests of a file in the form that its first line has."""
     is_text = options.format == "text"
     if not is_text and is_batch_line(file.peek()):
         check_options(options, defaults, config)
@@ -94,7 +93,6 @@ def _form(
 def _count(
     form: BatchFile[Any], file: LineFile, answers: AnswerFile | StandardOutput
 ) -> tuple[int, int]:
-    """Return the number of requests, and of those without an answer."""
     total = left = 0
     for request in form.requests():
         total += 1
@@ -141,7 +139,6 @@ class _Batch:
         self._progress = _Progress(answers, quiet=context.quiet)
 
     def run(self) -> int:
-        """Answer the requests; return the exit code."""
         try:
             try:
                 self._form.run(self._wanted(), self._write)
@@ -181,11 +178,9 @@ class _Batch:
 
     @property
     def _finished(self) -> int:
-        """Requests that have an answer or failed, those of earlier runs included."""
         return self._earlier + self._done
 
     def _state(self) -> str:
-        """Return progress as one line, of which a narrow terminal shows the beginning."""
         if self._total is None:
             return f"{self._counted(self._finished)}, {self._rates()}"
         seconds = time.perf_counter() - self._began
@@ -241,7 +236,6 @@ class _Progress:
             self._write(text)
 
     def clear(self) -> None:
-        """Remove the line."""
         if self._is_on:
             self._write("")
 

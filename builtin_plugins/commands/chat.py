@@ -107,15 +107,12 @@ class _Chat:
 
     @property
     def model(self) -> str:
-        """The model's name."""
         return self._config.model
 
     def show_error(self, error: HardpointError) -> None:
-        """Print an error."""
         self._context.show_error(str(error))
 
     def close(self) -> None:
-        """Close the model."""
         self._generator.close()
 
     def handle(self, text: str) -> None:
@@ -143,7 +140,6 @@ class _Chat:
         command.run(self, argument)
 
     def help(self, _: str) -> None:
-        """List the commands."""
         for name, command in _COMMANDS.items():
             if command.summary:
                 argument = f"[{command.argument}]" if command.is_optional else command.argument
@@ -151,7 +147,6 @@ class _Chat:
         print(_KEYS, file=sys.stderr)
 
     def reset(self, _: str) -> None:
-        """Forget the messages."""
         self._conversation.begin([])
 
     def system(self, text: str) -> None:
@@ -162,18 +157,15 @@ class _Chat:
             print(self._conversation.system or "no system message", file=sys.stderr)
 
     def save(self, path: str, *, replace: bool = False) -> None:
-        """Write the conversation to a file."""
         file = Path(path).expanduser()
         self._conversation.save(file, self.model, self._params, replace=replace)
         notice(f"Saved to {file}.")
 
     def load(self, path: str) -> None:
-        """Go on with a saved conversation."""
         self._conversation.begin(read_messages(Path(path).expanduser()))
         notice(f"{len(self._conversation.messages)} messages.")
 
     def switch_model(self, name: str) -> None:
-        """Show the model, or go on with another one."""
         if not name:
             length = self._generator.config.max_model_len
             print(f"{self.model}, a context of {length} tokens", file=sys.stderr)
@@ -189,7 +181,6 @@ class _Chat:
         notice(f"{name} answers from here on.")
 
     def leave(self, _: str) -> None:
-        """End the conversation."""
         self.is_over = True
 
 
@@ -286,7 +277,6 @@ def _typed_messages(read: Callable[[], str], typed: Callable[[], str]) -> Iterat
 
 
 def _input() -> str:
-    """Return a message typed on a terminal without a line editor."""
     lines = []
     # Standard output may be a file, which is for the answers alone.
     with (

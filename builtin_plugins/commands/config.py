@@ -47,7 +47,6 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
 
 
 def _flat(table: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the values by dotted path; an empty table counts as a value."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         path = f"{prefix}.{key}" if prefix else key

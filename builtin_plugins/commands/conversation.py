@@ -146,7 +146,6 @@ class ChatHistory:
         return prompt
 
     def _next_turn(self, first: int) -> int:
-        """Return the position of the next question after `first`, or the end."""
         for position in range(first + 1, len(self.messages)):
             if self.messages[position].role == "user":
                 return position
@@ -178,7 +177,6 @@ class ChatHistory:
 
 
 def _written(new: CompletionOutput, output: TextOutput) -> str:
-    """Write the new part of an answer; return it without the reasoning."""
     if new.reasoning:
         output.write(new.reasoning, reasoning=True)
     if new.content:
@@ -232,7 +230,6 @@ def _context_length(generator: Generator) -> int:
 
 
 def _why_cut(tokens: int, generator: Generator, params: SamplingParams) -> str:
-    """Return why an answer ended that the model did not end."""
     limit = _context_length(generator)
     if tokens >= limit:
         return f"The answer was cut: the context of {limit} tokens is full."

@@ -69,7 +69,6 @@ def _embed(
     prompt_name: str | None,
     output: IO[str],
 ) -> None:
-    """Write the lines of some texts."""
     found = generator.embed([text for _, text in texts], params, prompt_name)
     for (name, _), one in zip(texts, found, strict=True):
         tokens = len(one.prompt_token_ids)

@@ -119,8 +119,6 @@ def _stream(
 
 
 def _print_text(outputs: Iterator[RequestOutput]) -> list[AssembledCompletion]:
-    """Print the first completion as it comes and the others after it."""
-
     def printed() -> Iterator[RequestOutput]:
         for output in outputs:
             for new in output.outputs:
@@ -143,7 +141,6 @@ def _print_json(prompt: str, outputs: Iterator[RequestOutput]) -> list[Assembled
 
 
 def _report_errors(completions: Sequence[AssembledCompletion], context: CommandContext) -> bool:
-    """Print the errors that ended completions; return whether there were any."""
     errors = [completion.error for completion in completions if completion.error]
     for error in errors:
         context.show_error(error)

@@ -77,7 +77,6 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
 
 
 def _lacks_weights(model: str) -> bool:
-    """Return whether a model is a folder with config.json, and no file of weights of any format."""
     folder = Path(model)
     try:
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
@@ -119,7 +118,6 @@ def _print_known(catalog: PluginCatalog, *, as_json: bool) -> None:
 
 
 def _about(catalog: PluginCatalog, info: ComponentInfo) -> str:
-    """Return a component's documentation; empty if it is not imported."""
     if not info.enabled:
         return ""
     details = catalog.details(f"{info.kind}/{info.name}")
@@ -204,21 +202,18 @@ def _layers_text(report: ModelReport) -> str:
 
 
 def _reading_text(report: ModelReport) -> str:
-    """Return the loader of the files, or that they have no weights."""
     if report.loader == _OUTLINE:
         return "described by its config.json and index: the folder has no weights"
     return f"read by {report.loader}"
 
 
 def _path_texts(report: ModelReport) -> list[str]:
-    """Return whether a plugin computes the architecture that is not its own."""
     if report.implementation in ("", report.architecture):
         return []
     return [f"by the plugin {report.implementation}: it has no plugin of its own, or models.use"]
 
 
 def _heads_texts(heads: Sequence[tuple[int, int, int]]) -> list[str]:
-    """Return a text for each form of attention layers."""
     counts = Counter(heads)
     return [
         f"{'' if len(counts) == 1 else f'{count} with '}{of} heads, {kv} of keys and values, of "
@@ -249,7 +244,6 @@ def _context_text(memory: ContextMemory, report: ModelReport) -> str:
 
 
 def _number_text(count: int) -> str:
-    """Return a number in millions or billions."""
     for unit, name in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"

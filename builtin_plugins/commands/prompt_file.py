@@ -134,7 +134,6 @@ class PromptFile:
         """Read the prompts of a file.
 
         Args:
-            file: its lines.
             params: parameters of lines without their own.
             is_text: whether each line is a prompt, instead of JSON.
             chat: whether prompts go through the chat template.
@@ -180,7 +179,6 @@ class PromptFile:
         )
 
     def _messages(self, given: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """Return the conversation of a line; None if its prompt is passed unchanged."""
         if len(given) != 1:
             raise RequestError("expected either prompt or messages")
         if "messages" in given:

@@ -93,7 +93,6 @@ def prompt_params(options: argparse.Namespace, generator: Generator) -> Sampling
 
 
 def _recommended(generator: Generator) -> SamplingParams | None:
-    """Return the parameters that a model recommends; None if it recommends nothing."""
     recommended = generator.model.default_sampling_params()
     return None if recommended == SamplingParams() else recommended
 

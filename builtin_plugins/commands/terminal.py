@@ -206,7 +206,6 @@ class WrappedOutput:
         self._gap, self._column, self._line_is_empty = "", 0, True
 
     def _see_fence(self, word: str) -> None:
-        """Begin or end a code block, if the first word of a line does so."""
         if self._fence:
             if word.startswith(self._fence) and not word.strip(self._fence[0]):
                 self._fence = ""
@@ -223,7 +222,6 @@ class WrappedOutput:
 
 
 def _advance(column: int, gap: str) -> int:
-    """Return the column after spaces and tabs."""
     for char in gap:
         column += _TAB - column % _TAB if char == "\t" else 1
     return column

@@ -51,7 +51,6 @@ class AutoCommunicator(Wrapper[Communicator], Communicator):
 
 
 def _first_that_runs(context: CommunicatorContext) -> tuple[Communicator, str]:
-    """Return the communicator that runs, and its description."""
     device, first = context.device.type, context.options.wraps
     try:
         communicator = context.create(first)

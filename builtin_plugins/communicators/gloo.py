@@ -117,7 +117,6 @@ class GlooGroup:
         return parts
 
     def _exchange(self, to: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-        """Send each other rank its tensor of `to`, and receive into that of `into`."""
         works = []
         for other in self._others:
             works.append(self._group.recv([into[other]], other, _COLLECTIVE))

@@ -169,7 +169,6 @@ class Meeting:
         return [text[1:] for text in texts]
 
     def _wait_for(self, what: str, rank: int) -> str:
-        """Return the text that a rank has put on the board."""
         while True:
             text = self._board.get(f"{what}-{rank}")
             if text is not None:

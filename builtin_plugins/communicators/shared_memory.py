@@ -114,7 +114,6 @@ class SharedMemoryCommunicator(Communicator):
         self._group.close()
 
     def _meet(self, context: CommunicatorContext) -> Group:
-        """Return this rank of the group, once all have joined it."""
         meeting, options = Meeting(context), self.options
         descriptor = -1
         joined: list[Group] = []
@@ -153,7 +152,6 @@ class SharedMemoryCommunicator(Communicator):
 
     @contextmanager
     def _running(self, call: str, x: torch.Tensor) -> Iterator[None]:
-        """Check a tensor, and name the call if it fails."""
         if not x.is_contiguous() or x.device.type != "cpu":
             raise ValueError(
                 f"x: expected a contiguous tensor on the CPU, got one with strides {x.stride()} on "

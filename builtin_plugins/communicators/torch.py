@@ -140,11 +140,9 @@ def _has_library(*, on_gpu: bool) -> bool:
 
 
 def _is_of_connection(error: RuntimeError) -> bool:
-    """Return whether an error means that the other ranks cannot be reached."""
     return isinstance(error, dist.DistError) or "/gloo/transport/" in str(error)
 
 
 def _cause(error: RuntimeError) -> str:
-    """Return torch's message, without the place in its sources and without advice."""
     text = re.sub(r"^\[[^\]]*:\d+\] ", "", str(error).partition("\n")[0])
     return text.partition(". This is typically")[0]

@@ -31,7 +31,6 @@ class MultiprocExecutor(Executor):
     contract = 2
 
     def __init__(self, context: ExecutorContext) -> None:
-        """Start nothing yet."""
         super().__init__(context)
         self._group: RankProcesses | None = None
         self._callback: Callable[[BaseException], None] | None = None

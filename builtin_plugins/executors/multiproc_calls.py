@@ -100,7 +100,6 @@ class SocketSender(CallSender):
     sends_to_all_or_none = False
 
     def __init__(self, count: int) -> None:
-        """Make the sockets for `count` workers."""
         pairs = [socket.socketpair() for _ in range(count)]
         self._ours = [ours for ours, _ in pairs]
         self._theirs = [theirs for _, theirs in pairs]
@@ -140,7 +139,6 @@ class SocketReceiver(CallReceiver):
     """Receives calls through a socket."""
 
     def __init__(self, descriptors: Sequence[int]) -> None:
-        """Take over the worker's end."""
         self._socket = socket.socket(fileno=descriptors[0])
         self._poller = select.poll()
         self._poller.register(self._socket, select.POLLIN)
@@ -194,7 +192,6 @@ class RingReceiver(CallReceiver):
     """Receives calls through shared memory."""
 
     def __init__(self, rank: int, descriptors: Sequence[int]) -> None:
-        """Open the memory as the reader of a rank."""
         self._ring = BroadcastRing.open(descriptors[0], rank)
         os.close(descriptors[0])
 

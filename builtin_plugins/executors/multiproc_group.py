@@ -47,12 +47,7 @@ class RankProcesses:
     # that nothing else is guarded by it. `_lock` guards the rest.
 
     def __init__(self, context: ExecutorContext, sender: CallSender) -> None:
-        """Start nothing yet.
-
-        Args:
-            context: the context of the executor.
-            sender: sends the calls; closed with this.
-        """
+        """`sender`: sends the calls; closed with this."""
         self._sender = sender
         self._parallel = context.parallel
         self._owner = os.getpid()
@@ -181,7 +176,6 @@ class RankProcesses:
     def _report_progress(
         self, progress: Callable[[str, int, int], None], *, ended: bool = False
     ) -> None:
-        """Report the loading of all ranks together."""
         with self._lock:
             reported = list(self._progress.values())
         if not reported:
@@ -225,7 +219,6 @@ class RankProcesses:
             self._fail(error)
 
     def _take_frames(self, rank: int) -> bool:
-        """Take what a worker has sent; return whether it sends no more."""
         reader = self._readers[rank]
         for frame in reader.read():
             if frame.kind is FrameKind.RESULT:
@@ -241,7 +234,6 @@ class RankProcesses:
         return reader.is_at_end
 
     def _take_answer(self, rank: int, frame: Frame) -> None:
-        """Take the answer to a call."""
         number = frame.number
         with self._lock:
             if self._failure is not None:
@@ -269,7 +261,6 @@ class RankProcesses:
             self._settle_at[number] = time.monotonic() + _SETTLE_S
 
     def _settle(self) -> None:
-        """Fail for calls that have left ranks out of step."""
         now = time.monotonic()
         for number in [number for number, at in self._settle_at.items() if at <= now]:
             del self._settle_at[number]
@@ -340,7 +331,6 @@ class RankProcesses:
             callback(error)
 
     def _abort(self, reason: str) -> None:
-        """Let no rank wait for another."""
         for worker in self._workers:
             with contextlib.suppress(OSError):  # it has ended
                 send(worker.channel, FrameKind.ABORT, reason.encode()[:2000])

@@ -98,7 +98,6 @@ class FrameReader:
     """Reads the frames of a channel without waiting for the rest of one."""
 
     def __init__(self, channel: socket.socket) -> None:
-        """Read from a channel."""
         self._channel = channel
         self._received = bytearray()
         self.is_at_end = False

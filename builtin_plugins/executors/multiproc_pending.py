@@ -28,7 +28,6 @@ class PendingCall:
         """Wait for answers.
 
         Args:
-            method: name of the method of Worker.
             world_size: number of ranks.
             output_rank: the rank that samples, in a step; None for other calls.
             all_answer: whether the other ranks answer a step, too, and not only if they fail.

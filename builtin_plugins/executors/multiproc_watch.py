@@ -24,7 +24,6 @@ class StepWatchdog:
     """
 
     def __init__(self, context: ExecutorContext) -> None:
-        """Watch nothing yet."""
         self._limit_s = context.watchdog_seconds if context.watchdog_exits else 0.0
         self._is_pipeline = context.parallel.pipeline > 1
         self._answered_at = 0.0

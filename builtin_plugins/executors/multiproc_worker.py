@@ -83,7 +83,6 @@ class _Service:
         self._has_ended = False
 
     def serve(self) -> None:
-        """Run calls until there are no more."""
         num_calls = 0
         with contextlib.suppress(CallsEndedError):
             while True:
@@ -110,7 +109,6 @@ class _Service:
             send(self._channel, FrameKind.RESULT, result, number)
 
     def obey(self) -> None:
-        """Fail calls that wait for other ranks, when the executor asks for it and when it ends."""
         reason: str | None = None
         while (frame := receive(self._channel)) is not None:
             if frame.kind is FrameKind.ABORT:
@@ -135,7 +133,6 @@ class _Watchdog:
         self._set_at: float | None = None
 
     def start_call(self) -> None:
-        """Start the time of a call."""
         if not self._limit_s:
             return
         now = time.monotonic()
@@ -144,7 +141,6 @@ class _Watchdog:
             self._set_at = now
 
     def stop(self) -> None:
-        """Stop until the next call."""
         if self._set_at is not None:
             faulthandler.cancel_dump_traceback_later()
             self._set_at = None

@@ -316,7 +316,6 @@ class RayExecutor(Executor):
         )
 
     def _remove_folder(self) -> None:
-        """Remove the folder in which the ranks of one host have met, by any that is alive."""
         folder, self._folder = self._folder, ""
         for rank in self._ranks if folder else ():
             remove = rank.actor.remove_folder.options(concurrency_group="control")
@@ -325,7 +324,6 @@ class RayExecutor(Executor):
                 return
 
     def _load(self) -> list[WorkerInfo]:
-        """Load the model in every worker, and report how far the slowest is."""
         _log.info("executor %s: %s", self.name, self._description())
         futures = self._call("load_model", ())
         reported = None
@@ -439,7 +437,6 @@ class RayExecutor(Executor):
         self._fail(EngineDeadError(f"executor {self.name!r}: lost {rank}: {short_text(cause)}"))
 
     def _fail(self, error: BaseException) -> None:
-        """Let all calls raise an error from now on, let no rank wait for another, and report it."""
         with self._lock:
             if self._failed is not None or self._closing:
                 return
@@ -450,7 +447,6 @@ class RayExecutor(Executor):
             callback(error)
 
     def _abort(self, ranks: Sequence[_Rank], reason: str) -> None:
-        """Let calls of ranks fail that wait for others."""
         for rank in ranks:
             with contextlib.suppress(Exception):
                 rank.actor.abort.options(concurrency_group="control").remote(reason)
@@ -481,7 +477,6 @@ class RayExecutor(Executor):
 
 @contextlib.contextmanager
 def _naming_node(rank: _Rank) -> Iterator[None]:
-    """Add to an error the node on which it was raised."""
     try:
         yield
     except HardpointError as error:

@@ -21,7 +21,6 @@ class RayWorker:
     """A worker and its server, in an actor."""
 
     def __init__(self) -> None:
-        """Open nothing yet."""
         # Ray repeats what an actor writes to stdout on the program's own, where answers may be.
         sys.stdout = sys.stderr
         with contextlib.suppress(OSError):

@@ -108,7 +108,6 @@ class UniprocExecutor(Executor):
 
 
 def _done(call: Callable[[], T]) -> Future[T]:
-    """Return a finished future of a call's result or error."""
     future: Future[T] = Future()
     try:
         future.set_result(call())

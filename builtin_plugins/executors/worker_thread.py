@@ -35,7 +35,6 @@ class WorkerThread:
     """
 
     def __init__(self) -> None:
-        """Start the thread."""
         self._calls = _Calls()
         self._thread = threading.Thread(target=self._calls.run, name="HardpointWorker", daemon=True)
         self._thread.start()
@@ -114,7 +113,6 @@ class _Calls:
             self.fail()
 
     def hand_out(self) -> None:
-        """Let the results so far be known."""
         while self._results:
             self._results.popleft()()
             self._futures.popleft()
@@ -127,7 +125,6 @@ class _Calls:
 
 
 def _result(future: Future[T], call: Callable[[], T]) -> Callable[[], None]:
-    """Run a call; return what sets its result or error."""
     try:
         return functools.partial(future.set_result, call())
     except BaseException as error:

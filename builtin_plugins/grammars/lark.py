@@ -59,12 +59,7 @@ class LarkWriter:
     def __init__(
         self, vocabulary: Vocabulary, write_schema: Callable[[Any], Mapping[str, Any]]
     ) -> None:
-        """Start without rules.
-
-        Args:
-            vocabulary: whose special tokens are matched by id.
-            write_schema: returns a JSON schema as llguidance reads it.
-        """
+        """`write_schema`: returns a JSON schema as llguidance reads it."""
         self._vocabulary = vocabulary
         self._write_schema = write_schema
         self._rules: list[str] = []
@@ -87,7 +82,6 @@ class LarkWriter:
         return name
 
     def _sequence(self, items: Sequence[_Item]) -> str:
-        """Return the expression of items one after the other."""
         parts: list[str] = []
         before: _Item | None = None
         for item, after in zip_longest(items, items[1:]):
@@ -189,7 +183,6 @@ class LarkWriter:
         return first if format.stop_after_first else f"{first} ({later})* {tail}"
 
     def _vocabulary_text(self, items: Sequence[_Item]) -> str:
-        """Return the text of items, that of special tokens included."""
         tokens = self._vocabulary.tokens
         return "".join(
             tokens[int(item.source[2:-2])].decode(errors="replace")

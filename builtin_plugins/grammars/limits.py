@@ -101,7 +101,6 @@ def _check_gbnf(grammars: Iterable[str]) -> None:
 def _parts(
     structured: StructuredOutputs,
 ) -> tuple[list[str], list[str], list[str], list[dict[str, Any] | bool | None]]:
-    """Return the texts, regular expressions, grammars and schemas of a description."""
     texts = list(structured.choice or ())
     expressions, grammars = [structured.regex or ""], [structured.grammar or ""]
     schemas = [structured.json]

@@ -92,7 +92,6 @@ class LLGuidance(GrammarBackend):
         """Return a matcher of a grammar.
 
         Args:
-            structured: what the grammar is for.
             settings: arguments of the `SchemaWriter` for each of its schemas.
         """
 
@@ -103,7 +102,6 @@ class LLGuidance(GrammarBackend):
         return self._compiled(self._grammar(structured, write))
 
     def _error_of(self, schema: dict[str, Any]) -> str:
-        """Return the error of a schema that has been written; empty if it compiles."""
         from .lark import FREE  # noqa: PLC0415
 
         options = {"x-guidance": self._schema_options(lenient=False)}
@@ -123,7 +121,6 @@ class LLGuidance(GrammarBackend):
     def _grammar(
         self, structured: StructuredOutputs, write: Callable[[Any], dict[str, Any]]
     ) -> str:
-        """Return a grammar as llguidance reads it."""
         # Imported on use: most engines get no request with a grammar.
         from llguidance import regex_to_lark  # noqa: PLC0415
 
@@ -160,7 +157,6 @@ class LLGuidance(GrammarBackend):
         return options
 
     def _tokenizer(self) -> Any:
-        """Return llguidance's own form of the vocabulary."""
         from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415
 
         with self._lock:
@@ -172,7 +168,6 @@ class LLGuidance(GrammarBackend):
 
 
 def _is_in_schema(matcher: Any) -> bool:
-    """Return whether a grammar has an error in one place of a schema."""
     error = matcher.get_error() if matcher.is_error() else ""
     return _OF_SCHEMA in error and not any(limit in error for limit in _LIMITS)
 
@@ -268,7 +263,6 @@ _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 
 
 def _reason(message: str) -> str:
-    """Return the error, in one line, without the library's picture of the grammar or stack."""
     message = message.partition("<backtrace>")[0]
     reason = " ".join(message.partition("\n   1 | ")[0].split())
     found = _PLACE.match(reason)

@@ -68,8 +68,6 @@ class _Keywords:
         }
 
     def timed(self, check: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a check that raises TimeoutError after the end."""
-
         def timed(*arguments: Any) -> Any:
             self._left()
             return check(*arguments)

@@ -122,7 +122,6 @@ class KVEventStream:
             release(self._context, *sockets)
 
     def _wait(self) -> None:
-        """Wait until there is something to do."""
         stalled = all(replay.stalled for replay in self._replays.values())
         timeout_ms = (_RETRY_MS if stalled else 0) if self._replays else None
         ready = dict(self._poller.poll(timeout_ms))
@@ -161,7 +160,6 @@ class KVEventStream:
                 del self._replays[identity]
 
     def _continue_replay(self, identity: bytes, replay: _Replay) -> bool:
-        """Send batches until the client's queue is full; return whether there is more to send."""
         assert self._replay is not None
         for _ in range(_MAX_BURST):
             number = self._next_sent(replay.start)
@@ -182,7 +180,6 @@ class KVEventStream:
         return True
 
     def _next_sent(self, start: int) -> int | None:
-        """Return the number of the first buffered batch from `start` on; None if there is none."""
         if not self._sent or start > (newest := next(reversed(self._sent))):
             return None
         number = max(start, next(iter(self._sent)))

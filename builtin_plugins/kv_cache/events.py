@@ -121,7 +121,6 @@ class ZmqPublisher(KVEventPublisher):
         self._stream.close()
 
     def _bind(self, context: zmq.Context[Socket], option: str, endpoint: str) -> Socket:
-        """Return a bound socket, PUB for `endpoint` and ROUTER for `replay_endpoint`."""
         path = f"plugin.{self.name}.{option}"
         endpoint = _endpoint_of_rank(endpoint, self.context.data_parallel_rank, path)
         _check_socket_file(endpoint, path)

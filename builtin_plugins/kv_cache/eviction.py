@@ -18,7 +18,6 @@ class LeastRecentlyUsed(EvictionPolicy):
     contract = 2
 
     def __init__(self, context: EvictionContext) -> None:
-        """Create a policy without candidates."""
         super().__init__(context)
         # In a plain dict, finding the first key takes linear time after many were removed.
         self._order: OrderedDict[int, None] = OrderedDict()

@@ -30,7 +30,6 @@ class TierEvents:
         """Know nothing yet.
 
         Args:
-            publish: publishes an event.
             block_size: tokens per block.
             most_blocks: whose keys are kept.
         """

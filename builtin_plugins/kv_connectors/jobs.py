@@ -85,7 +85,6 @@ class Jobs(msgspec.Struct, array_like=True):
     used: list[list[bytes]] = msgspec.field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Return whether there is any."""
         return bool(self.lookups or self.loads or self.saves or self.renewals or self.used)
 
 
@@ -103,7 +102,6 @@ class WorkerMessage(msgspec.Struct, array_like=True):
     unoffered: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Return whether there is anything to report."""
         return bool(self.found or self.unsaved or self.unoffered)
 
 

@@ -65,16 +65,13 @@ class _LoadJob:
 
     @property
     def is_done(self) -> bool:
-        """Whether all parts are loaded or given up."""
         return self.ended or not any(self.left)
 
     @property
     def bad_blocks(self) -> list[int]:
-        """The blocks that could not be loaded, and those after them."""
         return self.load.block_ids[self.first_bad :]
 
     def has_loaded(self, group: int) -> bool:
-        """Return whether a group of layers is loaded or given up."""
         return self.ended or not self.left[group]
 
     def fails_from(self, index: int) -> None:
@@ -287,7 +284,6 @@ class StoresWorker(KVConnectorWorker):
             self._run_limited(tier, "close", seconds)
 
     def _run_limited(self, tier: Tier, method: str, seconds: float) -> None:
-        """Call a method of a store, and leave it behind if it does not return."""
         thread = threading.Thread(target=tier.end, args=(method,), name="KVClose", daemon=True)
         thread.start()
         thread.join(seconds)
@@ -338,7 +334,6 @@ class StoresWorker(KVConnectorWorker):
                 threads.submit(task)
 
     def _load(self, job: _LoadJob, group: int, index: int) -> None:
-        """Load a part of a block, unless it is of no use any more."""
         is_loaded = False
         try:
             if index < job.first_bad and not job.ended:
@@ -363,7 +358,6 @@ class StoresWorker(KVConnectorWorker):
         return is_there
 
     def _fetch(self, job: _LoadJob, group: int, index: int, buffer: Buffer) -> bool:
-        """Load a part of a block; return whether it is there."""
         load = job.load
         transfer = load.transfer
         if transfer is None:
@@ -383,7 +377,6 @@ class StoresWorker(KVConnectorWorker):
         return buffer
 
     def _wait_for(self, group: int) -> None:
-        """Wait until this step's blocks are loaded in a group, or its time is over."""
         with self._progress:
             for job in self._in_step:
                 self._progress.wait_for(
@@ -395,7 +388,6 @@ class StoresWorker(KVConnectorWorker):
                 job.give_up()
 
     def _end_late(self) -> None:
-        """Give up the loads whose time is over."""
         now = time.monotonic()
         for job in self._loads.values():
             if now > job.deadline:
@@ -438,7 +430,6 @@ class StoresWorker(KVConnectorWorker):
     # Saves
 
     def _save(self, group: int) -> None:
-        """Save the step's blocks of a group, unless they may be wrong."""
         assert self._cache is not None
         if self._distrusted or any(job.bad_blocks for job in self._in_step):
             self._saver.leave_out(self._saves)

@@ -95,7 +95,6 @@ class StoresScheduler(KVConnectorScheduler):
 
         Args:
             connector: whose configuration it has.
-            context: context of the half.
             loads_in_step: whether blocks that another engine offers are loaded in the step that
                 needs them, layers after layers, and not before.
         """
@@ -183,7 +182,6 @@ class StoresScheduler(KVConnectorScheduler):
         self._jobs.lookups.append(Lookup(self._serial, list(hashes)))
 
     def _is_loading(self, block_hash: bytes, request_id: str) -> bool:
-        """Return whether another request loads a block."""
         found = self._loading.get(block_hash)
         if found is None or found[0] == request_id:
             return False
@@ -254,7 +252,6 @@ class StoresScheduler(KVConnectorScheduler):
         return jobs
 
     def _complete_all(self, plan: SchedulerOutput) -> None:
-        """Save the blocks that are complete once the plan is executed, of all its requests."""
         cached, scheduled = plan.cached_requests, plan.num_scheduled_tokens
         for request_id, computed in zip(
             cached.request_ids, cached.num_computed_tokens, strict=True
@@ -265,7 +262,6 @@ class StoresScheduler(KVConnectorScheduler):
             self._complete(request_id, new.num_computed_tokens + scheduled.get(request_id, 0))
 
     def _start(self, request_id: str, block_ids: BlockIds, num_computed: int) -> None:
-        """Follow a request that gets its first tokens."""
         request = self._admitted.pop(request_id, None)
         if request is None or request.source.lora is not None:
             return
@@ -275,7 +271,6 @@ class StoresScheduler(KVConnectorScheduler):
         self._running[request_id] = _Running(request, list(block_ids[0]), known, secret)
 
     def _complete(self, request_id: str, num_computed: int) -> None:
-        """Save the blocks that are complete once `num_computed` tokens are."""
         running = self._running.get(request_id)
         if running is None:
             return
@@ -369,7 +364,6 @@ class StoresScheduler(KVConnectorScheduler):
             self._end_offer(secret, block_hash)
 
     def _end_offer(self, secret: bytes, block_hash: bytes) -> None:
-        """Offer a request's blocks up to this one only."""
         running = next((one for one in self._running.values() if one.secret == secret), None)
         if running is not None:
             running.offers_all = False
@@ -377,7 +371,6 @@ class StoresScheduler(KVConnectorScheduler):
                 del running.offered[running.offered.index(block_hash) :]
 
     def _forget(self, hashes: Iterable[bytes]) -> None:
-        """Let blocks be saved again."""
         for block_hash in hashes:
             self._saved.pop(block_hash, None)
 

@@ -34,10 +34,8 @@ class Saver:
         """Save nothing yet.
 
         Args:
-            tiers: borrowed.
             groups: layers of each part of a block.
             key: called with a block's hash, group and secret.
-            options: options of the connector.
             lease: seconds for which blocks are offered.
             open_threads: called with a name and a number of threads.
             pools: for blocks that are stored, and for those that are offered.
@@ -115,7 +113,6 @@ class Saver:
     def _copy(
         self, cache: CacheBlocks, pool: BufferPool, block_id: int, group: int, until: float
     ) -> Buffer | None:
-        """Return a copy of a block; None if there was no buffer in time."""
         buffer = pool.acquire(max(until - time.monotonic(), 0))
         if buffer is not None:
             cache.read(block_id, self._groups[group], buffer)
@@ -163,7 +160,6 @@ class Saver:
             self._changed = True
 
     def _no_room(self, hashes: Sequence[bytes], secret: bytes, hint: str) -> None:
-        """Report the blocks that were not offered, and log it once per request and step."""
         with self._lock:
             is_known = any(secret == one for one, _ in self._unoffered)
         if not is_known:

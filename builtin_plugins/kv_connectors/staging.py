@@ -106,12 +106,10 @@ def check_block(buffer: BlockBuffer, key: bytes, secret: bytes = b"") -> None:
 
 
 def _checksum(buffer: BlockBuffer) -> int:
-    """Return the checksum of all that follows it."""
     return checksums.checksum([buffer.whole[_CHECKSUM.size :]])
 
 
 def _mac(buffer: BlockBuffer, secret: bytes) -> bytes:
-    """Return the authentication code of all but the checksum and the code itself."""
     whole = buffer.whole
     code = hashlib.blake2b(whole[_CHECKSUM.size : _MAC.start], key=secret, digest_size=32)
     code.update(whole[_MAC.stop :])
@@ -132,7 +130,6 @@ class Buffer:
     """
 
     def __init__(self, layer_bytes: Sequence[int], *, pin_memory: bool) -> None:
-        """Allocate the memory, pinned for copies from a GPU and to it."""
         size = HEADER_BYTES + sum(layer_bytes)
         memory = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
         _, *layers = torch.split(memory, [HEADER_BYTES, *layer_bytes])

@@ -116,7 +116,6 @@ class Tier:
 
         Args:
             store: borrowed.
-            breaker: circuit breaker of this store.
             timeout: seconds after which a call has failed.
             report_fault: counts a fault: name, message.
             events: reports what the store keeps; None if no events are published.
@@ -220,7 +219,6 @@ class Tier:
         return is_kept
 
     def _read_size(self) -> None:
-        """Read how much the store keeps."""
         used_bytes = self._call("used_bytes", lambda: self.store.used_bytes, _checked_size)
         with self._lock:
             self.stats.used_bytes = used_bytes
@@ -273,7 +271,6 @@ class Tier:
         check: Callable[[Any], _T],
         views: BlockBuffer | None = None,
     ) -> _T | None:
-        """Return a result after `check`; None if it failed, or the store is left out."""
         if not self._breaker.allows(method) or self._is_stuck(method):
             return None
         running = _TierCall(time.monotonic(), views)
@@ -371,7 +368,6 @@ class Tiers:
         self.peer_tier = next((t for t in tiers if isinstance(t.store, PeerKVStore)), None)
 
     def __iter__(self) -> Any:
-        """Iterate over the tiers, nearest first."""
         return iter(self._tiers)
 
     def lookup(self, keys: Sequence[bytes]) -> int:

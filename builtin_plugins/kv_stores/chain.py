@@ -91,7 +91,6 @@ class ChainStore(KVStore):
         return self._later.submit(key, buffer) or kept
 
     def _keep(self, key: bytes, buffer: BlockBuffer, links: Sequence[_Link]) -> bool:
-        """Return whether some store has kept the block."""
         kept = [link.run("store", key, buffer) for link in links]
         return any(kept)
 
@@ -134,7 +133,6 @@ class _Link:
         self._store, self._breaker, self._context = store, breaker, context
 
     def lookup(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Return which blocks are there; none if that is not known."""
         found = self._call("lookup", keys)
         if isinstance(found, Sequence) and len(found) == len(keys):
             return [bool(has) for has in found]
@@ -143,7 +141,6 @@ class _Link:
         return [False] * len(keys)
 
     def run(self, method: str, *args: Any) -> bool:
-        """Call a method; return whether it returned True."""
         return bool(self._call(method, *args))
 
     def used_bytes(self) -> int | None:
@@ -155,7 +152,6 @@ class _Link:
             return None
 
     def _call(self, method: str, *args: Any) -> Any:
-        """Return the result of a call; None if it failed or the store is left out."""
         if not self._breaker.allows(method):
             return None
         began = time.monotonic()
@@ -175,7 +171,6 @@ class _Link:
         return result
 
     def close(self) -> None:
-        """Close the store."""
         try:
             self._store.close()
         except Exception as cause:
@@ -236,11 +231,9 @@ class _Later:
                 self._changed.notify_all()
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return of which blocks there is a copy."""
         return [key in self._copies for key in keys]
 
     def load(self, key: bytes, buffer: BlockBuffer) -> bool:
-        """Read a block, if there is a copy."""
         copy = self._copies.get(key)
         if copy is None:
             return False
@@ -248,7 +241,6 @@ class _Later:
         return True
 
     def drain(self) -> None:
-        """Wait until all are stored."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._copies)
 

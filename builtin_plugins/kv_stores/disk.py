@@ -120,7 +120,6 @@ class DiskStore(KVStore):
             )
 
     def _open_again(self) -> bool:
-        """Open the files if that was not possible at start; return whether they are open."""
         with self._lock:
             if self._closed or self._is_ready:
                 return not self._closed
@@ -362,7 +361,6 @@ class DiskStore(KVStore):
         self._report("write", f"no block is saved: {cause}")
 
     def _report(self, what: str, message: str) -> None:
-        """Report a fault, once until it is over."""
         if what not in self._reported:
             self._reported.add(what)
             self.context.report_fault(f"plugin.{self.name}.path: {message}")

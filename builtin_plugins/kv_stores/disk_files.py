@@ -119,7 +119,6 @@ class FileLocks:
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Own the descriptor of a file."""
         self._descriptor = descriptor
 
     def try_lock(self, number: int, *, shared: bool = False) -> bool:
@@ -177,7 +176,6 @@ def _move(
     parts: Sequence[memoryview],
     start: int,
 ) -> bool:
-    """Read or write until all is done; return whether the file went so far."""
     left, size = list(parts), sum(map(len, parts))
     while size:
         count = move(descriptor, left[:_MOST_PARTS], start)

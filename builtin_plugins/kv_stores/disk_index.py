@@ -269,7 +269,6 @@ class SlabIndex:
         return start + slots.index(oldest), self.free(oldest)
 
     def _is_of(self, slot: int, bucket: int, tag: int) -> bool:
-        """Return whether a slot has a block whose cell is in a bucket."""
         return bool(self.sequence(slot)) and self._place(self._key(slot)) == (bucket, tag)
 
     # At start, by the only process that uses it
@@ -304,7 +303,6 @@ class SlabIndex:
         return self._map[start : start + 32]
 
     def _place(self, key: bytes) -> tuple[int, int]:
-        """Return the bucket of a key, and the tag of its cell."""
         mixed = sum(map(int.__mul__, _KEY.unpack(key), _FACTORS)) & _MASK64
         mixed = ((mixed ^ mixed >> 32) * _FACTORS[0]) & _MASK64
         mixed ^= mixed >> 29

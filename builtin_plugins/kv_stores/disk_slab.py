@@ -47,7 +47,6 @@ def least_bytes(block_bytes: int) -> int:
 
 
 def _capacity(slot: int, size_bytes: int) -> int:
-    """Return how many slots there may be in a size, with their index."""
     limit = min(size_bytes // slot, MAX_TABLE)
     return max(1, min(limit, (size_bytes - index_bytes(table_size(limit))) // slot))
 
@@ -69,7 +68,6 @@ class Slab:
 
         Args:
             folder: descriptor of the folder of slabs, borrowed.
-            block_bytes: size of each block.
             size_bytes: maximum size of all slabs together, with their indexes.
             seconds: to wait for others that are opening or removing slabs.
 
@@ -151,7 +149,6 @@ class Slab:
         return old
 
     def _created(self, old: SlabIndex | None) -> SlabIndex:
-        """Return a new index with the blocks of an old one that are in slots which it has."""
         descriptor = open_file("index.new", self._directory, os.O_TRUNC)
         try:
             SlabIndex.create(descriptor, self._block_bytes, table_size(self.capacity))
@@ -303,7 +300,6 @@ def _others(folder: int, own: str) -> Iterator[tuple[float, int, str]]:
 
 
 def _remove(folder: int, name: str) -> bool:
-    """Remove a slab; return whether it is gone."""
     try:
         with _opened_folder(name, folder) as opened:
             locks = FileLocks(open_file("lock", opened))

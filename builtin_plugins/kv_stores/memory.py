@@ -141,7 +141,6 @@ class _Places:
     """
 
     def __init__(self, context: plugins.KVStoreContext, size_bytes: int) -> None:
-        """Reserve the memory."""
         self._block_bytes = context.block_bytes
         count = size_bytes // self._block_bytes
         path = f"plugin.{context.name}.size_bytes"
@@ -164,7 +163,6 @@ class _Places:
         self.closed = False
 
     def enter_free(self) -> int | None:
-        """Enter a place without content; None if there is none."""
         if self.closed:
             return None
         if self._free:
@@ -177,15 +175,12 @@ class _Places:
         return place
 
     def enter(self, place: int) -> None:
-        """Keep a place as it is until `leave`."""
         self._entered[place] = self._entered.get(place, 0) + 1
 
     def is_entered(self, place: int) -> bool:
-        """Return whether something is copied from or to it."""
         return place in self._entered
 
     def leave(self, place: int, *, forget: bool = False) -> None:
-        """End a copy."""
         if forget:
             self._forgotten.add(place)
         self._entered[place] -= 1
@@ -197,19 +192,16 @@ class _Places:
         self._release_if_unused()
 
     def forget(self, place: int) -> None:
-        """Give up what is in a place."""
         if place in self._entered:
             self._forgotten.add(place)
         else:
             self._free.append(place)
 
     def read(self, place: int, buffer: BlockBuffer) -> None:
-        """Copy a place into a buffer."""
         # numpy lets other threads run while it copies.
         np.copyto(np.frombuffer(buffer.whole, np.uint8), self._bytes_of(place, buffer))
 
     def write(self, place: int, buffer: BlockBuffer) -> None:
-        """Copy a buffer into a place."""
         np.copyto(self._bytes_of(place, buffer), np.frombuffer(buffer.whole, np.uint8))
 
     def _bytes_of(self, place: int, buffer: BlockBuffer) -> npt.NDArray[np.uint8]:
@@ -219,7 +211,6 @@ class _Places:
         return self._memory.array[place * size : (place + 1) * size]
 
     def close(self) -> None:
-        """Return the memory once nothing is copied any more."""
         self.closed = True
         self._release_if_unused()
 

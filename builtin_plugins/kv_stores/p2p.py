@@ -144,7 +144,6 @@ class PeerToPeerStore(PeerKVStore):
         }
 
     def _capacity(self) -> int:
-        """Return the number of blocks that there is room for."""
         path, size = f"plugin.{self.name}.size_bytes", self.options.size_bytes
         block, available = self.context.block_bytes, self.context.host_memory
         if size < block:
@@ -157,7 +156,6 @@ class PeerToPeerStore(PeerKVStore):
         return size // block
 
     def _key_pair(self, addresses: Sequence[str]) -> PeerKeys | None:
-        """Return this engine's keys; None if all addresses are for this user only."""
         path, file = f"plugin.{self.name}.secret_key_file", self.options.secret_key_file
         if file is not None:
             return read_key_pair(file, path)
@@ -241,7 +239,6 @@ class PeerToPeerStore(PeerKVStore):
         return found
 
     def _look_up(self, keys: Sequence[bytes]) -> list[PeerClient | None]:
-        """Return the first peer that has each block, and remember it."""
         clients, question = list(self._clients.values()), Has(list(keys))
         answers = ask(
             [(client, question) for client in clients],
@@ -290,7 +287,6 @@ class PeerToPeerStore(PeerKVStore):
         *,
         even_if_silent: bool = False,
     ) -> zmq.Frame | None:
-        """Return the payload of a peer's answer."""
         (payload,) = ask(
             [(client, question)],
             seconds,
@@ -351,7 +347,6 @@ def _batches(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
 
 
 def _copy(block: memoryview, buffer: BlockBuffer) -> bool:
-    """Copy a block into a buffer; return whether it has the right size."""
     if len(block) != len(buffer.whole):
         return False
     buffer.whole[:] = block

@@ -164,7 +164,6 @@ class SocketPlace:
 
 
 def _folder_fault(folder: Path) -> str:
-    """Return the problem with the folder of a socket; empty if there is none."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         return f"expected a folder, not a link, at {str(folder)!r}"

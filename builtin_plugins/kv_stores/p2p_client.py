@@ -101,8 +101,6 @@ class PeerClient:
         """Connect later.
 
         Args:
-            name: name of the peer.
-            connect: opens a socket.
             retry_seconds: for which the peer is not asked after it did not answer.
             report_fault: called with a message each time that the peer is tried without success,
                 and once until it answers again if its answers cannot be used.

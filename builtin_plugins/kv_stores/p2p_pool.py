@@ -38,12 +38,7 @@ class PeerBlocks:
     def __init__(
         self, capacity: int, report_evicted: Callable[[Sequence[bytes]], None] = lambda _keys: None
     ) -> None:
-        """Start empty.
-
-        Args:
-            capacity: number of blocks.
-            report_evicted: see `KVStoreContext`.
-        """
+        """`report_evicted`: see `KVStoreContext`."""
         self._capacity = capacity
         self._report_evicted = report_evicted
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
@@ -94,7 +89,6 @@ class PeerBlocks:
         return True
 
     def _evict(self) -> list[bytes]:
-        """Drop the blocks for which there is no room; return their keys."""
         evicted = []
         while self._blocks and len(self._blocks) + len(self._offers) > self._capacity:
             evicted.append(self._blocks.popitem(last=False)[0])

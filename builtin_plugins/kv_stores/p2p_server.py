@@ -122,7 +122,6 @@ class BlockServer:
         return min(max(first - time.monotonic(), 0.001), _SWEEP_S)
 
     def _check_key(self, keys: Socket | None) -> None:
-        """Answer whether a client's key is known, by ZeroMQ's authentication protocol."""
         assert keys is not None
         version, serial, _domain, _address, _name, mechanism, *rest = keys.recv_multipart()
         is_known = mechanism == b"CURVE" and len(rest) == 1 and rest[0] in self._allowed
@@ -195,7 +194,6 @@ class BlockServer:
     def _send(
         self, client: bytes, serial: bytes, payload: bytes | None, status: bytes = NO
     ) -> bool:
-        """Send an answer; return whether the client has room for it."""
         frames = [client, serial, status] if payload is None else [client, serial, YES, payload]
         try:
             self._listening.send_multipart(frames, zmq.NOBLOCK, copy=False)

@@ -239,7 +239,6 @@ class RedisStore(KVStore):
         return is_kept
 
     def _is_refusal(self, error: Exception) -> bool:
-        """Return whether the server keeps nothing more for us, and can be read all the same."""
         errors = self._library.exceptions
         kinds = (errors.OutOfMemoryError, errors.ReadOnlyError, errors.NoPermissionError)
         return isinstance(error, kinds) or str(error).startswith(_NOT_WRITABLE)
@@ -263,11 +262,9 @@ class _Credentials:
     """Gives the library a user and a password for each new connection."""
 
     def __init__(self, store: RedisStore) -> None:
-        """`store` has them."""
         self._store = store
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Return them as the command AUTH has them."""
         return self._store.credentials()
 
 
@@ -320,7 +317,6 @@ def _read_password(file: str, path: str) -> str:
     """Return the text of a file without the end of its line.
 
     Args:
-        file: the file.
         path: the option that names it.
 
     Raises:

@@ -196,7 +196,6 @@ class GGUFLoader(WeightLoader):
 
     @cached_property
     def _tensors(self) -> dict[str, StoredTensor]:
-        """The tensors of the file, by its names."""
         parts = zip(self._paths, self._parts, strict=True)
         return {
             tensor.name: stored_tensor(tensor, path.name)
@@ -206,7 +205,6 @@ class GGUFLoader(WeightLoader):
 
     @cached_property
     def _name(self) -> str:
-        """Of the architecture, in the metadata."""
         name = self._parts[0].scalar("general.architecture", str)
         if name == _ENCODER:
             raise ModelError(
@@ -237,11 +235,6 @@ class GGUFLoader(WeightLoader):
         return found
 
     def _refuse_changes(self, head_size: int) -> None:
-        """Refuse metadata of another model than would be computed.
-
-        Raises:
-            ModelError: there is some.
-        """
         neutral = {**NEUTRAL, "attention.value_length": (head_size,), **self._architecture.neutral}
         if (
             _LONG_FACTORS in self._tensors and _SHORT_FACTORS in self._tensors
@@ -258,7 +251,6 @@ class GGUFLoader(WeightLoader):
                 )
 
     def _stored(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, StoredTensor]]:
-        """Yield the tensors of the weights in `shapes`, by Hugging Face name."""
         for stored, tensor in self._tensors.items():
             name = self._architecture.hf_name(stored)
             if name is None:
@@ -277,7 +269,6 @@ class GGUFLoader(WeightLoader):
         """Check the shape of a tensor of all experts or heads of a block, of matrices or of biases.
 
         Args:
-            tensor: the tensor.
             key: name of their number in the metadata.
 
         Raises:
@@ -342,7 +333,6 @@ class GGUFLoader(WeightLoader):
         return None if value is None else ConfigFields({}, self._source).positive(key, value)
 
     def _partial_rotation(self, head_size: int) -> dict[str, Any]:
-        """Return the parameter of heads that are not rotated whole."""
         key = f"{self._name}.rope.dimension_count"
         rotated = self._file.scalar(key, int)
         if rotated in (None, head_size):
@@ -355,7 +345,6 @@ class GGUFLoader(WeightLoader):
         return {"partial_rotary_factor": rotated / head_size}
 
     def _rope_scaling(self) -> dict[str, Any]:
-        """Return the parameters of a context that was extended."""
         # Llama 3's scaling is stored as one divisor per frequency: the type "factors".
         prefix, file, tensors = f"{self._name}.rope.scaling", self._file, self._tensors
         original = file.scalar(f"{prefix}.original_context_length", int)
@@ -387,7 +376,6 @@ class GGUFLoader(WeightLoader):
         return {"rope_type": kind, "factor": factor, **context, **self._yarn(prefix, kind)}
 
     def _yarn(self, prefix: str, kind: str) -> dict[str, Any]:
-        """Return the limits of YaRN's ramp and its factors, of the file and of all such files."""
         values = {
             name: self._positive(f"{prefix}.yarn_{name}") for name in ("beta_fast", "beta_slow")
         }

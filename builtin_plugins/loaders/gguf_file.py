@@ -221,7 +221,6 @@ def _check_count(what: str, count: int, limit: int) -> None:
 
 
 def _tensor_bytes(name: str, dims: list[int], raw_type: int) -> int:
-    """Return the size of a tensor's data."""
     if not 1 <= len(dims) <= _MAX_DIMENSIONS or not all(dims):
         raise ValueError(
             f"tensor {name}: expected 1 to {_MAX_DIMENSIONS} dimensions of at least 1, "
@@ -236,7 +235,6 @@ def _tensor_bytes(name: str, dims: list[int], raw_type: int) -> int:
 
 
 def _strings(data: bytes) -> list[str]:
-    """Return the strings of an array, whose lengths were checked."""
     strings, offset = [], 0
     while offset < len(data):
         start = offset + _LENGTH.size

@@ -131,7 +131,6 @@ class StoredTensor:
 
     @property
     def _width(self) -> int:
-        """Elements of `data` in a block."""
         return int(gguf.GGML_QUANT_SIZES[self.kind][1]) // self.data.itemsize
 
     def _rows(
@@ -168,7 +167,6 @@ class StoredTensor:
             return torch.from_numpy(data)
 
     def _dequantize(self, data: np.ndarray[Any, Any]) -> torch.Tensor:
-        """Return the numbers of some rows of `data`."""
         with refusing_damage(self.label):
             array = gguf.quants.dequantize(_with_long_rows(data), self.kind)
             own = array.flags.writeable and array.base is None

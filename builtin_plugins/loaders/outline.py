@@ -136,11 +136,7 @@ class OutlineLoader(WeightLoader):
         return quantized
 
     def _total_size(self) -> int:
-        """Return the bytes of all tensors, as the index states them.
-
-        Raises:
-            ModelError: it does not.
-        """
+        """Return the bytes of all tensors, as the index states them."""
         metadata = read_json(self._folder / INDEX).get("metadata")
         size = metadata.get("total_size") if isinstance(metadata, dict) else None
         if not isinstance(size, int) or size < 1:

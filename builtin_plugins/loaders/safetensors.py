@@ -121,7 +121,6 @@ class SafetensorsLoader(WeightLoader):
     def _cut_weights(
         self, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
     ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-        """Yield weights by the names that they have in the files."""
         quantized = self._quantized(shapes)
         owners = {name: owner for owner, names in quantized.items() for name in names}
         found: dict[str, dict[str, torch.Tensor]] = {owner: {} for owner in quantized}
@@ -159,7 +158,6 @@ class SafetensorsLoader(WeightLoader):
         return found | {name: others[former.get(name, name)] for name in shapes}
 
     def _formats(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, WeightFormat]:
-        """Return formats by the names that weights have in the files."""
         quantized = self._quantized(shapes)
         needed = {*shapes, *(name for names in quantized.values() for name in names)}
         outlines: dict[str, torch.Tensor] = {}
@@ -204,7 +202,6 @@ class SafetensorsLoader(WeightLoader):
 
     @functools.cached_property
     def _present(self) -> set[str]:
-        """The names of all tensors in the files."""
         present: set[str] = set()
         for shard in self._shards():
             with self._open(shard) as file:
@@ -220,7 +217,6 @@ class SafetensorsLoader(WeightLoader):
         return fingerprint(self._files())
 
     def _files(self) -> list[Path]:
-        """Return the files that decide on the weights."""
         index = [self.context.files.path / INDEX] if self._assigned else []
         return [*self._shards(), *index]
 
@@ -256,7 +252,6 @@ class SafetensorsLoader(WeightLoader):
 
     @functools.cached_property
     def _experts(self) -> StackedExperts | None:
-        """The experts that are stacked; None of an architecture that has none."""
         alternates = ARCHITECTURES.get(self.architecture())
         if alternates is None:
             return None
@@ -264,7 +259,6 @@ class SafetensorsLoader(WeightLoader):
 
     @functools.cached_property
     def _quantization(self) -> str | None:
-        """The scheme of the checkpoint's matrices; None if they are not quantised."""
         path = self.context.files.path
         hf = read_config(path / "config.json")
         inner = hf.get("text_config")
@@ -279,7 +273,6 @@ class SafetensorsLoader(WeightLoader):
 
     @functools.cached_property
     def _assigned(self) -> Mapping[str, str]:
-        """The file of each tensor by the index; empty without one."""
         folder = self.context.files.path
         return read_index(folder) if (folder / INDEX).exists() else {}
 
@@ -315,18 +308,15 @@ class IndexedFile:
 
         Args:
             file: as `safe_open` returns it.
-            name: name of the file.
             assigned: names of files by tensor.
         """
         self._file, self._name, self._assigned = file, name, assigned
 
     def __enter__(self) -> IndexedFile:
-        """Return it, open."""
         self._file.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close it."""
         self._file.__exit__(*error)
 
     def keys(self) -> list[str]:
@@ -347,7 +337,6 @@ class IndexedFile:
 def _read(
     file: Any, name: str, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
 ) -> torch.Tensor:
-    """Return a tensor of an open shard, or the part of it that is needed."""
     weight = file.get_slice(name)
     cut = needed_part(name, weight.get_shape(), shapes, cuts)
     part: torch.Tensor = file.get_tensor(name) if cut is None else cut.of(weight)
@@ -374,9 +363,6 @@ def _check_vocabulary(file: Any, config: ModelConfig, where: str) -> None:
     """Compare `vocab_size`, by which much is allocated before weights are read, with the weights.
 
     Tables may have further rows, of tokens that are only read.
-
-    Raises:
-        ModelError: there are fewer rows.
     """
     for name in (name for name in _EMBEDDINGS if name in file.keys()):  # noqa: SIM118 - no other way
         rows = file.get_slice(name).get_shape()[:1]

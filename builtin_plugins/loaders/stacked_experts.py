@@ -114,7 +114,6 @@ class StackedExperts:
 
         Args:
             shards: paths of the files.
-            open_shard: opens one.
             scheme: scheme of the checkpoint's matrices; None if they are not quantised.
             alternates: whether they are of gpt-oss's form.
         """

@@ -40,7 +40,6 @@ class LogitBias(SparseLogitsProcessor):
         logit_bias: dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]] = {}
 
     def __init__(self, context: LogitsContext) -> None:
-        """Create the processor with an empty cache."""
         super().__init__(context)
         self._cache = RowCache[Edits]()
 

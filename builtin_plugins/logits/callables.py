@@ -40,7 +40,6 @@ class RequestCallables(LogitsProcessor):
         """No arguments: the callables stay in the request's parameters."""
 
     def __init__(self, context: LogitsContext) -> None:
-        """Create the component with an empty result cache."""
         super().__init__(context)
         self._results = ResultCache()
 

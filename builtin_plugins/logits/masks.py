@@ -47,7 +47,6 @@ class AllowedTokenIds(SparseLogitsProcessor):
         allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)]
 
     def __init__(self, context: LogitsContext) -> None:
-        """Create the processor with an empty cache."""
         super().__init__(context)
         self._cache = RowCache[Edits]()
 
@@ -85,7 +84,6 @@ class MinTokens(SparseLogitsProcessor):
     context: LogitsContext
 
     def __init__(self, context: LogitsContext) -> None:
-        """Create the processor with an empty cache."""
         super().__init__(context)
         self._plan: _Plan | None = None
 
@@ -150,7 +148,6 @@ class _Sequences:
     by_last: dict[int, list[tuple[list[int], int]]]
 
     def forbidden_after(self, output: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens that would complete a longer sequence after a non-empty output."""
         return tuple(
             token
             for prefix, token in self.by_last.get(output[-1], ())
@@ -187,7 +184,6 @@ class BadWords(SparseLogitsProcessor):
         encoded: list[list[TokenId]] = []
 
     def __init__(self, context: LogitsContext) -> None:
-        """Create the processor with an empty cache."""
         super().__init__(context)
         self._prefix_rows = RowCache[list[_PrefixRow]]()
         self._cache = RowCache[Edits]()
@@ -273,7 +269,6 @@ def _encodings(word: str, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _edits(tokens_by_row: Iterable[tuple[int, Sequence[int]]], op: Op = Op.SET) -> Edits:
-    """Return edits that set each row's tokens to -inf, or keep only those."""
     pairs = [(row, token) for row, tokens in tokens_by_row for token in tokens]
     row, token = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     return Edits(row, token, [-math.inf] * len(pairs) if op is Op.SET else (), op)

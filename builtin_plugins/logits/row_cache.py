@@ -14,7 +14,6 @@ class RowCache(Generic[T]):
     """Caches one value until `rows.version` or an extra key changes."""
 
     def __init__(self) -> None:
-        """Create an empty cache."""
         self._key: object = None
         self._value: T
 

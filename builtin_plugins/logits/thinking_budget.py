@@ -170,7 +170,6 @@ class ThinkingState(NamedTuple):
 
 
 def _after(state: ThinkingState, token: int) -> ThinkingState:
-    """Return the state after one more output token."""
     rules, before, left, _ = state
     position = rules.tracker.advance(before, token)
     if not position.inside:
@@ -183,7 +182,6 @@ def _after(state: ThinkingState, token: int) -> ThinkingState:
 
 
 def _after_prompt(rules: _Rules, prompt: Sequence[int]) -> ThinkingState:
-    """Return the state after the prompt, in which the last marker decides."""
     # A prompt may quote the markers, so a further start marker renews the budget here, unlike in
     # the output.
     since = rules.tracker.markers.thinking_since(prompt)

@@ -36,7 +36,6 @@ class TopK(LogitsProcessor):
     context: LogitsContext
 
     def __init__(self, context: LogitsContext) -> None:
-        """Create the processor with an empty cache."""
         super().__init__(context)
         self._cache = RowCache[int]()
 

@@ -92,10 +92,7 @@ class LatentHeads:
 
         Args:
             attention: the Hugging Face name of the attention that they belong to.
-            sizes: sizes of attention.
-            heads: number of heads of the model.
             mine: the heads that this rank has.
-            context: the context of the model.
             by_head: whether the checkpoint has them as they are multiplied, `k_b_proj` and
                 `v_b_proj`, each of a head; otherwise it has K and the matrix of values of all heads
                 in one, `kv_b_proj`.

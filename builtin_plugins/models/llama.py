@@ -339,7 +339,6 @@ class Llama(Model):
         return q_norm(q), k_norm(k)
 
     def _my_ropes(self) -> list[RotaryEmbedding]:
-        """Return the rotary embeddings of this stage, each once."""
         ropes = dict.fromkeys(self._ropes[layer] for layer in self._my_layers)
         return [rope for rope in ropes if rope is not None]
 
@@ -382,7 +381,6 @@ class Llama(Model):
         return [*parts, self._norm, self._head] if parallel.is_last else parts
 
     def _stored_layers(self) -> list[PackedLayer]:
-        """Return the layers that have tensors of their own in the checkpoint."""
         return self._layers()[:-1] if self._ties_head else self._layers()
 
     @property

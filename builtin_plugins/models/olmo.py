@@ -89,11 +89,9 @@ class _PartialNorm(RMSNorm):
         self._size, self._mine = size, mine
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of the whole weight."""
         return dict.fromkeys(super().shapes(), (self._size,))
 
     def cuts(self) -> dict[str, Cut]:
-        """Return the part that this rank has."""
         if len(self._mine) == self._size:
             return {}
         return dict.fromkeys(self.shapes(), Cut(0, self._mine.start, self._mine.stop))

@@ -109,8 +109,6 @@ class DeltaRule:
             name: the Hugging Face name, before `.A_log`.
             hidden: size of the hidden states.
             eps: eps of the norm of the outputs.
-            sizes: sizes of all heads.
-            context: the context of the model.
         """
         self._name, self._sizes, self._context = name, sizes, context
         heads = context.parallel.share(sizes.key_heads, "key heads of layers with a state")
@@ -215,7 +213,6 @@ class DeltaRule:
 
     @property
     def _channels(self) -> tuple[range, range, range]:
-        """Channels of the convolution that this rank has, of q, k and v."""
         sizes, keys = self._sizes, self._sizes.key_heads * self._sizes.key_size
         mine = _rows(self._heads, sizes.key_size)
         first = 2 * keys
@@ -263,12 +260,10 @@ class DeltaRule:
 
 
 def _rows(heads: range, size: int) -> range:
-    """Return the rows of heads that have `size` each."""
     return range(heads.start * size, heads.stop * size)
 
 
 def _named(name: str, parts: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return parts of the projections by their names."""
     return [(f"{name}.in_proj_{part}", rows) for part, rows in parts]
 
 
@@ -294,7 +289,6 @@ class DeltaLayers(Llama):
 
     @functools.cached_property
     def _types(self) -> list[str]:
-        """Return whether each layer has attention or a state."""
         interval = self._fields.whole("full_attention_interval", _INTERVAL)
         types = self._hf.get("layer_types")
         if types is None:

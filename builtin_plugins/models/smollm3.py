@@ -32,7 +32,6 @@ class SmolLM3(SlidingLayers):
         return [not rotates for rotates in self._rotations()]
 
     def _rotations(self) -> list[bool]:
-        """Return whether each layer rotates, from `no_rope_layers` or `no_rope_layer_interval`."""
         fields, count = self._fields, self._num_layers
         marks = self._hf.get("no_rope_layers")
         if marks is None:

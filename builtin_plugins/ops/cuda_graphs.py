@@ -33,7 +33,6 @@ class CudaGraph:
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, result: torch.Tensor, num_bytes: int) -> None:
-        """Keep them."""
         self._graph = graph
         self._result = result
         self.num_bytes = num_bytes
@@ -48,7 +47,6 @@ class CudaGraphs:
     """Records operations as CUDA graphs of one memory pool; one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        """Record nothing yet; nothing of CUDA is touched."""
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None  # a handle, whose type has no public name
@@ -96,7 +94,6 @@ class CudaGraphs:
         return recorded
 
     def _end_capture(self) -> None:
-        """Let allocations leave the pool of a capture that failed, where torch can."""
         # `graph` does not, and what is allocated afterwards would stay in the pool.
         end = getattr(torch._C, "_cuda_endAllocateToPool", None)  # without a public name
         device = self._device
@@ -114,7 +111,6 @@ class RepeatedRun:
     """
 
     def __init__(self, run: Callable[[], torch.Tensor]) -> None:
-        """Run the operations."""
         self._run = run
         self._result = run()
         self.num_bytes = self._result.nbytes

@@ -473,7 +473,6 @@ class RecordedCalls:
         result: torch.Tensor,
         tensors: list[torch.Tensor],
     ) -> None:
-        """Keep the tensors that the calls read and write."""
         self._replay = library.function("replay", None, releases=True)
         self._calls = recording.words()
         self._result = result

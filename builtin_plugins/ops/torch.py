@@ -27,7 +27,6 @@ class TorchOps(Ops):
     devices = ("cpu", "cuda")
 
     def __init__(self, context: OpsContext) -> None:
-        """Start without angles."""
         super().__init__(context)
         # Of the last step's angles: they are the same for all layers of a step.
         self._angles: torch.Tensor | None = None
@@ -130,7 +129,6 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 def _linear(
     packed: torch.Tensor, bias: torch.Tensor | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function x -> x W^T + b."""
     if packed.is_mkldnn:
         multiply = torch.ops.mkldnn._linear_pointwise.default
         return lambda x: multiply(x, packed, bias, "none", [], "")

@@ -237,7 +237,6 @@ def _with_contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _change(logits: torch.Tensor, change: Callable[[torch.Tensor], None]) -> None:
-    """Apply a function to logits, or to a copy and write that back."""
     lines = _with_contiguous_rows(logits)
     change(lines)
     if lines is not logits:

@@ -154,7 +154,6 @@ class _Header(Body):
             self._begin_message(events)
 
     def _read(self, parts: Iterable[str]) -> None:
-        """Note the channel and the recipient."""
         notes = self.output.notes
         for word in parts:
             if word.startswith(_TOOL):
@@ -165,7 +164,6 @@ class _Header(Body):
                 notes["channel"] = word
 
     def _begin_message(self, events: list[OutputEvent]) -> None:
-        """Select the state of the message's text."""
         notes = self.output.notes
         if rest := " ".join(notes.pop("rest", ())):
             self.output.warn(f"the header of a message has the text {rest[:100]!r}", events)
@@ -179,7 +177,6 @@ class _Header(Body):
             self.next = "arguments"
 
     def _lose(self, events: list[OutputEvent]) -> None:
-        """Give the text of a header that no message follows."""
         notes, output = self.output.notes, self.output
         rest = " ".join(notes.pop("rest", ()))
         output.has_begun = False

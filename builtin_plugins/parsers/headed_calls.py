@@ -286,7 +286,6 @@ Mistral = MistralParser
 
 
 def _list(call: Format, *, parallel: bool) -> Format:
-    """Return the grammar of a JSON list of calls."""
     calls = repeated(call, ", ", parallel=parallel)
     return SequenceFormat(
         elements=[ConstStringFormat(value="["), calls, ConstStringFormat(value="]")]

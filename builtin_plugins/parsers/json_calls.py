@@ -74,7 +74,6 @@ class Json(FormatParser):
         return OrFormat(elements=[self.sequence(RegexFormat(pattern=r"\s*"), calls), text])
 
     def _calls(self, call: Format, *, parallel: bool) -> Format:
-        """Return the grammar of a call, or of it and a list of them."""
         if not parallel:
             return call
         return OrFormat(elements=[call, self.sequence("[", repeated(call, ", "), "]")])
@@ -110,7 +109,6 @@ class Llama3Json(Json):
         }
 
     def _calls(self, call: Format, *, parallel: bool) -> Format:
-        """Return the grammar of calls, behind the marker or without it."""
         marker = OptionalFormat(content=self.sequence("<|python_tag|>"))
         return self.sequence(marker, repeated(call, "; ", parallel=parallel))
 
@@ -175,7 +173,6 @@ class _BetweenCalls(Body):
         return taken
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
-        """Give separators that no call followed."""
         waiting = "".join(self._waiting)
         if cut and not waiting.isspace():
             events.append(ContentText(waiting))

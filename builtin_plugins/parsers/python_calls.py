@@ -85,7 +85,6 @@ class Pythonic(FormatParser):
         return OrFormat(elements=[self.sequence(RegexFormat(pattern=r"\s*"), calls), text])
 
     def _calls(self, calls: Format) -> Format:
-        """Return the grammar of a list of calls."""
         return self.sequence("[", calls, "]")
 
 
@@ -114,7 +113,6 @@ class Llama4Pythonic(Pythonic):
         return self._states_of({begin: "call", end: "content"})
 
     def _calls(self, calls: Format) -> Format:
-        """Return the grammar of a list of calls, between the markers or without them."""
         found = super()._calls(calls)
         begin, end = self.marks
         return OrFormat(elements=[self.sequence(begin, found, end), found])
@@ -199,7 +197,6 @@ class _PythonLiterals(LiteralGrammar):
     literals = {"true": '"True"', "false": '"False"', "null": '"None"'}
 
     def string(self, schema: Mapping[str, Any]) -> str:
-        """Return the expression of strings, in which JSON and Python write escapes the same."""
         wanted = {key: schema[key] for key in schema if key in _STRING_KEYWORDS}
         found = self.json({"type": "string", **wanted})
         if {"pattern", "format"} & wanted.keys():
@@ -334,7 +331,6 @@ class _PythonCalls(Body):
             self._code_length += len(text)
 
     def _in_text(self, character: str) -> str:
-        """Go on after a quote or backslash in a string."""
         if character == "\\":
             self._is_escaped = True
         else:
@@ -342,7 +338,6 @@ class _PythonCalls(Body):
         return ""
 
     def _in_code(self, character: str) -> str:
-        """Go on after a bracket or quote; return what is wrong, if anything is."""
         if not self._missing:
             before = "".join(self._parts).strip()
             if character == self.closing and not before:

@@ -216,7 +216,6 @@ class TagCalls(FormatParser):
         return found
 
     def _text(self, pattern: str) -> Format:
-        """Return the grammar of text that matches a pattern, and of the tag that ends it."""
         end, *others = self.tags.value_ends
         if end in self.context.tokenizer.special_tokens:  # which is in no text
             return self.sequence(text_without(pattern, others), end)
@@ -225,7 +224,6 @@ class TagCalls(FormatParser):
     def _constants(
         self, tool: str, schema: Mapping[str, Any], whole: object, root: Mapping[str, Any]
     ) -> Iterator[tuple[bool, Format]]:
-        """Yield the values that a schema lists, each as a text that is parsed to it."""
         check_keywords(tool, schema, ("enum", "const", "type"))
         for value in schema["enum"] if "enum" in schema else [schema["const"]]:
             texts = [value] if isinstance(value, str) else []
@@ -304,7 +302,6 @@ class _OpenedCall(Parameters):
     """Behind the name of a call."""
 
     def open(self, events: list[OutputEvent]) -> None:
-        """Begin the call."""
         begin_call(self.output, events)
 
 
@@ -331,12 +328,7 @@ class Value(Whole):
     """The value of a parameter, which is passed on when it is complete."""
 
     def __init__(self, output: OpenOutput, around: str = "") -> None:
-        """Look up the schema of the parameter.
-
-        Args:
-            output: whose call it is of.
-            around: the text before and behind the value, which is no part of it.
-        """
+        """`around`: the text before and behind the value, which is no part of it."""
         super().__init__(output)
         self._around = around
         root = output.schema
@@ -373,16 +365,13 @@ class _CallEnd(Body):
     next = "behind"
 
     def __init__(self, output: OpenOutput) -> None:
-        """Begin without any."""
         super().__init__(output)
         self._space: list[str] = []
 
     def open(self, events: list[OutputEvent]) -> None:
-        """End the call."""
         end_call(self.output, events)
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
-        """Take white space."""
         space = len(text) - len(text.lstrip())
         self._space.append(text[:space])
         if space < len(text):

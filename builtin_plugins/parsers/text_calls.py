@@ -31,7 +31,6 @@ class TextWithCalls(Content):
     head: ClassVar[re.Pattern[str]]
 
     def __init__(self, output: OpenOutput) -> None:
-        """Begin without a head."""
         super().__init__(output)
         self._waiting = ""  # the end of the text, which may become a head
 

@@ -112,7 +112,6 @@ class LiteralGrammar(ABC):
     literals: ClassVar[Mapping[str, str]]
 
     def __init__(self, tool: str, schema: Mapping[str, Any]) -> None:
-        """Start without rules."""
         self.tool = tool
         self._root = schema
         self._rules: dict[str, str] = {}

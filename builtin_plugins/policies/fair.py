@@ -62,7 +62,6 @@ class Fair(SchedulingPolicy):
         output_cost: Cost = 2.0
 
     def __init__(self, context: PolicyContext) -> None:
-        """Create a policy without accounts."""
         super().__init__(context)
         self._counters = VirtualCounters(self.options.weights)
         self._accounts: dict[str, _Account] = {}

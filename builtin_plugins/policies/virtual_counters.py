@@ -52,7 +52,6 @@ class VirtualCounters:
         self._serial = count()
 
     def __len__(self) -> int:
-        """Return the number of clients kept."""
         return len(self._clients)
 
     def counter(self, name: str) -> float:

@@ -47,33 +47,27 @@ class Mean(Pooler):
 
 class _Last(PromptPooler):
     def update(self, hidden: torch.Tensor) -> None:
-        """Keep the last one."""
         self._kept = hidden[-1].clone()
 
     def finish(self) -> torch.Tensor:
-        """Return the last one."""
         return self._kept
 
 
 class _First(PromptPooler):
     def __init__(self) -> None:
-        """Start without any."""
         self._kept: torch.Tensor | None = None
 
     def update(self, hidden: torch.Tensor) -> None:
-        """Keep the first one."""
         if self._kept is None:
             self._kept = hidden[0].clone()
 
     def finish(self) -> torch.Tensor:
-        """Return the first one."""
         assert self._kept is not None, "a prompt has a token"
         return self._kept
 
 
 class _Mean(PromptPooler):
     def __init__(self, hidden_size: int, device: torch.device) -> None:
-        """Start with nothing."""
         self._sum = torch.zeros(hidden_size, dtype=torch.float64, device=device)
         self._rest = torch.empty(0, hidden_size, dtype=torch.float64, device=device)
         self._count = 0
@@ -88,5 +82,4 @@ class _Mean(PromptPooler):
         self._rest = rows[whole:].clone()
 
     def finish(self) -> torch.Tensor:
-        """Return the mean."""
         return (self._sum + self._rest.sum(0)) / self._count

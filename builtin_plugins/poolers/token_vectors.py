@@ -60,7 +60,6 @@ class _KeptRows(PromptPooler):
         self._seen = 0
 
     def update(self, hidden: torch.Tensor) -> None:
-        """Keep the chosen ones."""
         if self._kept is None:
             self._kept = hidden.new_empty(self._shape)
         places = self._places[self._seen : self._seen + len(hidden)]
@@ -69,6 +68,5 @@ class _KeptRows(PromptPooler):
         self._seen += len(hidden)
 
     def finish(self) -> torch.Tensor:
-        """Return them."""
         assert self._kept is not None, "a prompt has a token"
         return self._kept

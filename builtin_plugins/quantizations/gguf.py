@@ -213,7 +213,6 @@ class Q6_K(Blocks):  # noqa: N801
 
 
 def _with_minima(blocks: torch.Tensor, codes: torch.Tensor, bits: int) -> AffineCodes:
-    """Return the matrix of blocks that begin as those of Q4_K and Q5_K do."""
     # 12 bytes: the lower six bits of 4 scales, then of 4 minima, whose two upper bits are those of
     # 4 further scales and minima; the lower four bits of these.
     low, middle, last = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]

@@ -49,7 +49,6 @@ class _Groups(Quantization):
     options: Options
 
     def __init__(self, context: QuantizationContext) -> None:
-        """Read the options."""
         super().__init__(context)
         self.group_size = self.options.group_size
 
@@ -182,7 +181,6 @@ def _half(numbers: torch.Tensor) -> torch.Tensor:
 def _codes(
     weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, lowest: int, highest: int
 ) -> torch.Tensor:
-    """Return the whole numbers that come nearest to the weights of groups."""
     codes = torch.sub(weight, offset).div_(scale.masked_fill(scale == 0, torch.inf))
     return codes.round_().clamp_(lowest, highest)
 

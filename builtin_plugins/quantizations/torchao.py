@@ -159,7 +159,6 @@ def _read_granularity(place: str, name: str, value: Any) -> int | None:
 
     Args:
         place: where the field is, for messages.
-        name: its name.
         value: the granularity; of two, the first one is that of activations.
 
     Raises:

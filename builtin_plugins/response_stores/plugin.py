@@ -50,7 +50,6 @@ class ResponseStores:
                 raise ValueError(f"path: expected {wanted} with use = {self.use!r}")
 
     def __init__(self, context: HookContext) -> None:
-        """Take the options."""
         self._options: ResponseStores.Options = context.options
 
     @hookimpl

@@ -69,7 +69,6 @@ class SQLiteStore:
 
         Args:
             path: path of the file.
-            bounds: bounds of its content.
             clock: returns seconds since the epoch.
 
         Raises:

@@ -176,7 +176,6 @@ def _written(what: str, text: str, conflicts: int = 0) -> FileUpdate:
 
 
 def _read(file: Path) -> str | None:
-    """Return a file's text, with its ends of lines; None if there is none."""
     try:
         return file.read_bytes().decode()
     except FileNotFoundError:
@@ -203,5 +202,4 @@ def _replace(file: Path, text: bytes) -> None:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the nearest folder above that there is."""
     return next(parent for parent in folder.absolute().parents if parent.exists())

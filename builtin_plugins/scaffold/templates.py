@@ -77,7 +77,6 @@ class Templates:
         return rendered
 
     def _texts(self, version: int) -> Mapping[str, str]:
-        """Return the files of a version, by path."""
         texts: dict[str, str] = {}
         for changed in self._versions[:version]:
             texts |= changed

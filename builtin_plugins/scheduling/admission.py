@@ -225,7 +225,6 @@ def _schedule(
     external: int,
     step: StepState,
 ) -> _Outcome:
-    """Find tokens, encoder entries and blocks for a request, then move it into `running`."""
     loaded = request.num_loading_tokens if request.request_id in tracker.loaded else external
     computed = request.num_computed_tokens or prefix.num_tokens + external
     tokens = _limit_tokens(tracker, request, max(computed, request.num_computed_tokens), step)
@@ -329,7 +328,6 @@ def _lack_blocks(tracker: RequestTracker, request: SchedulerRequest, step: StepS
 def _start(
     tracker: RequestTracker, request: SchedulerRequest, computed: int, tokens: int, step: StepState
 ) -> None:
-    """Move a request into `running`, with its first tokens of this step."""
     request_id = request.request_id
     resumed = request.num_preemptions > 0  # the status does not show it if KV was loaded since
     request.num_computed_tokens = computed

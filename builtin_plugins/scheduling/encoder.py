@@ -83,7 +83,6 @@ def choose_features(
 
 
 def _uncut(request: SchedulerRequest, start: int, tokens: int, step: StepState) -> int:
-    """Return the number of tokens from `start` on that cut no feature which sees itself."""
     whole = request.source.whole_prefix(start + tokens) - start
     if whole > 0:
         return whole

@@ -51,7 +51,6 @@ class SchedulerRequest(Request):
     )
 
     def __init__(self, source: EngineCoreRequest, order: int, max_model_len: int) -> None:
-        """Create a request with nothing computed."""
         super().__init__(source, order)
         self.draft_token_ids = self.events = _NOTHING
         params = source.params

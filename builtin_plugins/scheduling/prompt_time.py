@@ -36,9 +36,7 @@ class PromptTime:
         """Leave what the requests that generate do not take.
 
         Args:
-            context: the scheduler's.
             streams: the requests that generate, in this step.
-            drafts: number of their drafts.
             now: seconds on the scheduler's clock.
             max_slowdown: how many times the time of the streams the step may take at first.
         """
@@ -95,7 +93,6 @@ class PrefillMeter:
     """Measures the prompt tokens of steps while prompts wait."""
 
     def __init__(self) -> None:
-        """Know no rate."""
         self._steps: deque[tuple[float, int]] = deque()  # time of a plan, and its tokens
         self._num_tokens = 0  # of all but the last one, which is still under way
         self._last: float | None = None

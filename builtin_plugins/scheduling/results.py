@@ -34,7 +34,6 @@ class DraftCounts:
     """
 
     def __init__(self) -> None:
-        """Create counters at zero."""
         self.verified = 0
         self.by_accepted: Counter[int] = Counter()
 
@@ -94,7 +93,6 @@ def process_results(
 
 
 def _lacks_token(planned: PlannedStep, request: SchedulerRequest) -> bool:
-    """Return whether a step computed the last known token of a request, for which it got none."""
     plan, request_id = planned.plan, request.request_id
     before: int = plan.num_computed_tokens()[request_id]
     return before + plan.num_scheduled_tokens[request_id] >= request.num_tokens
@@ -128,7 +126,6 @@ def reset_uncertain_cache(tracker: RequestTracker, plans: Sequence[PlannedStep])
 
 
 def _has_extras(result: ModelRunnerOutput) -> bool:
-    """Return whether the result has more than sampled tokens."""
     return bool(
         result.faults
         or result.logprobs
@@ -142,7 +139,6 @@ def _has_extras(result: ModelRunnerOutput) -> bool:
 def _append_tokens(
     tracker: RequestTracker, request: SchedulerRequest, tokens: list[int]
 ) -> EngineCoreOutput:
-    """Append sampled tokens up to the one that ends the request, if one does."""
     output = EngineCoreOutput(request_id=request.request_id, new_token_ids=tokens)
     if request.events or not request.prefill_reported:
         _add_events(request, output)
@@ -173,7 +169,6 @@ def _finish_pooled(
 
 
 def _add_events(request: SchedulerRequest, output: EngineCoreOutput) -> None:
-    """Add the request's events, and the prefill statistics to its first output."""
     if not request.prefill_reported:
         request.prefill_reported = True
         cached = max(request.num_cached_tokens, 0)
@@ -192,7 +187,6 @@ def _count(
     tokens: list[int],
     drafts: DraftCounts,
 ) -> None:
-    """Subtract placeholders and rejected drafts from a request's tokens, and count its drafts."""
     if tracker.limits.asynchronous:
         request.num_output_placeholders -= 1  # of the step, whose drafts were known
     verified = len(draft_token_ids.get(request.request_id, ()))
@@ -242,7 +236,6 @@ def _new_experts(request: SchedulerRequest, first: int, routed: Any) -> Any:
     """Return the experts of the positions that follow those that were sent.
 
     Args:
-        request: whose they are.
         first: position of the first row.
         routed: experts of the step's tokens, some of which were drafts that are not in the output,
                 and some of which a preempted request has computed again.
@@ -259,7 +252,6 @@ def _new_experts(request: SchedulerRequest, first: int, routed: Any) -> Any:
 def _fail(
     tracker: RequestTracker, request: SchedulerRequest, fault: RequestFault
 ) -> EngineCoreOutput:
-    """Finish a request with the error of a plugin."""
     output = tracker.finish_now(request, FinishReason.ERROR, fault.message)
     output.faulty_plugin = fault.plugin
     return output

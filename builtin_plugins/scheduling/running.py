@@ -48,7 +48,6 @@ def _limit_prompts(tracker: RequestTracker, step: StepState, max_slowdown: float
 def _schedule_each(
     tracker: RequestTracker, requests: Sequence[SchedulerRequest], step: StepState
 ) -> bool:
-    """Schedule requests one after the other; return whether further ones may get tokens."""
     running, scheduled, size = step.running, step.tokens, tracker.cache.block_size
     in_order = not (tracker.limits.asynchronous or tracker.limits.num_lookahead_tokens)
     for request in requests:
@@ -194,7 +193,6 @@ def _preempt_for(
 def _preempt(
     tracker: RequestTracker, victim: SchedulerRequest, cause: str, step: StepState
 ) -> None:
-    """Withdraw a request from the step and preempt it."""
     if victim.request_id in step.running:  # blocks that this step was to fill are cached already
         tracker.uncache_from(victim, victim.num_computed_tokens)
     unused = step.withdraw(victim)

@@ -109,11 +109,6 @@ class DefaultScheduler(Scheduler):
         self._num_added += 1
 
     def _check_waiting(self, num_tokens: int) -> None:
-        """Refuse a request, with so many tokens in its prompt, if too many wait.
-
-        Raises:
-            OverloadedError: too many requests, or tokens of prompts, wait.
-        """
         limits, waiting = self._limits, self._tracker.num_waiting
         if limits.max_waiting is not None and waiting >= limits.max_waiting:
             raise OverloadedError(
@@ -319,7 +314,6 @@ class DefaultScheduler(Scheduler):
         )
 
     def _share(self) -> int | None:
-        """Return how many requests a step may have where several are under way at once."""
         tracker, limits = self._tracker, self._limits
         if limits.num_batches == 1:
             return None
@@ -353,7 +347,6 @@ class DefaultScheduler(Scheduler):
         return self._pause is PauseState.PAUSED_ALL
 
     def _has_work_while_paused(self) -> bool:
-        """Return whether a deadline has passed, KV is loading, or a started request may go on."""
         tracker = self._tracker
         if tracker.has_expired(self.context.clock()):
             return True
@@ -366,7 +359,6 @@ class DefaultScheduler(Scheduler):
         return False
 
     def _check_fits(self, request: SchedulerRequest) -> None:
-        """Reject a prompt that no step could ever finish, and outputs that have ended."""
         tokens, limits, cache = request.num_prompt_tokens, self._limits, self._tracker.cache
         generated = int(request.source.pooling_params is None)
         if tokens + generated > limits.max_model_len:
@@ -384,7 +376,6 @@ class DefaultScheduler(Scheduler):
 
 
 def _check_resumed(request: SchedulerRequest, max_model_len: int) -> None:
-    """Reject outputs of another engine with which the request has ended."""
     name, count = "resumed.output_token_ids", len(request.output_token_ids)
     if (room := max_model_len - request.num_prompt_tokens) <= count:
         raise RequestError(
@@ -399,7 +390,6 @@ def _check_resumed(request: SchedulerRequest, max_model_len: int) -> None:
 
 
 def _check_context(context: SchedulerContext) -> None:
-    """Reject settings that do not work together."""
     cache = context.kv_cache
     if cache.num_usable_blocks < 1:
         raise ConfigError(

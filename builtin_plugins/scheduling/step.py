@@ -181,7 +181,6 @@ def make_record(tracker: RequestTracker, step: StepState, plan: SchedulerOutput)
 
 
 def _pop_freed_inputs(tracker: RequestTracker) -> Sequence[str]:
-    """Return and clear the freed encoder inputs that no plan has reported."""
     freed, tracker.unreported_freed_inputs = tracker.unreported_freed_inputs, []
     cache = tracker.context.encoder_cache
     return [*freed, *cache.take_freed()] if cache is not None else freed

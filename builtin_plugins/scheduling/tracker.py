@@ -49,7 +49,6 @@ class RequestTracker:
     """
 
     def __init__(self, context: SchedulerContext) -> None:
-        """Create a tracker without requests."""
         self.context = context
         self.limits = context.limits
         self.cache = context.kv_cache

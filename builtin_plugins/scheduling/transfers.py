@@ -87,7 +87,6 @@ def process_transfers(
 
 
 def _finish_loading(tracker: RequestTracker, request: SchedulerRequest) -> None:
-    """Move a request into the queue after its load has finished or failed."""
     tracker.cache.cache_arrived(request, request.num_computed_tokens)
     if request.skip_transfer:
         tracker.reset_progress(request)  # valid blocks are found again at its admission

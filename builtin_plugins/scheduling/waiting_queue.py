@@ -38,22 +38,18 @@ class WaitingQueue:
     """Waiting requests in the policy's order; ties: preempted requests first, then by arrival."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
-        """Create an empty queue."""
         self.policy = policy
         self._has_groups = "group" in policy.overridden
         self._groups: dict[Hashable, list[_Chunk]] = {}
         self._chunk_of: dict[str, _Chunk] = {}
 
     def __len__(self) -> int:
-        """Return the number of requests."""
         return len(self._chunk_of)
 
     def __contains__(self, request: SchedulerRequest) -> bool:
-        """Return whether a request is in the queue."""
         return request.request_id in self._chunk_of
 
     def __iter__(self) -> Iterator[SchedulerRequest]:
-        """Yield the requests, group by group."""
         for chunks in self._groups.values():
             for chunk in chunks:
                 yield from chunk.requests
@@ -132,7 +128,6 @@ class QueueCursor:
     """
 
     def __init__(self, queue: WaitingQueue, now: float) -> None:
-        """Rank the groups by their keys at `now`."""
         self._queue = queue
         self._now = now
         self._rest = {group: queue.in_order(group) for group in queue.groups()}

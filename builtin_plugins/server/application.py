@@ -297,14 +297,12 @@ class _Exchange:
         self._parts: list[bytes] = []
 
     async def receive(self) -> Message:
-        """Return the body, and then nothing any more."""
         body, self._body = self._body, None
         if body is None:
             await asyncio.Event().wait()
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(self, message: Message) -> None:
-        """Keep a part of the answer."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             self._headers = list(message["headers"])

@@ -174,12 +174,10 @@ class _Context:
     users: Application | None = None
 
     async def read(self, request: Request, type_: type[StructT]) -> StructT:
-        """Return the JSON body of a request, checked."""
         with without_limit():
             return await self.service.read_plain(request, type_)
 
     async def body_parts(self, request: Request, max_bytes: int) -> AsyncIterator[bytes, None]:
-        """Yield the body of a request as it comes in."""
         parts = self.service.receiver.parts(request, max_bytes)
         async with contextlib.aclosing(parts):
             while True:
@@ -190,27 +188,22 @@ class _Context:
                 yield part
 
     async def ask(self, client: Client, path: str, body: bytes) -> Response:
-        """Return the answer of a route of this server to a POST of JSON."""
         if self.users is None:
             raise RuntimeError("ask: the server has no routes yet, while its extensions are made")
         return await self.users.ask(client, path, body)
 
     def model(self, name: str | None) -> str:
-        """Return the name of the model for an answer."""
         return self.service.base_model(name)
 
     def check_prompt(self, *parts: Any, name: str = "prompt") -> None:
-        """Check the size of what a prompt is made of."""
         self.service.check_prompt(*parts, name=name)
 
     def options(self, request: Request, asked: Any) -> Any:
-        """Return the options of a request to the engine, within the bounds of who calls."""
         return self.service.extras(call_of(request), asked)
 
     async def while_connected(
         self, request: Request, work: Coroutine[Any, Any, T], *, generates: bool = False
     ) -> T:
-        """Return the result of work that is cancelled when the client goes."""
         with without_limit(), contextlib.closing(work):
             counted = self.service.counted(lambda: work) if generates else work
             return await while_connected(request, counted)

@@ -78,11 +78,7 @@ def _problem(cause: msgspec.DecodeError | UnicodeDecodeError) -> str:
 
 
 def _check_items(body: bytes, limit: int) -> None:
-    """Check how many values a body may hold, before memory is taken for them.
-
-    Raises:
-        AnswerError: it may hold more than the limit.
-    """
+    """Check how many values a body may hold, before memory is taken for them."""
     if len(body) * _BRACKET <= limit:
         return
     # In constant time per byte, unlike `count`.
@@ -107,7 +103,6 @@ def _too_deep(depth: int) -> AnswerError:
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    """Return whether plain data has more than `depth` levels."""
     level: list[Any] = [value]
     for _ in range(depth):
         items = [x.values() if isinstance(x, dict) else x for x in level]

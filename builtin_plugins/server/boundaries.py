@@ -34,7 +34,6 @@ class CheckedSend:
     """
 
     def __init__(self, send: Send) -> None:
-        """Pass messages to `send`."""
         self._send = send
         self.started = self.finished = False
 
@@ -65,7 +64,6 @@ class CheckedSend:
             self.finished = not message.get("more_body", False)
 
     async def _pass_on(self, message: Message) -> None:
-        """Pass a message of a WebSocket on."""
         kind = message["type"]
         if self.finished or (kind == "websocket.accept" and self.started):
             raise BrokenContractError("it went on after the end of its WebSocket")
@@ -96,7 +94,6 @@ class ErrorMiddleware:
     """Answers errors of the application inside, so that nothing outside sees them."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        """Wrap an application."""
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -201,7 +198,6 @@ class Endpoint:
     """An endpoint as an ASGI application; without starlette's own layers around `send`."""
 
     def __init__(self, route: Route) -> None:
-        """Call a route's endpoint."""
         self._route = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -222,7 +218,6 @@ class HandshakeExpected:
     """The answer to a request for the path of a WebSocket that does not open one."""
 
     def __init__(self, route: Route) -> None:
-        """Answer for a route."""
         self._path = route.path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
@@ -245,7 +240,6 @@ class PluginEndpoint:
     """The endpoint of a plugin's route as an ASGI application."""
 
     def __init__(self, owned: Owned, faults: ServerFaults) -> None:
-        """Call the endpoint of the route that the plugin adds."""
         self._owned, self._faults = owned, faults
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -297,7 +291,6 @@ async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None
 
 
 def _cut(error: BaseException, sent: CheckedSend) -> BaseException:
-    """Return the error to raise for one, which no answer can follow if one has begun."""
     if isinstance(error, Exception) and sent.started and not isinstance(error, ClientGoneError):
         return AnswerCutError()
     return error

@@ -123,7 +123,6 @@ def _run_workers(
     single: str | None,
     manager: ServiceManager,
 ) -> int:
-    """Serve with several worker processes."""
     from .serving import loop_factory  # noqa: PLC0415 - as above
     from .workers.processes import Supervisor  # noqa: PLC0415
 
@@ -158,8 +157,6 @@ def _serve_on_ray(
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the program as SIGINT does, with nothing left, until the server has it."""
-
     def end(number: int, frame: Any) -> None:  # noqa: ARG001
         raise SystemExit(_SIGNAL_CODE + number)
 
@@ -172,7 +169,6 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reloaded_by_sighup(keys: Stores) -> Iterator[None]:
-    """Let SIGHUP read the keys again instead of ending the program, until the server has it."""
     before = signal.signal(signal.SIGHUP, lambda number, frame: keys.reload())  # noqa: ARG005
     try:
         yield
@@ -242,7 +238,6 @@ def application(engine: AsyncGenerator, version: str, *, key: str | None = None)
 def _config(
     options: argparse.Namespace, config: EngineConfig, sources: ConfigSources
 ) -> tuple[EngineConfig, ConfigSources]:
-    """Return the configuration with the options of the command line."""
     given = {
         name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None
     }
@@ -264,7 +259,6 @@ def _config(
 
 
 def _paced(config: EngineConfig, file: str) -> dict[str, Any]:
-    """Return the fields of a configuration whose steps take the times of a file."""
     cost = "calibrated.json" if file == "calibrated" else file
     if not Path(cost).is_file():
         raise ConfigError(

@@ -141,12 +141,10 @@ def routes_of(
 
 
 def _shape(path: str) -> str:
-    """Return a path without the names of its parameters."""
     return re.sub(r"{\w+(:\w+)?}", lambda found: f"{{{found[1] or ':str'}}}", path)
 
 
 def _covers(own: Route, added: Route) -> bool:
-    """Return whether a route of the server would answer what another one is for."""
     if _shape(own.path) == _shape(added.path):
         return True
     pattern, _, _ = compile_path(own.path)
@@ -272,11 +270,6 @@ async def _encoded(
 
 
 def _object(body: Any) -> bytes:
-    """Return the JSON of a transform's result.
-
-    Raises:
-        BrokenContractError: it is no JSON object.
-    """
     if not isinstance(body, dict):
         raise BrokenContractError(f"it returned a {type(body).__name__}, expected a dict")
     try:

@@ -211,7 +211,6 @@ async def _call(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Return whether an error is how an extension refuses a request."""
     if isinstance(error, HTTPException):
         return not isinstance(error.status_code, int) or error.status_code >= 400
     return isinstance(error, RequestError)

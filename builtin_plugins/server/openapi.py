@@ -51,7 +51,6 @@ class OpenAPIRoute:
     """The route of the document."""
 
     def __init__(self, service: Service) -> None:
-        """Describe the routes of a server."""
         self._service = service
         self._document: bytes | None = None
 
@@ -154,7 +153,6 @@ def _allow_null(schema: dict[str, Any]) -> None:
 
 
 def _add_treatment(schema: dict[str, Any], type_: type[msgspec.Struct]) -> None:
-    """Add what sampling parameters mean, and the fields that are known and not used."""
     properties = schema.setdefault("properties", {})
     # Others have fields of the same names with other meanings.
     shared = attribute_docs(SamplingParams) if issubclass(type_, GenerationFields) else {}
@@ -207,7 +205,6 @@ def _of_plugins(
 
 
 def _moved(value: Any, prefix: str) -> Any:
-    """Return a schema whose references to its own definitions are to components."""
     if isinstance(value, dict):
         return {
             name: _REF + prefix + item.removeprefix("#/$defs/")
@@ -265,7 +262,6 @@ def _operation(route: Route, names: Mapping[type[msgspec.Struct], str]) -> dict[
 
 
 def _answer(route: Route) -> dict[str, Any]:
-    """Return the description of the answer to a request, without a type."""
     if route.websocket:
         return {"description": "The connection is a WebSocket from here on."}
     answer: dict[str, Any] = {"description": "The answer."}

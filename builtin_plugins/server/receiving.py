@@ -132,7 +132,6 @@ class BodyReceiver:
         return has_room
 
     async def _part(self, request: Request, deadline: float) -> tuple[bytes, bool]:
-        """Return the next part of a body, and whether there are more."""
         try:
             async with asyncio.timeout_at(deadline):
                 message = await request.receive()

@@ -238,7 +238,6 @@ class Service:
         return decode_object(body, self.settings.limits)
 
     def _plain(self, body: bytes, type_: type[T], *, is_shaped: bool = True) -> T:
-        """Return a body as it came, checked."""
         has_nulls = b"null" in body
         fields = self._decoded(body)
         return self._converted(fields, type_, has_nulls=has_nulls, is_shaped=is_shaped)
@@ -405,7 +404,6 @@ class Service:
 
         Raises:
             AnswerError: its key may give none.
-            RequestError: there is none.
         """
         path = "kv_transfer_params"
         if not client.kv_transfer:
@@ -417,11 +415,6 @@ class Service:
             )
 
     def _check_trace(self, client: Client, asked: Any) -> None:
-        """Check that a client may see how its tokens were chosen, if it asks for that.
-
-        Raises:
-            AnswerError: it may not.
-        """
         if client.trace or self.settings.trace:
             return
         for fields in (asked, getattr(asked, "sampling_params", None)):
@@ -567,7 +560,6 @@ def call_of(request: HTTPConnection) -> Call:
 
 
 def _characters(value: Any) -> int:
-    """Return the number of characters of all texts in plain data."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -576,11 +568,6 @@ def _characters(value: Any) -> int:
 
 
 def _scaled(adapter: LoRARequest | None, scale: float | None) -> LoRARequest | None:
-    """Return the adapter of a request with its scale.
-
-    Raises:
-        RequestError: there is a scale and no adapter.
-    """
     if scale is None:
         return adapter
     if adapter is None:
@@ -599,11 +586,6 @@ def _salt(of_client: str, asked: str | None) -> str | None:
 
 
 def _named_rank(call: Call) -> int | None:
-    """Return the number of the engine that a request's header names; None without one.
-
-    Raises:
-        RequestError: it is no number.
-    """
     if (text := call.headers.get(_RANK)) is None:
         return None
     if not (text.isascii() and text.isdecimal()) or len(text) > 4:

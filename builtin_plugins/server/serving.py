@@ -41,12 +41,10 @@ class _Listener(uvicorn.Server):
     """A uvicorn server whose signals somebody else handles, and whose TLS handshakes end."""
 
     def __init__(self, config: uvicorn.Config, handshake_seconds: float) -> None:
-        """Serve as configured."""
         super().__init__(config)
         self._handshake_seconds = handshake_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on sockets."""
         config = self.config
         connection: Any = config.http_protocol_class
         protocol = functools.partial(
@@ -206,7 +204,6 @@ class Serving:
             await self._service.engine.plugins.health()
 
     async def _end_requests(self) -> None:
-        """End the requests that run, and give them a moment to notify their clients."""
         load = self._service.load
         self._service.phase = ServerPhase.REFUSING
         if not load.num_own:
@@ -255,7 +252,6 @@ class Serving:
         self._end.set()
 
     def _has_unsent(self) -> bool:
-        """Return whether a client still has to read of an answer that is whole."""
         return any(
             isinstance(connection, ServerConnection)
             and connection.transport.get_write_buffer_size()

@@ -31,7 +31,6 @@ class Timed(Generic[T]):
     __slots__ = ("_check", "_coroutine")
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], check: Callable[[float], object]) -> None:
-        """Own a coroutine that has not begun."""
         self._coroutine, self._check = coroutine, check
 
     def __await__(self) -> Generator[Any, Any, T]:

@@ -110,7 +110,6 @@ class DraftModel(Speculator):
         return list(drafts.values())
 
     def _new_tokens(self, request: DraftRequest) -> list[int]:
-        """Cut the sequence to what it has in common with the text; return the rest of the text."""
         known: list[int] = request.state
         prompt, output = request.prompt_token_ids, request.output_token_ids
         length = len(prompt) + len(output)
@@ -130,7 +129,6 @@ class DraftModel(Speculator):
         fed: dict[str, tuple[DraftRequest, list[int]]],
         drafts: dict[str, list[int]],
     ) -> dict[str, int]:
-        """Compute new tokens of requests; return the token that each draws after them."""
         logits = self._model.extend({name: new for name, (_, new) in fed.items()})
         requests = [request for request, _ in fed.values()]
         positions = [len(r.output_token_ids) + len(drafts[r.request_id]) for r in requests]

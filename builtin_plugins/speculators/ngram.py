@@ -70,14 +70,12 @@ class NGramIndex:
     """
 
     def __init__(self, length: int) -> None:
-        """Index runs of `length` tokens; none yet."""
         self._length, self.num_prompt = length, 0
         self._tokens = array("i")
         self._latest: dict[tuple[int, ...], int] = {}  # of the token after each run
         self._before = array("i")  # the place before each place, -1 if there is none
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -107,7 +105,6 @@ class NGramIndex:
         return drafts
 
     def _best(self, longest: int) -> int | None:
-        """Return the place after the longest run that equals the last tokens."""
         tokens, size = self._tokens, len(self._tokens)
         place = self._latest.get(tuple(tokens[size - self._length :]), -1)
         best, best_length = None, 0

@@ -71,7 +71,6 @@ class Suffix(Speculator):
     options: Options
 
     def __init__(self, context: SpeculatorContext) -> None:
-        """Create the speculator without earlier outputs."""
         super().__init__(context)
         options = self.options
         self._depth = options.max_tree_depth
@@ -103,7 +102,6 @@ class Suffix(Speculator):
         return self.options.max_bytes if self.context.device.type == "cpu" else 0
 
     def _read(self, request: DraftRequest) -> None:
-        """Append new tokens of a request to its trees."""
         text: _RequestText = request.state
         if not text.num_tokens:
             text.append(text.prompt)
@@ -116,7 +114,6 @@ class Suffix(Speculator):
         text.num_kept = len(request.output_token_ids)
 
     def _draft(self, request: DraftRequest) -> tuple[list[int], float]:
-        """Return the drafts of a request, and their score."""
         text: _RequestText = request.state
         longest = self._depth - 1
         pattern = request.output_token_ids[-longest:]
@@ -202,7 +199,6 @@ class Outputs:
         self._outputs: deque[Output] = deque()  # in the order in which they began
 
     def __len__(self) -> int:
-        """Return the number of outputs."""
         return len(self._outputs)
 
     def append(self, output: Output, tokens: Sequence[int]) -> None:

@@ -48,11 +48,7 @@ class SuffixTree:
     """
 
     def __init__(self, depth: int) -> None:
-        """Make an empty tree.
-
-        Args:
-            depth: tokens of a suffix, at most.
-        """
+        """`depth`: tokens of a suffix, at most."""
         self.num_nodes = 0
         self.num_tokens = 0
         self._depth = depth
@@ -63,7 +59,6 @@ class SuffixTree:
         self._ends: deque[deque[_Node]] = deque()
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
         return len(self._texts)
 
     @property
@@ -89,7 +84,6 @@ class SuffixTree:
         self.num_tokens += len(tokens)
 
     def _advance(self, node: _Node, token: int, sequence: int, place: int) -> _Node:
-        """Return where a suffix ends that ended at a node, and goes on with a token."""
         child = node.children.get(token)
         if child is None:
             if node.count == 1:  # it is the only one that ends here; the root's count is 0
@@ -112,7 +106,6 @@ class SuffixTree:
         return child
 
     def _shorten(self, node: _Node, parent: _Node) -> None:
-        """Leave the first token of a node to a node above it, which has no other child."""
         node.start += 1
         node.length -= 1
         node.parent = parent
@@ -149,7 +142,6 @@ class SuffixTree:
         self._first += 1
 
     def _remove(self, text: Sequence[int], place: int) -> None:
-        """Remove the suffix of the oldest sequence that begins at a place."""
         node, end = self._root, min(place + self._depth, len(text))
         while place < end:
             child = node.children[text[place]]
@@ -191,7 +183,6 @@ class SuffixTree:
         return drafts, best
 
     def _find(self, pattern: Sequence[int]) -> tuple[_Node, int]:
-        """Return the node in which a pattern ends, and after how many of its tokens."""
         node, matched = self._root, 0
         for token in pattern:
             if matched == node.length:
@@ -207,7 +198,6 @@ class SuffixTree:
     def _follow(
         self, node: _Node, matched: int, limit: int, least: float
     ) -> tuple[list[int], float]:
-        """Return the tokens that most often follow those of a node, and their score."""
         found: list[int] = []
         probability, score = 1.0, 0.0
         while len(found) < limit:
@@ -224,7 +214,6 @@ class SuffixTree:
 
 
 def _limit(extent: Extent, length: int) -> int:
-    """Return how many tokens may be drafted after a pattern of a length."""
     return min(extent.limit, int(length * extent.factor) + extent.offset)
 
 

@@ -392,7 +392,6 @@ def engine_families(
 def _metrics(
     family: Family, model_name: str, engines: Mapping[int, EngineFigures], prefixes: Sequence[str]
 ) -> list[Any]:
-    """Return a metric of the engines, under each prefix."""
     labels = _LABELS if family.label is None else (*_LABELS, family.label)
     metrics = [
         family.kind(f"{prefix}:{family.name}", family.help, labels=labels) for prefix in prefixes

@@ -80,7 +80,6 @@ class Total:
     __slots__ = ("_last", "value")
 
     def __init__(self) -> None:
-        """Start at zero."""
         self._last = self.value = 0.0
 
     def follow(self, now: float) -> None:
@@ -99,12 +98,10 @@ class TierFigures:
     _TOTALS = tuple(name for name in KVTierStats.__struct_fields__ if name != "used_bytes")
 
     def __init__(self) -> None:
-        """Start without tiers."""
         self._tiers: dict[str, dict[str, Total]] = {}
         self.used_bytes: dict[str, int] = {}
 
     def __bool__(self) -> bool:
-        """Return whether there are any."""
         return bool(self._tiers)
 
     def follow(self, tiers: Mapping[str, KVTierStats]) -> None:
@@ -146,7 +143,6 @@ class EngineFigures:
     """
 
     def __init__(self) -> None:
-        """Start with an idle engine."""
         self.scheduler = SchedulerStats(
             num_running=0, num_waiting=0, kv_cache_usage=0.0, prefix_cache=PrefixCacheStats()
         )
@@ -247,7 +243,6 @@ class PluginFigures:
     """
 
     def __init__(self) -> None:
-        """Start without plugins."""
         self._totals: dict[str, defaultdict[str, Total]] = defaultdict(lambda: defaultdict(Total))
         self.quarantined: dict[str, float] = {}
         self.num_blocks: int | None = None

@@ -22,7 +22,6 @@ class LogSink(StatSink):
     contract = 1
 
     def __init__(self, context: StatSinkContext) -> None:
-        """Create a sink with all counters at zero."""
         super().__init__(context)
         self._since: float | None = None  # set by the first batch: loading the model does not count
         self._prompt_tokens = self._generation_tokens = 0

@@ -34,7 +34,6 @@ class PrometheusSink(StatSink, Collector):
     contract = 1
 
     def __init__(self, context: StatSinkContext) -> None:
-        """Create a sink with all counters at zero."""
         super().__init__(context)
         self._model_name = context.model_name or context.model
         self._prefixes = (OWN, *context.aliases)
@@ -87,7 +86,6 @@ class PrometheusSink(StatSink, Collector):
 
     @staticmethod
     def _schedulers(scheduler: SchedulerStats, index: int) -> Iterable[tuple[int, SchedulerStats]]:
-        """Return the state of each engine by its index, where `index` is that of a single one."""
         return scheduler.engines.items() if scheduler.engines else [(index, scheduler)]
 
     def _start(self) -> None:

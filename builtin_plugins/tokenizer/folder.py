@@ -284,11 +284,6 @@ def _add_around(
 
 
 def _through_transformers(path: Path) -> FastTokenizer:
-    """Return the tokenizer that transformers makes of other files.
-
-    Raises:
-        ModelError: it makes none.
-    """
     for entry in path.iterdir():
         if not entry.is_dir():
             regular_file(entry, f"{path.name}/{entry.name}")
@@ -329,7 +324,6 @@ def _check_growth(tokenizer: FastTokenizer, where: str) -> None:
 
 
 def _growth(part: Mapping[str, Any]) -> float:
-    """Return how many times longer a normalizer or decoder can make a text."""
     parts = [*part.get("normalizers", ()), *part.get("decoders", ())]
     growth = math.prod(map(_growth, parts))
     if part.get("type") == "Replace":

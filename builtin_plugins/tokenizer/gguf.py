@@ -85,11 +85,6 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _split(file: GGUFFile, path: Path) -> Split:
-    """Return how a text is split.
-
-    Raises:
-        ModelError: it is not known.
-    """
     pre = file.scalar("tokenizer.ggml.pre", str) or "default"
     if pre not in SPLITS:
         raise ModelError(

@@ -116,7 +116,6 @@ def _reaches_into(token: str, later: str) -> bool:
 
 
 def _is_of_library(tokenizer: FastTokenizer) -> bool:
-    """Return whether all parts are the library's own, which read each piece of a text by itself."""
     try:
         for part in (tokenizer.normalizer, tokenizer.pre_tokenizer):
             if part is not None:

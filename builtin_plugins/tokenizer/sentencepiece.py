@@ -117,11 +117,7 @@ def _signed(value: int) -> int:
 
 
 def _fields(data: Any) -> Iterator[tuple[int, Any]]:
-    """Yield number and value of each field of a message: an integer, or bytes.
-
-    Raises:
-        ValueError: it is no message.
-    """
+    """Yield number and value of each field of a message: an integer, or bytes."""
     if not isinstance(data, bytes):
         raise ValueError(f"a field is {data!r}, and no message")
     at = 0

@@ -33,7 +33,6 @@ class TokenTexts(dict[int, str | None]):
     """
 
     def __init__(self, tokenizer: FastTokenizer, *, skip_special_tokens: bool) -> None:
-        """Create an empty cache."""
         super().__init__()
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
@@ -114,7 +113,6 @@ class TokenStream:
     """Decode stream for any tokenizer, with the prompt's last tokens as context."""
 
     def __init__(self, texts: TokenTexts, prompt: Sequence[int]) -> None:
-        """Start after the prompt."""
         self._texts = texts
         self._pending: list[int] = []
         tail = list(prompt[-_PRIMING_TOKENS:])

@@ -207,7 +207,6 @@ class TransformersTokenizer(Tokenizer):
         return _up_to_end_mark(text) if continue_final_message else text
 
     def _template_for(self, tools: object) -> str | None:
-        """Return the template of a conversation that names none."""
         found = self._templates
         return (found.get(_WITH_TOOLS) if tools else None) or found.get(DEFAULT_TEMPLATE)
 
@@ -270,7 +269,6 @@ def _up_to_end_mark(text: str) -> str:
 
 
 def _span(texts: Sequence[int | None], text: int) -> range:
-    """Return the positions of the tokens of a text, given the text of each token."""
     if text not in texts:
         return _span(texts, text - 1)[:0] if text else range(0)
     start = texts.index(text)

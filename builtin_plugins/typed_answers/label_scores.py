@@ -129,7 +129,6 @@ async def score_labels(
 
 
 def _rows(prompts: Sequence[LabelledPrompt]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the prompt of each row, and the tokens whose log-probabilities it reads."""
     for prompt in prompts:
         for beginning, tokens in prompt.followers().items():
             yield [*prompt.token_ids, *beginning], tokens

@@ -108,7 +108,6 @@ class SystemOne:
     """
 
     def __init__(self, server: ServerContext) -> None:
-        """Use the engine of a server."""
         self._server = server
         self._label_tokens: dict[tuple[str, str], Tokens] = {}
 
@@ -209,7 +208,6 @@ class SystemOne:
         return found
 
     async def _tokens_after(self, context: str, label: str) -> Tokens:
-        """Return the tokens of a label after a text; none if the text then has other tokens."""
         key = context, label
         if key not in self._label_tokens:
             if len(self._label_tokens) >= _MOST_LABELS:

@@ -79,12 +79,10 @@ class BatchQueue:
     """The batches under way, in the order in which they were scheduled; their number is limited."""
 
     def __init__(self, depth: int) -> None:
-        """Start empty, with room for `depth` batches."""
         self._depth = depth
         self._batches: deque[Batch] = deque()
 
     def __len__(self) -> int:
-        """Return the number of batches under way."""
         return len(self._batches)
 
     @property

@@ -200,11 +200,9 @@ class _BlockHashes:
         self._function: Callable[[Request, int], Sequence[bytes]] | None = None
 
     def set(self, function: Callable[[Request, int], Sequence[bytes]]) -> None:
-        """Use `function`, of the KV cache."""
         self._function = function
 
     def __call__(self, request: Request, num_blocks: int) -> Sequence[bytes]:
-        """Return the hashes of at least the first blocks of a request."""
         assert self._function is not None, "there is no KV cache yet"
         return self._function(request, num_blocks)
 
@@ -219,7 +217,6 @@ def _open_kv_events(plugins: PluginSet, faults: StepFaults, rank: int) -> KVEven
 def _build_eviction(
     plugins: PluginSet, faults: StepFaults, blocks: BlockMetadata, clock: Clock
 ) -> tuple[EvictionPolicy, Eviction]:
-    """Return the eviction policy, and the eviction that calls it and catches its faults."""
     entry = plugins.one("eviction_policies")
     history = blocks.start_history
     policy = plugins.create(entry, EvictionContext, blocks=blocks, history=history, clock=clock)
@@ -409,7 +406,6 @@ def _scheduler_limits(
 
 
 def _build_recorder(hooks: HookSet, faults: StepFaults) -> RecordStep | None:
-    """Return the receiver of step records, None if no hook is registered for them."""
     if not hooks.has("step_planned"):
         return None
     hooks.route(

@@ -35,7 +35,6 @@ class EngineCore(EngineUtilities):
     """
 
     def __init__(self, parts: EngineCoreParts) -> None:
-        """Own the parts; `close` closes them."""
         self._parts = parts
         self._scheduler = parts.scheduler
         self._executor = parts.executor

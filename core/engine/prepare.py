@@ -202,11 +202,6 @@ def _is_model_config(found: object) -> bool:
 def _implementation(
     name: str, config: EngineConfig, plugins: PluginSet, loader: WeightLoader
 ) -> str:
-    """Return the name of the `models` plugin that computes an architecture.
-
-    Raises:
-        ModelError: none does.
-    """
     if not isinstance(name, str):
         source = plugins.get("loaders", loader.name).source
         raise PluginFaultError(
@@ -241,11 +236,6 @@ def _implementation(
 
 
 def _check_use(config: EngineConfig, plugins: PluginSet, config_sources: ConfigSources) -> None:
-    """Check that there is the scheme that the configuration names.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
     use = config.quantization.use
     if use in ("auto", "none") or plugins.find("quantizations", use) is not None:
         return

@@ -29,7 +29,6 @@ class RequestCheck:
 
         Args:
             vocab_size: one more than the largest token id.
-            engine_index: index of the engine that the requests are for.
             used: optional fields that step parts make use of, and check.
             processors: classes of the enabled logits processors, by name.
         """

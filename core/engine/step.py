@@ -293,7 +293,6 @@ class StepRunner:
         return self._executor.sample_tokens(plan, self._step_parts.mask(plan))
 
     def _part_awaiting_results(self, plan: SchedulerOutput) -> str | None:
-        """Return the part whose masks of a plan need results that are under way; None if none."""
         needed_by = self._step_parts.needs_results(plan)
         delayed = self._batches.delays(plan, needed_by)
         return needed_by[delayed[0]] if delayed else None

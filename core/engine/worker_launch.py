@@ -108,7 +108,6 @@ class WorkerLauncher:
     """Makes the launches of an engine's workers, and the processes for them."""
 
     def __init__(self, spec: WorkerSpec, config_sources: ConfigSources, activity: Activity) -> None:
-        """Make nothing yet; `close` removes what was made."""
         self._spec = spec
         self._config_sources = config_sources
         self._worker_activity = activity
@@ -179,7 +178,6 @@ class _ChildWorker(ChildProcess):
 
     @property
     def label(self) -> str:
-        """The rank and the process id, for messages."""
         return f"{self.what} of rank {self.rank} (pid {self.pid})"
 
 
@@ -197,10 +195,8 @@ class LaunchedWorker:
         """Start the process.
 
         Args:
-            launch: launch message of the worker.
             run: the executor's function.
             pass_fds: descriptors that it gets.
-            manifest: manifest of the plugins.
             folder: folder that the process removes, if this one ends without doing so.
         """
         references = [entry.value for entry in manifest.tree() if _is_needed(entry)]

@@ -67,7 +67,6 @@ class LLMEngine(EngineOwner):
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        """Own the parts; `close` closes them."""
         super().__init__(parts)
         self._client = parts.client
         self._fallbacks: dict[str, StepFault] = {}
@@ -372,7 +371,6 @@ class LLMEngine(EngineOwner):
             self._release()
 
     def _call_observers(self, call: Callable[[], None]) -> None:
-        """Call the observers of outputs; end the engine if a fault is to end it."""
         try:
             call()
         except PluginFaultError as error:

@@ -87,7 +87,6 @@ class BlockHashes:
         self._by_request.pop(request, None)
 
     def __len__(self) -> int:
-        """Return the number of requests that have hashes."""
         return len(self._by_request)
 
     def _extend(self, request: Request, hashes: list[bytes]) -> None:
@@ -105,7 +104,6 @@ class BlockHashes:
 
         Args:
             parent: hash of the block before the first.
-            tokens: tokens of the blocks.
             blocks: their indices, for `extras`.
             extras: extra keys, by index.
         """

@@ -106,7 +106,6 @@ class BlockPool:
         """Start with every block empty.
 
         Args:
-            num_blocks: number of blocks of the pool.
             num_groups: each has an index of its own.
             null_block: whether block 0 is the null block.
             num_states: how many of the blocks are states.

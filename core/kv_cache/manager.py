@@ -340,7 +340,6 @@ class BlockManager:
         return states <= free - kept and keys <= pool.num_free - free - (reserved - kept)
 
     def _append(self, blocks: _RequestBlocks, count: int) -> list[list[int]]:
-        """Append `count` new blocks to each table; return them."""
         new = []
         for group, table in zip(self.groups, blocks.tables, strict=True):
             real = min(count, 2) if (states := group.has_states) else count
@@ -418,7 +417,6 @@ def _longest_prefix(
     that the first token after the prefix sees; in place of the others comes the null block.
 
     Args:
-        groups: groups of the cache.
         indices: per group, hash to block id.
         hashes: hashes of the request's blocks.
         limit: longest prefix to consider, in blocks.
@@ -464,7 +462,6 @@ def _common_length(
     length: int,
     block_size: int,
 ) -> int:
-    """Shorten `length` until every windowed group has the blocks that its window sees there."""
     windows = [
         (-(-(spec.window - 1) // block_size), index)
         for spec, index in zip(groups, indices, strict=True)

@@ -239,7 +239,6 @@ def load_weights(
 
 
 def _cache_key(spec: WorkerSpec, model: Model) -> str | None:
-    """Return the key of a model's packed weights; None if they are not kept."""
     entries = [
         spec.plugins.get("loaders", spec.loader.name),
         spec.plugins.get("models", spec.model_config.model_plugin),

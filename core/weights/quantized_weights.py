@@ -63,9 +63,6 @@ class QuantizedWeights:
         """Find the scheme that the configuration names.
 
         Args:
-            config: the engine's.
-            model: model that loads the weights.
-            cuts: cuts of its weights, by name.
             scheme: builds a scheme by its name; returns it and its source.
             whole: all stages of the model, where `model` is one of several. It is not kept.
 
@@ -252,11 +249,6 @@ class QuantizedWeights:
                 )
 
     def _check_is_matrix(self, name: str, weight: QuantizedWeight) -> None:
-        """Check that a stored matrix is one of the model's.
-
-        Raises:
-            ModelError: the model needs no matrix there.
-        """
         whole = tuple(self._shapes[name])
         if len(whole) != 2:
             raise ModelError(
@@ -266,11 +258,6 @@ class QuantizedWeights:
             )
 
     def _scheme_of_weight(self, name: str, scheme: str) -> Scheme:
-        """Return a scheme that a loader names.
-
-        Raises:
-            ModelError: there is none of that name.
-        """
         try:
             return self._scheme(scheme)
         except PluginNotFoundError as cause:
@@ -303,11 +290,6 @@ class QuantizedWeights:
         )
 
     def _check_skip(self, whole: Model) -> None:
-        """Check that each pattern of `quantization.skip` names a weight.
-
-        Raises:
-            ConfigError: one names none.
-        """
         for pattern in self._config.skip:
             if any(self._matches(name, pattern) for name in self.whole_shapes):
                 continue
@@ -349,11 +331,6 @@ class QuantizedWeights:
         self._model.load_quantized(calls.name, matrix)
 
     def _check_estimate(self, matrix: QuantizedMatrix, scheme: str) -> None:
-        """Check that the memory of a matrix that is no codes was not estimated as that of codes.
-
-        Raises:
-            PluginFaultError: it was.
-        """
         component, source = self._scheme(scheme)
         if component.own_linear or isinstance(matrix, DenseMatrix):
             return
@@ -416,7 +393,6 @@ class QuantizedWeights:
 
 
 def _tied_table(shapes: Mapping[str, Sequence[int]], vocab_size: int) -> str | None:
-    """Return the name of the embedding's table if it is the head, too."""
     tables = [name for name, shape in shapes.items() if tuple(shape[:1]) == (vocab_size,)]
     return tables[0] if len(tables) == 1 and _HEAD not in shapes else None
 

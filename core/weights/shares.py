@@ -116,7 +116,6 @@ def _fitting_sizes(create: Callable[[Parallel], Model], parallel: Parallel, coun
 
     Args:
         create: builds the model, which takes long for one of many layers.
-        parallel: parallelism of another size.
         count: number of the parts that are to be divided, or copied to several ranks.
     """
     deadline, fitting, largest = time.monotonic() + _SEARCH_S, list[str](), _MAX_SIZE

@@ -164,7 +164,6 @@ class InputBatch:
         self._updates = BatchUpdateBuilder()
 
     def __len__(self) -> int:
-        """Return the number of requests."""
         return len(self._row_of)
 
     def add(

@@ -62,17 +62,7 @@ class ModelRunner:
         ranks: Ranks,
         device: torch.device,
     ) -> None:
-        """Create a runner that has no cache yet.
-
-        Args:
-            model: model whose weights are loaded.
-            calls: call the model's methods.
-            attention: backend of the model's layers.
-            ops: operations of the model's layers.
-            sampling: chooses the tokens; None in a rank that does not sample.
-            ranks: ranks that share the model.
-            device: device of the model.
-        """
+        """`sampling`: chooses the tokens; None in a rank that does not sample."""
         self.model = model
         self._calls, self.attention = calls, attention
         self._sampling, self._ranks = sampling, ranks
@@ -178,7 +168,6 @@ class ModelRunner:
         """Return the hidden states of a step; those of a repeated one are overwritten by the next.
 
         Args:
-            step: to compute.
             before: hidden states of the stage before.
             routed: gets the experts of the tokens.
         """
@@ -220,7 +209,6 @@ class ModelRunner:
         return output
 
     def _receive_experts(self, step: StepInput) -> torch.Tensor | None:
-        """Return the experts of the stages before, with room for this one's; None if not asked."""
         size, ranks = self.model.routed_experts, self._ranks
         is_asked = any(request.params.routed_experts for request in step.requests)
         if size is None or not is_asked or ranks.parallel.tensor.rank:  # all ranks choose the same
@@ -303,9 +291,6 @@ class ModelRunner:
         Args:
             hidden: hidden states of all tokens of the step.
             last: int64 [requests]; the row of each request's last token.
-            requests: requests that get a token.
-            output: gets the tokens.
-            bitmask: tokens that grammars allow.
         """
         assert self._sampling is not None
         sampled = self._sampling.run(

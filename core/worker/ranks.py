@@ -45,8 +45,6 @@ class Ranks:
         """Meet no rank yet.
 
         Args:
-            config: how many there are.
-            rank: in the engine.
             placement: placement of all ranks; None if there is one.
             asynchronous: whether steps are planned ahead.
         """

@@ -35,8 +35,6 @@ class ReloadedModel:
         """Read nothing yet.
 
         Args:
-            spec: spec of the worker as it is.
-            loader: returns the loader of the weights.
             plan: builds the model without weights.
             use: lets the worker run with the model, of which this is the spec then.
         """
@@ -91,11 +89,6 @@ class ReloadedModel:
 
 
 def _check_memory(planned: PlannedModel) -> None:
-    """Check that there is memory for the weights in addition to those in use.
-
-    Raises:
-        ModelError: there is not.
-    """
     needed, limit = planned.estimate.weights, planned.estimate.limit
     if needed > limit.available:
         raise ModelError(

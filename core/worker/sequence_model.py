@@ -40,7 +40,6 @@ class LoadedSequences:
         """Load the model.
 
         Args:
-            spec: spec of the model.
             num_tokens: tokens of all sequences together.
 
         Raises:
@@ -213,11 +212,6 @@ def model_opener(spec: WorkerSpec) -> Callable[..., LoadedSequences]:
 
 
 def _check_tokens(spec: WorkerSpec, further: WorkerSpec) -> None:
-    """Check that token ids stand for the same texts in a further model.
-
-    Raises:
-        ModelError: one does not.
-    """
     path = spec.config.tokenizer.path
     own = find_files(path, "tokenizer.path") if path else spec.loader.context.files
     files = further.loader.context.files

@@ -81,8 +81,6 @@ class LocalWorker:
         """Store the spec; `load_model` builds the model.
 
         Args:
-            spec: what to build.
-            activity: records the methods of plugins that run.
             on_forward: see `WorkerLaunch`.
             settings: restores torch's settings after a step; None restores all of them.
         """
@@ -393,7 +391,6 @@ class LocalWorker:
             self.initialize_cache(self._num_blocks)
 
     def _prepare_again(self, loader: Callable[[], WeightLoader]) -> ReloadedModel:
-        """Return the model once more, to be read with the weights of another loader."""
         assert self._spec is not None
         ops, backend = self.runner.ops, self.runner.attention.backend
         plan = functools.partial(self._plan_model, ops=ops, backend=backend)

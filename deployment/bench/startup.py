@@ -126,7 +126,6 @@ def _spreads(runs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Any
 
 
 def _start(plan: StartupPlan, config: EngineConfig, caches: Caches) -> dict[str, dict[str, float]]:
-    """Start an engine once; return seconds by stage and bytes by process."""
     settings, environment = [*plan.settings], dict(os.environ)
     if plan.model is not None:
         settings.append(f"model={json.dumps(plan.model)}")
@@ -184,7 +183,6 @@ def start_once(
 
 
 def _forget(model: str) -> None:
-    """Ask the system to drop the content of a model's files from memory."""
     path = find_files(model).path
     files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
     for file in files:

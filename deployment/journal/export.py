@@ -90,7 +90,6 @@ def _details(one: _Exported) -> dict[str, Any]:
 
 
 def _collected(journal: Journal) -> dict[str, _Exported]:
-    """Return the requests by id, with the figures that events have of them."""
     found: dict[str, _Exported] = {}
     start = journal.header.clock
     for before, now, event in journal.events():
@@ -106,7 +105,6 @@ def _milliseconds(seconds: float) -> float:
 
 
 def _note(found: dict[str, _Exported], event: Event, time: float) -> None:
-    """Note the figures of known requests in an event."""
     for plan in event.plans:
         for row in plan.new:
             if (one := found.get(row.request_id)) is not None and one.cached is None:
@@ -136,7 +134,6 @@ class _Blocks:
         self._numbers: dict[bytes, int] = {}
 
     def ids(self, request: EngineCoreRequest) -> list[int]:
-        """Return the numbers of a prompt's blocks, the last of which may be smaller."""
         size, tokens = self._size, request.prompt_token_ids
         extras = extra_keys(request, 0, -(-len(tokens) // size), size)
         known = tokens if request.prompt_embeds is None else _with_embeddings(request)

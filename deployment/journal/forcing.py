@@ -50,7 +50,6 @@ class _Outputs:
         self._ends: dict[int, dict[str, int]] = {}  # of what each plan under way computes
 
     def live_at(self, keyframe: Keyframe) -> None:
-        """Take the outputs that live requests have."""
         for live in keyframe.live:
             request = request_of(live.arrival)
             self._prompts.setdefault(request.request_id, len(request.prompt_token_ids))
@@ -58,7 +57,6 @@ class _Outputs:
             outputs.update(enumerate(live.output_token_ids))
 
     def after(self, event: Event) -> None:
-        """Take what an event has."""
         for arrival in event.arrivals if event.failure is None else ():
             request = request_of(arrival)
             given = () if request.resumed is None else request.resumed.output_token_ids
@@ -142,7 +140,6 @@ class ForcedRun:
         self._run.compare_failures(self._number, step, None)
 
     def _begin_at(self, keyframe: Keyframe) -> None:
-        """Add the requests of a keyframe, with what they have generated."""
         for change in keyframe.changes:
             self._run.call(change)
         for live in keyframe.live:
@@ -164,7 +161,6 @@ class ForcedRun:
         self._counts[name] = len(resumed.output_token_ids) if resumed is not None else 0
 
     def _play(self, event: Event) -> bool:
-        """Make the call of an event; return whether it was a step that raised."""
         self._player.begin(self._number, event)
         if event.call == "step":
             if event.late_aborts:
@@ -185,7 +181,6 @@ class ForcedRun:
         return False
 
     def _step(self, event: Event) -> bool:
-        """Run a step; return whether it raised, which is compared with the error of an event."""
         found: list[Outputs] = []
         failure = failure_of(lambda: found.append(self._core.step()[0]))
         if failure is None:
@@ -223,7 +218,6 @@ class ForcedRun:
         self._player.differ(Difference(self._number, None, what, name, str(recorded), str(own)))
 
     def _force(self, name: str, tokens: list[int]) -> None:
-        """Let a request go on with the journal's tokens."""
         self._core.abort_requests([name])
         self._counts.pop(name, None)
         if len(tokens) < len(self._recorded[name]):

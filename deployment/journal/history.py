@@ -69,7 +69,6 @@ class _History:
         self._is_over = False
 
     def lines(self, event: Event, request_id: str) -> Iterator[str]:
-        """Yield what an event did to the request."""
         if self._is_over:
             return
         if event.call == "abort" and (event.request_ids is None or request_id in event.request_ids):

@@ -107,7 +107,6 @@ class Player:
             self.difference = difference
 
     def _pop(self, channel: str) -> Any:
-        """Return the next item of a channel; None after the last one."""
         if not self.is_exact and channel != "clock":
             return None
         index, items = self._next.get(channel, 0), getattr(self._event, channel)
@@ -239,7 +238,6 @@ class Player:
         failure: Failure,
         read: Callable[[], ModelRunnerOutput | None],
     ) -> ModelRunnerOutput | None:
-        """Return the result of an executor here that raised when it was recorded."""
         recorded = f"{failure.kind}: {failure.text}"
         try:
             own = read()
@@ -298,13 +296,7 @@ class PlayedInputs(EngineInputs):
     def __init__(
         self, player: Player, check: Callable[[PlayedInputs], None], spec: WorkerSpec
     ) -> None:
-        """Begin to play, before anything is loaded.
-
-        Args:
-            player: the tape.
-            check: raises an error if the journal cannot be played here.
-            spec: specification of the workers.
-        """
+        """`check`: raises an error if the journal cannot be played here."""
         super().__init__(spec)
         self.player = player
         self.build: Build = build_of(spec)

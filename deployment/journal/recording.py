@@ -159,7 +159,6 @@ class RecordedCore(EngineCore):
     def __init__(
         self, parts: EngineCoreParts, recorder: Recorder, writer: JournalWriter | RingWriter
     ) -> None:
-        """Own the parts, and the writer."""
         super().__init__(parts)
         self._recorder, self._writer = recorder, writer
         self._encoder = Encoder(inline_below=1 << 30)
@@ -180,7 +179,6 @@ class RecordedCore(EngineCore):
 
     @contextlib.contextmanager
     def _recorded(self, event: Event) -> Iterator[Event | None]:
-        """Record a call; None within another one."""
         if self._is_off:
             yield None
             return
@@ -204,7 +202,6 @@ class RecordedCore(EngineCore):
     def _recorded_step(
         self, late_aborts: Callable[[], Sequence[str]] = tuple
     ) -> tuple[Outputs, bool]:
-        """Run a step, and record it."""
         if self._is_off:
             return self._plain_step(late_aborts)
         if not self.has_requests():  # a step would change nothing, and polls would fill the file
@@ -232,7 +229,6 @@ class RecordedCore(EngineCore):
         return outputs, executed
 
     def _ended(self, outputs: Outputs) -> list[RequestEnd]:
-        """Return the ends that outputs report; forget these requests."""
         ended = []
         for message in outputs.values():
             for output in message.outputs:
@@ -285,7 +281,6 @@ class RecordedCore(EngineCore):
             raise RequestError(f"{what}: engine.journal cannot record it: {cause}") from None
 
     def _keep(self, arrivals: list[Arrival]) -> None:
-        """Keep requests that were added, for keyframes, the one after this event included."""
         if self._writer.has_keyframes:
             self._arrivals |= {arrival.request_id: arrival for arrival in arrivals}
 
@@ -344,7 +339,6 @@ class RecordedCore(EngineCore):
             self._changed = self._changing
 
     def _keyframe(self) -> Keyframe:
-        """Return the state now, from which a replay can begin."""
         now = self._scheduler.context.clock()
         live = [
             LiveState(
@@ -366,7 +360,6 @@ class RecordedCore(EngineCore):
 
 
 def _recorded_utility(name: str) -> Callable[..., Any]:
-    """Return the method of a RecordedCore that runs a control call and records it."""
     declared = UTILITIES[name]
 
     @functools.wraps(declared.run)
@@ -386,7 +379,6 @@ class RecordedInputs(EngineInputs):
     """Records all that passes, into the file of `engine.journal`."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        """Begin to record."""
         super().__init__(spec)
         self._recorder = Recorder()
         self._build = build_of(spec)

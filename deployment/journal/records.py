@@ -375,7 +375,6 @@ class Compact:
     """Leaves out of plans and results what the ones before had; `expand` puts it back."""
 
     def __init__(self) -> None:
-        """Begin with nothing before."""
         self._scheduled: dict[str, int] = {}
 
     def shrink(self, event: Event) -> Event:

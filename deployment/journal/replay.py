@@ -65,7 +65,6 @@ def replay(path: Path | str, *, anyway: bool = False, until: int | None = None) 
 
 
 def _early_end(journal: Journal) -> list[str]:
-    """Return why a journal ends before its engine did, if it does."""
     if journal.end is None:  # the replay may have stopped before it
         deque(journal.records(), maxlen=0)
     if (end := journal.end) is None:
@@ -130,7 +129,6 @@ class JournalFile:
         """Name the file; what is called reads it.
 
         Args:
-            path: path of the file.
             anyway: whether to use what is before damage, and what another build, model or set of
                 plugins recorded.
         """

@@ -205,7 +205,6 @@ def replay_config(header: JournalHeader) -> EngineConfig:
 
 
 def _names_of(header: JournalHeader, kinds: Collection[str]) -> set[str]:
-    """Return the names by which a configuration means plugins of some kinds, and no others."""
     entries = list(header.manifest.tree())
     others = {entry.name for entry in entries if entry.kind not in kinds}
     own = [entry for entry in entries if entry.kind in kinds]
@@ -368,7 +367,6 @@ class Run:
             self._answered.add(arguments)
 
     def _await(self, method: str, poll: Callable[[], Any]) -> None:
-        """Poll until there is nothing more to wait for, or it raises."""
         waiting: list[Any] = []
 
         def is_done() -> bool:

@@ -62,7 +62,6 @@ class TapedGates:
     """The gates of step parts, whose answers pass a tape; see `Gates` of the contract."""
 
     def __init__(self, gates: Gates, tape: Tape) -> None:
-        """Ask `gates`."""
         self._gates, self._tape = gates, tape
         self.holds, self.lacks = gates.holds, gates.lacks
         self.acquire, self.release = gates.acquire, gates.release
@@ -76,7 +75,6 @@ class TapedTransfers:
     """The loads and saves of a step part, whose answers pass a tape; see `BlockTransfers`."""
 
     def __init__(self, transfers: PartTransfers, tape: Tape) -> None:
-        """Ask `transfers`."""
         self._transfers, self._tape = transfers, tape
         self.request_finished = transfers.request_finished
 
@@ -100,7 +98,6 @@ class TapedFuture(Future[Any]):
     """The result of a call of an executor, which passes a tape when the engine takes it."""
 
     def __init__(self, inner: Future[Any], plan: SchedulerOutput, tape: Tape) -> None:
-        """Stand for `inner`."""
         super().__init__()
         self._inner, self._plan, self._tape = inner, plan, tape
 
@@ -127,7 +124,6 @@ class TapedExecutor(Executor):
     contract = 2
 
     def __init__(self, inner: Executor, tape: Tape) -> None:
-        """Call `inner`, which is started."""
         super().__init__(inner.context)
         self._inner, self._tape = inner, tape
 

@@ -42,7 +42,6 @@ class JournalWriter:
         Args:
             path: path of the file.
             most_bytes: the journal ends before it is larger.
-            header: the first record.
 
         Raises:
             JournalError: the file cannot be created.
@@ -118,7 +117,6 @@ class JournalWriter:
             os.close(self._descriptor)
 
     def _write_next(self) -> None:
-        """Write what waits, or what comes next."""
         pieces = [self._bytes_of(self._queue.get())]
         if pieces[0]:
             time.sleep(_GATHER_S)
@@ -132,7 +130,6 @@ class JournalWriter:
         self._release()
 
     def _bytes_of(self, item: bytes | threading.Event | None) -> bytes:
-        """Return the bytes to write of an item, and note what else it is."""
         if isinstance(item, bytes):
             return item
         if item is None:
@@ -215,11 +212,6 @@ class RingWriter:
 
 
 def _create(path: Path) -> int:
-    """Return the descriptor of a new file that only its owner can read.
-
-    Raises:
-        JournalError: it cannot be created.
-    """
     try:
         with contextlib.suppress(FileNotFoundError):
             os.replace(path, path.with_name(path.name + ".previous"))

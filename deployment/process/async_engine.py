@@ -46,7 +46,6 @@ class AsyncEngine(WatchedEngine):
     """Joins frontend and engine process in an event loop: the calls of AsyncLLM."""
 
     def __init__(self, parts: EngineParts, bridge: EventLoopBridge) -> None:
-        """Own the parts, as WatchedEngine; `close` closes them."""
         super().__init__(parts, bridge)
         self._send_queue = SendQueue()
         self._request_ids = itertools.count()

@@ -136,7 +136,6 @@ class _Started:
     def open(
         self, open_client: OpenRemoteClient, sink: Sink | None, prepared: PreparedEngine
     ) -> tuple[EngineCoreClient, CacheSize]:
-        """Launch the engine; return its client and the size of its KV cache."""
         spec = prepared.spec
         start = EngineStart(
             config=spec.config,

@@ -83,7 +83,6 @@ class EngineProcess(ChildProcess):
         channel: socket.socket,
         output: ErrorOutput | None = None,
     ) -> None:
-        """Take over a child and the parent's end of its launch socket, both from `spawn`."""
         super().__init__(popen, channel, output)
         self.activity: Activity | None = None
 

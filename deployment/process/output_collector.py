@@ -123,7 +123,6 @@ class CallCollector:
     """The last outputs of the requests of one call. For the thread of one event loop."""
 
     def __init__(self, count: int) -> None:
-        """Wait for the outputs of `count` requests."""
         self._outputs: list[AnyOutput | None] = [None] * count
         self._missing = count
         self._error: Exception | None = None

@@ -239,7 +239,6 @@ class WatchedEngine(EngineOwner):
         self._watch_deadlines()
 
     def _report(self) -> bool:
-        """Call `report` of the observers; return whether there will be more to report."""
         is_open = self._lifecycle.state is not EngineState.CLOSED
         try:
             if is_open:

@@ -36,7 +36,6 @@ class LastActivity(Activity):
     """Activity of an engine when it died, as its replica has reported it."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         super().__init__()
         self._last = Snapshot()
 
@@ -157,7 +156,6 @@ class ServeClient(OneEngine, UtilityCalls):
         return attempt
 
     async def _read(self, run: _ClientCall, frames: Frames) -> None:
-        """Hand on the outputs of a call until all its requests have ended."""
         try:
             async with contextlib.aclosing(
                 self._fleet.stream(self.replica, "run", frames)
@@ -232,7 +230,6 @@ class ServeClient(OneEngine, UtilityCalls):
             self._fleet.give_back(self.replica)
 
     def _die(self, error: Exception, *, was_killed: bool) -> bool:
-        """Notify the sink, once; return whether this was the first time."""
         with self._lock:
             if self._error is not None or self._is_closed:
                 return False

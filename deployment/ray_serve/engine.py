@@ -62,7 +62,6 @@ class _Run:
         self._changed.set()
 
     async def next(self) -> EngineCoreOutputs | EngineDeath | None:
-        """Return the next outputs, or the death of the engine; None after the last output."""
         while (outputs := self._outputs.pop()) is None:
             if self.death is not None:
                 return self.death
@@ -80,7 +79,6 @@ class EngineReplica:
     """
 
     def __init__(self) -> None:
-        """Wait for the ingress."""
         self._client: ProcessClient | None = None
         self._death: EngineDeath | None = None
         self._died_at = 0.0
@@ -126,7 +124,6 @@ class EngineReplica:
             await asyncio.to_thread(client.close)
 
     def _receive(self, number: int, item: EngineCoreOutputs | Exception) -> None:
-        """Hand on what the engine sends."""
         if number != self._num_opened:
             return
         if isinstance(item, Exception):
@@ -141,7 +138,6 @@ class EngineReplica:
             self._reported.set()
 
     def _by_run(self, item: EngineCoreOutputs) -> dict[_Run, EngineCoreOutputs]:
-        """Return the outputs of each call in flight."""
         by_run: dict[_Run, EngineCoreOutputs] = {}
         for output in item.outputs:
             if (run := self._runs.get(output.request_id)) is not None:
@@ -185,7 +181,6 @@ class EngineReplica:
             self._end(run, {request.request_id for request in requests})
 
     async def _begin(self, run: _Run, requests: list[EngineCoreRequest]) -> None:
-        """Send requests to the engine."""
         for request in requests:
             self._runs[request.request_id] = run
             before = len(request.resumed.output_token_ids) if request.resumed else 0

@@ -33,11 +33,6 @@ class ReplicaFleet:
     """
 
     def __init__(self, handle: DeploymentHandle) -> None:
-        """Begin to watch the replicas.
-
-        Args:
-            handle: handle of the engines' deployment.
-        """
         self._handle = handle
         self._streams = handle.options(stream=True)
         self._changed = threading.Condition()

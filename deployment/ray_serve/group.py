@@ -50,7 +50,6 @@ class ServeReplicas(Replicas):
         """Start none yet.
 
         Args:
-            fleet: the replicas.
             start, hosts, sink_of, changed: as of Replicas.
         """
         super().__init__(start, hosts, sink_of, changed)
@@ -62,7 +61,6 @@ class ServeReplicas(Replicas):
         replica: Replica,
         num_sharing: int,  # noqa: ARG002
     ) -> ServeClient:
-        """Return the client of an engine that is ready, in a replica that has none."""
         place = self.fleet.pop_idle(begun.config.engine.start_timeout_seconds)
         start = start_of(begun, replica.rank)
         try:
@@ -99,7 +97,6 @@ class ServeGroup(ReplicaSet):
         drain_s: float,
         sink: Sink | None,
     ) -> None:
-        """Open the first engine; the others join as Serve starts them."""
         self._fleet, self._drain_s = fleet, drain_s
         self._joining = threading.Lock()
         self._leaving: set[str] = set()
@@ -115,7 +112,6 @@ class ServeGroup(ReplicaSet):
         return self._replicas.by_place
 
     def _serve_changed(self, ids: frozenset[str] | None) -> None:
-        """Follow a change of Serve's replicas."""
         threading.Thread(target=self._join, name="hardpoint-join", daemon=True).start()
         if ids is None:
             return
@@ -127,7 +123,6 @@ class ServeGroup(ReplicaSet):
                 ).start()
 
     def _join(self) -> None:
-        """Open an engine in each replica that has none."""
         pause_s = _LEAST_PAUSE_S
         with self._joining:
             while self._fleet.num_wanted > 0 and not self._replicas.is_closed:
@@ -169,22 +164,14 @@ class ServeGroup(ReplicaSet):
             super()._end_hopeless(reported)
 
     def _refuse_scale(self, num_engines: int, drain_s: float) -> EngineSet:  # noqa: ARG002
-        """Refuse: Serve decides how many there are.
-
-        Raises:
-            HardpointError: always.
-        """
+        """Refuse: Serve decides how many there are."""
         raise HardpointError(
             f"scale: expected min_engines and max_engines of Ray Serve, which decides on the "
             f"number of engines, got {num_engines}"
         )
 
     def _refuse_retire(self, ranks: Sequence[int], drain_s: float) -> EngineSet:  # noqa: ARG002
-        """Refuse: Serve decides which there are.
-
-        Raises:
-            HardpointError: always.
-        """
+        """Refuse: Serve decides which there are."""
         raise HardpointError(
             f"retire: Ray Serve decides which engines there are, got {list(ranks)}"
         )

@@ -76,7 +76,6 @@ class Ingress:
         self._application = _Disconnecting(settings.application(self._llm, installed_version()))
 
     def __serve_build_asgi_app__(self) -> Any:
-        """Return the application, for Serve."""
         return self._application
 
     async def pids(self) -> dict[int, int]:

@@ -76,7 +76,6 @@ def options_of(given: Mapping[str, Any], origin: str) -> RayServeOptions:
 
 
 def _value(given: Any) -> Any:
-    """Return the number, or another JSON value, that a text stands for, else the text."""
     if not isinstance(given, str):
         return given
     try:

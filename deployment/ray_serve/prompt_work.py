@@ -20,7 +20,6 @@ class PromptWork:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with nothing waiting, and no rate."""
         self._clock = clock
         self._waiting: dict[str, int] = {}
         self._num_waiting = 0

@@ -24,17 +24,11 @@ class Address:
     """
 
     def __init__(self, replica: str | None, on_replicas: OnReplicas | None = None) -> None:
-        """Name a replica.
-
-        Args:
-            replica: its id.
-            on_replicas: called whenever the replicas change, from the first call on.
-        """
+        """`on_replicas`: called whenever the replicas change, from the first call on."""
         self.replica = replica
         self.on_replicas = on_replicas
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave out what stays in this process."""
         return Address, (self.replica,)
 
 

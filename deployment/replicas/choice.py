@@ -48,7 +48,6 @@ class EngineChoice:
         self.uses_cached_prefixes: bool = built.uses_cached_prefixes
 
     def _build(self, plugins: PluginSet) -> tuple[Any, LoadBalancer]:
-        """Return a balancer, and the same guarded."""
         entry = plugins.one(_KIND)
         built: Any = plugins.create(entry, BalancerContext, **self._fields)
         guarded = guard(

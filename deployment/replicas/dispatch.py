@@ -50,9 +50,6 @@ class Dispatch:
         """Dispatch the requests of a ledger.
 
         Args:
-            choice: chooses the engine of each request.
-            replicas: the engines.
-            ledger: the requests in flight.
             recovery: those that wait for an engine.
             lock: guards all of these; no message is sent while it is held.
             refuse: see Refuse.
@@ -130,7 +127,6 @@ class Dispatch:
             return list(parts.items())
 
     def _choose(self, entry: Entry) -> Replica | None:
-        """Return the engine that a request is sent to, counted there; None if it has to wait."""
         request, replicas = entry.request, self._replicas
         engines = replicas.chosen_from
         if (rank := request.data_parallel_rank) is not None:
@@ -166,9 +162,6 @@ class Dispatch:
         If it takes no messages for a while, they go to another engine instead.
 
         Args:
-            replica: the engine.
-            request_ids: their ids.
-            attempt: tries it once.
             may_wait: whether they wait if no other engine takes messages.
         """
         if attempt():

@@ -85,11 +85,9 @@ class ReplicaSet(UtilityCalls):
         Args:
             start: parameters of the first engine; `config.parallel.data` is their number.
             choice: chooses the engine of each request; closed with the group.
-            budget: how often dead engines are restarted.
             hosts: where the engines run; closed with the group.
             sink: called with outputs, and last with the error that ended them, in other threads;
                 must not hold this client. Without a sink they wait for `get_output`.
-            replicas: makes the engines.
 
         Raises:
             HardpointError: an engine cannot be started; the others are closed.
@@ -247,7 +245,6 @@ class ReplicaSet(UtilityCalls):
         self._dispatch.send_waiting()
 
     def _note(self, replica: Replica, item: EngineCoreOutputs) -> None:
-        """Note the reports of an engine, and that it takes messages."""
         replica.read(item)
         if not replica.is_reachable:
             self._replicas.set_reachable(replica, reachable=True)
@@ -256,7 +253,6 @@ class ReplicaSet(UtilityCalls):
             self._replicas.leave(replica)
 
     def _read(self, replica: Replica, output: EngineCoreOutput) -> Entry | None:
-        """Note an output; return its request, None if that does not run there."""
         entry = self._ledger.get(output.request_id)
         if entry is None or entry.replica is not replica:
             return None
@@ -272,7 +268,6 @@ class ReplicaSet(UtilityCalls):
         return entry
 
     def _refuse_others(self, one: Entry, refused: EngineCoreOutput) -> list[EngineCoreOutput]:
-        """End the other requests of a call of which one was refused; return their outputs."""
         outputs: list[EngineCoreOutput] = []
         for request_id in one.call:
             entry = self._ledger.get(request_id)
@@ -296,7 +291,6 @@ class ReplicaSet(UtilityCalls):
     # Deaths
 
     def _lost(self, replica: Replica, error: Exception) -> None:
-        """Let the requests of a dead engine go on, and start another engine in its place."""
         with self._lock:
             if replica.client is None:
                 replica.failure = error
@@ -333,7 +327,6 @@ class ReplicaSet(UtilityCalls):
         self._dispatch.send_waiting()
 
     def _may_restart(self, replica: Replica) -> bool:
-        """Return whether another engine may be started instead of one, and count that."""
         return self._budget.may_restart(replica.rank if self._is_remote(replica) else None)
 
     def _is_remote(self, replica: Replica) -> bool:
@@ -344,7 +337,6 @@ class ReplicaSet(UtilityCalls):
     def _reported(
         self, replica: Replica, client: ReplicaClient, error: Exception, *, blameless: bool
     ) -> tuple[EngineDeadError, Collection[str] | None]:
-        """Return the error of a dead engine, and the requests of its last step."""
         last = client.activity.snapshot()
         call = None if blameless or self._is_remote(replica) else last.call
         repeated = "" if call is None else self._budget.died_in(call)
@@ -354,7 +346,6 @@ class ReplicaSet(UtilityCalls):
         return watcher(Death(error, last.in_step, call, repeated)), last.in_step
 
     def _refuse(self, entry: Entry, error: Exception, reason: str) -> None:
-        """End a request of a dead engine with an error."""
         self._end(entry)
         self._sink(rejection_output(entry.request.request_id, ended_by(error, reason)))
 
@@ -376,7 +367,6 @@ class ReplicaSet(UtilityCalls):
                 self._refuse(entry, error, "names that engine (data_parallel_rank)")
 
     def _replace(self, ended: Sequence[Replica], successors: Sequence[Replica]) -> None:
-        """Close the client of a dead engine; start another one, as often as is allowed."""
         for replica in ended:
             self._replicas.forget(replica.client)
         first = successors[0]
@@ -402,7 +392,6 @@ class ReplicaSet(UtilityCalls):
             self._replace(pair[:1], pair[1:])
 
     def _move(self, replica: Replica) -> None:
-        """Let the requests of an engine that is about to end go on at others."""
         with self._lock:
             left = HardpointError(f"engine {replica.rank} was retired")
             for entry in self._ledger.of(replica):
@@ -414,7 +403,6 @@ class ReplicaSet(UtilityCalls):
         self._dispatch.send_waiting()
 
     def _report_end(self, replica: Replica) -> None:
-        """Let sinks know that an engine holds nothing any more."""
         with self._lock:
             if replica.stats is not None:
                 stats = self._replicas.stats()

@@ -63,7 +63,6 @@ class LocalHosts:
     join_address: str | None = None
 
     def __init__(self, first: EngineProcess | None = None) -> None:
-        """Begin with a process that was spawned before."""
         self._first = first
 
     def open(self, rank: int, interpreter: Interpreter) -> EngineHost:  # noqa: ARG002

@@ -59,7 +59,6 @@ def _meters(answers: list[dict[str, PluginMeter]]) -> dict[str, PluginMeter]:
 
 
 def _states(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the states of plugins by engine, where there are several."""
     if len(answers) == 1:
         return dict(answers[0])
     names = dict.fromkeys(name for answer in answers for name in answer)
@@ -167,7 +166,6 @@ class JointCalls:
         return JointCall(calls, merge).future
 
     def _merge_of(self, method: str, replicas: Sequence[Replica]) -> MergeByRank:
-        """Return the merge of the answers of all engines, those in `replicas`, or of one."""
         merge = _MERGES.get(method, _first)
         match method if replicas else "":
             case "step_faults":
@@ -218,7 +216,6 @@ class JointCalls:
         owner_of: Callable[[str, Replica], Replica | None],
         request_ids: Sequence[str],
     ) -> Future[Any]:
-        """Ask each engine for its own requests."""
         own = {
             one.rank: [name for name in request_ids if owner_of(name, one) is one]
             for one in replicas
@@ -276,14 +273,12 @@ class _Pauses:
     """Notes which engines are paused, so that balancers leave them out."""
 
     def __init__(self, replicas: Replicas) -> None:
-        """Follow the calls to engines."""
         self._replicas = replicas
 
     def follow(self, replica: Replica, method: str, call: Future[Any]) -> None:
         """Note what a control call does; once it is answered, ask the engine whether it is paused.
 
         Args:
-            replica: the engine.
             method: name of the utility.
             call: its answer.
         """
@@ -363,7 +358,6 @@ def _error(call: Future[Any]) -> BaseException | None:
 
 
 def _joint_error(failed: Mapping[int, BaseException], num_engines: int) -> BaseException:
-    """Return the error of a call that some engines failed."""
     first = next(iter(failed.values()))
     messages = dict.fromkeys(map(str, failed.values()))
     if len(failed) == num_engines and len(messages) == 1:

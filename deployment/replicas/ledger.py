@@ -54,7 +54,6 @@ class Entry:
     )
 
     def __init__(self, request: EngineCoreRequest, call: Sequence[str]) -> None:
-        """Begin without an engine."""
         self.request = request
         self.call = call
         self.replica: Replica | None = None
@@ -136,11 +135,9 @@ class Ledger:
     """All requests in flight, by id. For one thread at a time."""
 
     def __init__(self) -> None:
-        """Begin without any."""
         self._entries: dict[str, Entry] = {}
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Entry]:

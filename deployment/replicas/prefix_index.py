@@ -81,7 +81,6 @@ class PrefixIndex:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Return the number of blocks that are kept."""
         return len(self._masks)
 
     def apply(self, rank: int, changes: KVCacheChanges) -> bool:
@@ -228,7 +227,6 @@ class PrefixIndex:
         return {rank: blocks * size for rank, blocks in found.items() if blocks}
 
     def _note(self, found: dict[int, int], mask: int, num_blocks: int) -> None:
-        """Note that the engines of a mask have so many blocks of a prompt."""
         while num_blocks and mask:
             bit = mask & -mask
             found[self._ranks[bit]] = num_blocks
@@ -259,7 +257,6 @@ class PrefixIndex:
                 masks.pop(key, None)
 
     def _renewed(self, rank: int) -> _Engine:
-        """Drop all that is known of an engine; return it with another bit."""
         self._retire(rank)
         used = self._live | self._stale
         bit = ~used & (used + 1)  # the lowest that is free
@@ -299,7 +296,6 @@ class PrefixIndex:
 
 
 def _is_same(asked: EngineCoreRequest | None, request: EngineCoreRequest) -> bool:
-    """Return whether a request is one, or a copy of one, that was asked for."""
     return asked is request or (
         asked is not None
         and asked.request_id == request.request_id

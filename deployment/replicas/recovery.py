@@ -24,7 +24,6 @@ class Recovery:
     """
 
     def __init__(self, config: EngineProcessConfig) -> None:
-        """Begin with none."""
         self._config = config
         self._waiting: deque[Entry] = deque()
         self._suspects: deque[Entry] = deque()
@@ -70,7 +69,6 @@ class Recovery:
         return ended
 
     def _why_ended(self, entry: Entry, version: str, *, was_in_step: bool) -> str | None:
-        """Return why a request does not go on; None if it does."""
         if self._config.resume == "off":
             return "was in the step in which it died" if was_in_step else "may be sent again"
         if entry.deaths >= _DEADLY:

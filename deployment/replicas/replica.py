@@ -28,7 +28,6 @@ class ReplicaView:
     __slots__ = ("_replica",)
 
     def __init__(self, replica: Replica) -> None:
-        """Show an engine."""
         self._replica = replica
 
     @property
@@ -106,9 +105,6 @@ class Replica:
         """Begin without a request.
 
         Args:
-            rank: number of the engine.
-            sessions: where the requests of each session were sent.
-            prefill_rate: measures how fast engines compute prompts.
             index: prefixes that engines have cached; None if the balancer does not use it.
             reports: whether it reports its load.
         """

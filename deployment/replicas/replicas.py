@@ -59,7 +59,6 @@ class Replicas:
 
         Args:
             start: parameters of the first engine; `config.parallel.data` is their number.
-            hosts: where they run.
             sink_of: see SinkOf.
             changed: guards all of this; it is notified where an engine starts or stops serving.
         """
@@ -274,7 +273,6 @@ class Replicas:
         raise replica.failure
 
     def _started(self, begun: EngineStart, replica: Replica, num_sharing: int) -> ReplicaClient:
-        """Return the client of an engine that is ready."""
         rank = replica.rank
         start = start_of(begun, rank, num_sharing)
         process = self._hosts.open(rank, start.interpreter)

@@ -36,8 +36,6 @@ class Scaling:
         """Begin with no change.
 
         Args:
-            replicas: the engines.
-            ledger: the requests in flight.
             changed: guards both.
             move: lets the requests of an engine go on at others.
             report_end: lets sinks know of the end of an engine.
@@ -127,7 +125,6 @@ class Scaling:
     def _change(
         self, name: str, change: Callable[[], tuple[int, Sequence[int]]], drain_s: float
     ) -> EngineSet:
-        """Apply a change, which returns how many engines to start and the ranks to retire."""
         if not drain_s >= 0:
             raise RequestError(f"drain_seconds: expected seconds >= 0, got {shown(drain_s)}")
         if not self._is_busy.acquire(blocking=False):

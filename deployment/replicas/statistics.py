@@ -14,7 +14,6 @@ _HALF_LIFE_S = 60.0  # of the rate at which prompts are computed
 
 
 def _added(values: Iterable[Any]) -> Any:
-    """Return the sum of values that are numbers, counts by name, lists of counts, or None."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -49,7 +48,6 @@ def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
 
 
 def _with_shares(merged: SchedulerStats, stats: Collection[SchedulerStats]) -> SchedulerStats:
-    """Return sums with the means of the shares, and the version of the weights if it is one."""
     errors = [one.step_cost_error for one in stats if one.step_cost_error is not None]
     versions = {one.weight_version for one in stats}
     return msgspec.structs.replace(
@@ -84,7 +82,6 @@ class Totals:
     """
 
     def __init__(self) -> None:
-        """Begin without any."""
         self._ended: dict[int, SchedulerStats] = {}
         self.num_resumes: Counter[int] = Counter()
         self.num_restarts: Counter[int] = Counter()
@@ -125,11 +122,7 @@ class PrefillRate:
     """
 
     def __init__(self, decay_seconds: float = _HALF_LIFE_S) -> None:
-        """Begin without a measurement.
-
-        Args:
-            decay_seconds: busy time after which a measurement counts half.
-        """
+        """`decay_seconds`: busy time after which a measurement counts half."""
         self._decay_seconds = decay_seconds
         self._tokens = self.busy_seconds = 0.0
 

@@ -62,7 +62,6 @@ class StepWatch:
         file: str
 
     def __init__(self, context: Any) -> None:
-        """Open the file."""
         # Written at once: the engine's process may end in any way.
         self._file = Path(context.options.file).open("ab", buffering=0)  # noqa: SIM115
         self._encoder = msgspec.json.Encoder()
@@ -159,7 +158,6 @@ def _check(config: EngineConfig) -> None:
 
 
 def _watched(config: EngineConfig, file: Path) -> EngineConfig:
-    """Return the configuration of an engine whose steps are written to a file."""
     replace = msgspec.structs.replace
     use = PluginUse(use=f"{__name__}:{StepWatch.__name__}", name=_NAME)
     return replace(
@@ -184,7 +182,6 @@ def _warm_up(model: Generator, seconds: float, chance: random.Random) -> None:
 
 
 def _run_batches(model: Generator, seconds: float, chance: random.Random) -> Iterator[None]:
-    """Run batches until the time is over, each at least once."""
     batches = _batches_of(model)
     ends = time.perf_counter() + seconds
     for number in itertools.count():
@@ -204,7 +201,6 @@ def _batches_of(model: Generator) -> list[_Batch]:
 
 
 def _batches(max_num_seqs: int, longest: int) -> list[_Batch]:
-    """Return the batches, from one request to the most, and from short prompts to long ones."""
     longest = max(1, min(longest, _LONGEST))
     counts = [*powers(1, max_num_seqs), max_num_seqs]
     found = []
@@ -229,8 +225,6 @@ def _falling(count: int) -> list[int]:
 
 
 def _run(model: Generator, batch: _Batch, chance: random.Random) -> None:
-    """Run the requests of a batch, those that are late after the others."""
-
     def requests() -> Iterable[tuple[Any, SamplingParams]]:
         sizes = [(batch.prompt, output) for output in batch.outputs]
         for length, output in [*sizes, *((length, 2) for length in batch.late)]:

@@ -37,10 +37,7 @@ class SimulatedClient:
         """Build the balancer; there is no engine yet.
 
         Args:
-            config: the configuration.
-            plugins: the plugins that it names.
             clock: seconds.
-            measures: takes what happens.
             has_choice: whether there may be several engines.
 
         Raises:

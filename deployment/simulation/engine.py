@@ -113,10 +113,8 @@ class SimulatedEngine:
         """Build the components.
 
         Args:
-            rank: its number.
             settings: those of the fleet.
             timeline: the fleet's clock, and what is planned on it.
-            send: is called with its outputs.
 
         Raises:
             PluginError: a component cannot be built.
@@ -198,7 +196,6 @@ class SimulatedEngine:
         self._policy.close()
 
     def _turn(self) -> None:
-        """Read what was sent, then start a step, or wait."""
         if self.is_lost:
             return
         while self._inbox:

@@ -91,11 +91,9 @@ class Fleet:
             undo.pop_all()
 
     def __enter__(self) -> Fleet:
-        """Return itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def add_engine(self) -> int:

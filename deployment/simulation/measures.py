@@ -37,7 +37,6 @@ class Measures:
     """
 
     def __init__(self, objective: Objective) -> None:
-        """Begin without requests."""
         self.objective = objective
         self.requests = self.finished = self.refused = self.num_moves = self.num_good = 0
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0

@@ -94,7 +94,6 @@ def simulate(
 
 
 def _plain(config: EngineConfig, cost: CostFile | StepCost) -> Mapping[str, Any]:
-    """Return a configuration as plain data, with what the calibrated engine had."""
     cache, scheduler, length = config.kv_cache, config.scheduler, config.max_model_len
     if isinstance(cost, CostFile) and not isinstance(length, int):
         length = cost.max_model_len
@@ -182,7 +181,6 @@ def _run_in_processes(jobs: Sequence[_Job], processes: int) -> Iterator[dict[str
 
 
 def _child(job: _Job, connection: Connection[Any, Any]) -> None:
-    """Send the records of a simulation to the parent."""
     try:
         for record in _run(job):
             connection.send(record)
@@ -209,7 +207,6 @@ _COMPARED = ("reuse", "preemptions", "goodput", "goodput_share", "imbalance", "v
 
 
 def _compared(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the relative change of each figure from the first report on."""
     first, *others = [(name, _figures(report)) for name, report in reports.items()]
     return {
         "with": first[0],

@@ -38,7 +38,6 @@ class SteppedScheduler:
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        """Begin without a plan."""
         self.scheduler = scheduler
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
 

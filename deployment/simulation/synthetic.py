@@ -94,12 +94,10 @@ class SyntheticLoad(Strict):
         return itertools.islice(checked._turns(), self.requests)
 
     def _turns(self) -> Iterator[SimulatedRequest]:
-        """Yield requests without end."""
         conversations = _Conversations(self)
         later: list[tuple[float, int, SimulatedRequest]] = []  # turns, by time
 
         def sent(turn: SimulatedRequest) -> SimulatedRequest:
-            """Return a turn, once the one after it is in `later`."""
             if not turn.is_last:
                 pause = conversations.chance.expovariate(1 / self.think_seconds)
                 following = conversations.go_on(turn, turn.at + pause)
@@ -127,7 +125,6 @@ class _Conversations:
         self._owners = self._drawn_owners()
 
     def beginnings(self) -> Iterator[tuple[float, bool]]:
-        """Yield when conversations begin, and True, without end."""
         at = 0.0
         while True:
             at += self.chance.expovariate(self._load.rate / self._load.turns)
@@ -148,7 +145,6 @@ class _Conversations:
                 passed += self.chance.expovariate(1.0)
 
     def begin(self, at: float) -> SimulatedRequest:
-        """Return the first turn of a conversation."""
         load, chance = self._load, self.chance
         prefix: tuple[Segment, ...] = ()
         if self._prefixes and chance.random() < load.hot_share:
@@ -164,7 +160,6 @@ class _Conversations:
         )
 
     def go_on(self, turn: SimulatedRequest, at: float) -> SimulatedRequest:
-        """Return the turn after one."""
         load, chance = self._load, self.chance
         text = Segment(next(self._ids), load.prompt.draw(chance))
         return msgspec.structs.replace(
@@ -189,7 +184,6 @@ class _Conversations:
         return self._load.turns == 1 or self.chance.random() < 1 / self._load.turns
 
     def _drawn_owners(self) -> Iterator[dict[str, Any]]:
-        """Yield tags and priority of each conversation."""
         load = self._load
         chance = random.Random(f"{load.seed} tenants")  # so that these change nothing else
         sums = _zipf_sums(load.tenants, load.tenant_zipf)

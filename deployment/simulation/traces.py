@@ -155,7 +155,6 @@ def read_trace(
 
 
 def _form_of(path: Path) -> str:
-    """Return the form of a file by its first line that is not empty."""
     with path.open("rb") as binary:
         if binary.read(len(MARK)) == MARK:
             return "journal"
@@ -264,7 +263,6 @@ def _journal_requests(journal: Journal) -> Iterator[SimulatedRequest]:
 
 
 def _arrivals(journal: Journal) -> list[tuple[float, EngineCoreRequest]]:
-    """Return the requests of a journal and when they came, on its clock, in that order."""
     from hardpoint.journal.run import request_of  # noqa: PLC0415 - as above
 
     found: dict[str, tuple[float, EngineCoreRequest]] = {}
@@ -275,7 +273,6 @@ def _arrivals(journal: Journal) -> list[tuple[float, EngineCoreRequest]]:
 
 
 def _key_of_embeddings(source: EngineCoreRequest, span: range) -> bytes:  # noqa: ARG001
-    """Return the key of a prompt with embeddings, which shares no block; empty without any."""
     return b"" if source.prompt_embeds is None else source.request_id.encode()
 
 
@@ -395,7 +392,6 @@ Line = TypeVar("Line", MooncakeLine, BailianLine, MinimalLine)
 
 
 def _lines(path: Path | str, form: type[Line]) -> Iterator[tuple[str, Line]]:
-    """Yield the lines of a file, each with its place; empty ones are left out."""
     with Path(path).open(encoding="utf-8", errors="replace") as file:
         for number, text in enumerate(file, 1):
             if not text.strip():
@@ -432,7 +428,6 @@ def _blocks(
 
 
 def _after(before: SimulatedRequest | None, length: int, own: Iterator[int]) -> tuple[Segment, ...]:
-    """Return a prompt that begins with another one and its answer, and has a text of its own."""
     known = () if before is None else (*before.prompt, before.output)
     prompt = cut(known, length - 1)
     left = length - sum(segment.length for segment in prompt)

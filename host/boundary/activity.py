@@ -58,7 +58,6 @@ class PluginCall(msgspec.Struct, frozen=True, array_like=True):
     method: str
 
     def __str__(self) -> str:
-        """Return method and plugin as text."""
         return f"{self.method}() of {self.plugin}"
 
 
@@ -100,7 +99,6 @@ class Activity:
     def __init__(
         self, memory: mmap.mmap | bytearray | None = None, *, compares_settings: bool = True
     ) -> None:
-        """Start idle, in `memory` of the right size or in memory of this process alone."""
         self.compares_settings = compares_settings
         self._use(bytearray(_SIZE) if memory is None else memory)
         self._calls: list[PluginCall] = []
@@ -264,7 +262,6 @@ class PluginCalls:
     """
 
     def __init__(self, activity: Activity, kind: str, source: Source) -> None:
-        """Record in `activity`."""
         self.source = source
         self.kind = kind
         self.cells = activity.cells

@@ -55,10 +55,7 @@ class CheckedAttention:
         """Ask the backend for the sizes of blocks.
 
         Args:
-            backend: the backend of all layers.
-            source: source of the backend.
             specs: one per attention layer.
-            groups: groups of the layers.
             rotate: rotates heads for a backend that does not, as `Ops.rotate`.
             states: states of other layers, in the last group; None if the model has none.
             sees_ahead: whether tokens of the model see later ones of a step.
@@ -242,7 +239,6 @@ class CheckedAttention:
 def _refuse_lacking(
     backend: AttentionBackend, source: Source, specs: Sequence[KVSpec], sees_ahead: bool
 ) -> None:
-    """Raise a ModelError if the backend lacks what a layer needs."""
     for flag, what, needed in (
         ("softcaps", "soft cap of attention scores", [s.softcap is not None for s in specs]),
         ("has_sinks", "sinks of attention", [s.sinks is not None for s in specs]),
@@ -293,7 +289,6 @@ def is_block_view(view: Any, other: Any) -> bool:
 
 
 def _num_bytes(cache: Any) -> int:
-    """Return the bytes of the tensors of a cache: a tensor, or a list, tuple or dict of such."""
     if isinstance(cache, torch.Tensor):
         return cache.numel() * cache.element_size()
     if isinstance(cache, Mapping):

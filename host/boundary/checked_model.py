@@ -118,7 +118,6 @@ class CheckedModel:
 
     @contextmanager
     def _noting_hooks(self) -> Iterator[None]:
-        """Note which of its hooks the model calls in the body."""
         called = set()
 
         def embedded(values: torch.Tensor) -> torch.Tensor:
@@ -144,7 +143,6 @@ class CheckedModel:
         self.called_hooks = frozenset(called)
 
     def _try(self, method: str, function: Callable[[Any], torch.Tensor], argument: Any) -> Any:
-        """Return the result of a method in a trial step; name the method if it raises."""
         try:
             return function(argument)
         except BaseException as cause:
@@ -242,7 +240,6 @@ class _TrialAttention:
     def __init__(
         self, source: Source, specs: Sequence[KVSpec], dtype: torch.dtype, positions: torch.Tensor
     ) -> None:
-        """Expect one call per spec, each for `len(positions)` tokens on their device."""
         self._source = source
         self._specs = specs
         self._dtype = dtype

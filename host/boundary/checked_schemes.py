@@ -128,7 +128,6 @@ class CheckedMatrix(QuantizedMatrix):
     """A matrix of a scheme's own class, whose numbers and products are checked."""
 
     def __init__(self, matrix: QuantizedMatrix, calls: SchemeCalls) -> None:
-        """Check what the calls of a matrix give."""
         self._matrix, self._calls = matrix, calls
 
     @property

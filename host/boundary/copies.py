@@ -73,7 +73,6 @@ class _EndOfThread:
 
 
 def _log_fork() -> None:
-    """Name the plugin in whose method this process was copied, once for each method."""
     found = _forking()
     if found is not None and (key := (str(found[0]), found[1])) not in _named:
         _named.add(key)

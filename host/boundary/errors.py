@@ -35,7 +35,6 @@ class RefusedInCallError(Exception):
     """
 
     def __init__(self, index: int, error: HardpointError) -> None:
-        """Say which one was refused, and why."""
         super().__init__(f"request {index} of a call: {error}")
         self.index, self.error = index, error
 
@@ -105,7 +104,6 @@ def responsible_plugin(error: BaseException, plugins: PluginSet) -> Source | Non
 
 
 def _owner_of(frame: FrameType) -> Component | str | None:
-    """Return the component whose method runs in a frame, or the worker."""
     component = component_of(frame)
     if component is None and frame.f_globals.get("__name__", "").startswith(_WORKER):
         return "the worker"

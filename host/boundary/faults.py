@@ -42,7 +42,6 @@ class StepFaults:
         Args:
             ends_engine: names of the plugins whose faults end the engine (`plugins.on_error`).
             slow_seconds: above which a plugin's time in a step is counted; 0 is never.
-            activity: records the methods that run.
         """
         self._ends_engine = frozenset(ends_engine)
         self._slow_seconds = slow_seconds
@@ -152,7 +151,6 @@ class Fanout(Generic[C]):
         ]
 
     def __bool__(self) -> bool:
-        """Return whether there are any components."""
         return bool(self.components)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:

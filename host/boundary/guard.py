@@ -154,7 +154,6 @@ class Boundary:
         return scheduled if is_frequent else call
 
     def _failed(self, name: str, text: str, error: BaseException) -> None:
-        """Report a fault."""
         problem, cause = _problem(error)
         self.failing.add(name)
         self._state.log()
@@ -320,7 +319,6 @@ def boundary_of(component: Component) -> Boundary:
 
 @functools.cache
 def _guarded_type(interface: type[Component]) -> type[Component]:
-    """Return the class of guarded components, whose other members are the component's."""
     methods = {name for name, _ in _methods(interface)}
     members = {
         name: property(attrgetter(f"wrapped.{name}"))
@@ -346,7 +344,6 @@ def _read(name: str, guarded: Guarded) -> Any:
 
 @functools.cache
 def _declared_properties(interface: type[Component]) -> list[tuple[str, Behaviour]]:
-    """Return the properties of an interface of which something is declared."""
     found = ((name, inspect.getattr_static(interface, name)) for name in dir(interface))
     names = [name for name, member in found if isinstance(member, property)]
     return [(name, declared) for name in names if (declared := behaviour_of(interface, name))]
@@ -354,13 +351,11 @@ def _declared_properties(interface: type[Component]) -> list[tuple[str, Behaviou
 
 @functools.cache
 def _methods(interface: type[Component]) -> list[tuple[str, Callable[..., Any]]]:
-    """Return the public methods of an interface."""
     found = ((name, inspect.getattr_static(interface, name)) for name in dir(interface))
     return [(name, f) for name, f in found if inspect.isfunction(f) and not name.startswith("_")]
 
 
 def _call_text(name: str, first: str, given: Sequence[Any]) -> str:
-    """Return a call as the beginning of a message."""
     match first:
         case "request":
             return f"{name}() of request {_short(given[0].request_id)}"

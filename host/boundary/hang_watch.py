@@ -30,7 +30,6 @@ class HangWatch:
         """Start with an engine that makes progress.
 
         Args:
-            activity: the engine's.
             process_limit_s: time without a sign of life of its process; 0 is no limit.
             step_limit_s: time in one step; 0 is no limit.
         """

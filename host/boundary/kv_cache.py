@@ -37,13 +37,6 @@ class Eviction:
         report: FaultReporter = raise_fault,
         calls: PluginCalls | None = None,
     ) -> None:
-        """Without a policy, the candidates released first are evicted first.
-
-        Args:
-            policy: chooses the cached blocks to evict.
-            report: called with each of its faults.
-            calls: record and time its methods.
-        """
         self._policy = policy and guard(policy, "eviction_policies", report, calls)
         self._report = report
 
@@ -109,7 +102,6 @@ class KVEventFanout:
         Args:
             publishers: each with the reporter of its faults and what calls its methods.
             wall_clock: seconds since 1970.
-            data_parallel_rank: data-parallel rank of the engine.
         """
         self._publishers = Fanout(publishers)
         self._wall_clock = wall_clock

@@ -93,7 +93,6 @@ class RequestView(Request):
     _request: Request
 
     def __init__(self, request: Request) -> None:
-        """Show `request`."""
         object.__setattr__(self, "_request", request)
         object.__setattr__(self, "_copies", {})
 
@@ -124,7 +123,6 @@ class RequestView(Request):
         self._refuse(name)
 
     def _copy(self, name: str) -> Any:
-        """Return a read-only copy of an attribute that stays the same for the request's life."""
         if name not in self._copies:
             self._copies[name] = read_only(getattr(self._request, name))
         return self._copies[name]
@@ -136,7 +134,6 @@ class RequestView(Request):
 
 
 def _view_property(name: str) -> property:
-    """Return the property of a view that shows an attribute of its request."""
     if name == "source":
         return property(lambda view: view._copy(name))
     if name in ("draft_token_ids", "events"):  # short lists, mostly empty
@@ -159,9 +156,7 @@ class PolicyArguments:
         """Create the defaults, for requests without arguments.
 
         Args:
-            entry: entry of the policy.
             cls: its class.
-            options: options of the policy.
             vocab_size: vocabulary size of the model.
         """
         self.takes_any = takes_arguments(cls)

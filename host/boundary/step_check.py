@@ -130,7 +130,6 @@ class ResultCheck:
     def _differences(
         self, plan: SchedulerOutput, result: ModelRunnerOutput
     ) -> Iterator[tuple[str, str]]:
-        """Yield requests with what is wrong with their tokens, faults that are known left out."""
         scheduled, sampled = plan.num_scheduled_tokens, result.sampled_token_ids
         for request_id in sampled.keys() - scheduled.keys():
             if live_request(self._scheduler, request_id) is not None:
@@ -217,6 +216,5 @@ def _watched_method(
 
 
 def _third_party(component: Component) -> Source | None:
-    """Return the source of a third party's component; None if it is the engine's, or scripted."""
     source = getattr(getattr(component, "context", None), "source", None)
     return None if source is None or not is_third_party(source) else source

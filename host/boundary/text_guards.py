@@ -138,7 +138,6 @@ class GuardedOutputState:
     """
 
     def __init__(self, boundary: Boundary, state: OutputState) -> None:
-        """Wrap the state of a parser; `boundary` is the parser's."""
         self._boundary, self._state = boundary, state
         self._feed, self._feed_token, self._finish = state.feed, state.feed_token, state.finish
         self._in_call = False
@@ -173,7 +172,6 @@ class GuardedOutputState:
             self._boundary.end("finish", cause)
 
     def _checked(self, events: Sequence[OutputEvent]) -> Sequence[OutputEvent]:
-        """Return events if they are some, in an order in which they may come."""
         checked: Sequence[Any] = EVENTS.check(events, (), ())
         for event in checked:
             kind = type(event)
@@ -183,7 +181,6 @@ class GuardedOutputState:
         return checked
 
     def _check(self, event: OutputEvent) -> None:
-        """Check an event, and whether it begins or ends a call."""
         match event:
             case ToolCallBegin(str() as name, str() | None) if name and not self._in_call:
                 self._in_call = True

@@ -38,9 +38,7 @@ class PaddedTrial:
         """Allocate inputs and a small cache.
 
         Args:
-            model: model whose weights are loaded.
             attention: attention of its layers, which pads.
-            device: device of the model.
             num_seqs: sequences of the step, each with one token.
             max_model_len: tokens of a sequence.
             block_size: tokens per block.

@@ -73,7 +73,6 @@ class Switch(PreparedChange):
         close_old: Callable[[], None] = lambda: None,
         close_new: Callable[[], None] = lambda: None,
     ) -> None:
-        """Switch by a function."""
         self.switch, self.close_old, self.close_new = switch, close_old, close_new
         self._committed = False
 
@@ -117,7 +116,6 @@ class _Pending:
     def __init__(
         self, change: LiveChange, slots: Sequence[Slot], plugins: PluginSet | None
     ) -> None:
-        """Begin to prepare it."""
         self.change, self._plugins = change, plugins
         self._slots = slots
         self._prepared: list[PreparedChange] = []
@@ -164,7 +162,6 @@ class _Pending:
             prepared.commit()
 
     def keep(self) -> None:
-        """Close what was replaced."""
         for prepared in self._prepared:
             try:
                 prepared.keep()

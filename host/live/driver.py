@@ -80,7 +80,6 @@ def next_of(running: Steps, answer: list[str] | BaseException | None) -> Action 
 
 
 def _prepared(own: Changes, seconds: float) -> Steps:
-    """Wait until all processes have prepared the change."""
     ends, (pause, longest) = time.monotonic() + seconds, _POLL_SECONDS
     while True:
         waiting = yield "state"
@@ -164,7 +163,6 @@ class ChangeOwner(Generic[P]):
 
         Args:
             owner: the owner, which keeps this; it closes as soon as no one keeps it.
-            slots: what changes concern in the frontend.
             lingers: as in `LiveChange`.
         """
         self._owner = weakref.ref(owner)

@@ -63,12 +63,7 @@ class EngineChanges:
         parts: ChangingParts,
         end_requests: Callable[[list[str]], object],
     ) -> None:
-        """Begin without a change.
-
-        Args:
-            parts: what changes concern.
-            end_requests: ends requests by their ids, with outputs.
-        """
+        """`end_requests`: ends requests by their ids, with outputs."""
         policy, scheduler = parts.policy, parts.scheduler
         halves, limits = parts.step_parts, LimitsSlot(scheduler, parts.scheduler_label)
         self._parts = PartChanges(halves, halves.use, policy.plugins, lambda part: part.users)
@@ -142,7 +137,6 @@ class EngineChanges:
 
 
 def _ending(live: Sequence[Request], before: Manifest, after: Manifest) -> set[str]:
-    """Return the ids of live requests that use a processor which a change replaces or disables."""
     gone = {
         entry.name
         for entry in before.entries
@@ -159,7 +153,6 @@ class LimitsSlot:
     """The limits of the scheduler that change while it runs."""
 
     def __init__(self, scheduler: Scheduler, label: str) -> None:
-        """Change the limits of a scheduler; `label` names it."""
         self._scheduler, self._label = scheduler, label
         self._limits: SchedulerLimits | None = None  # those of the last change
 

@@ -57,9 +57,7 @@ class PartChanges(Generic[H]):
         """Replace the halves of parts, which are those of `plugins`.
 
         Args:
-            parts: the halves.
             use: lets other halves be called.
-            plugins: the plugins that they are of.
             users_of: returns the ids of requests for which calls of a half are still to come.
         """
         self._parts, self._use, self.plugins = parts, use, plugins
@@ -119,7 +117,6 @@ class PartChanges(Generic[H]):
         switch: Callable[[bool], None],
         close: Callable[[], None] = _nothing,
     ) -> Switch:
-        """Return a switch; `close` is for what was built."""
         del change
         return Switch(switch, close_new=close)
 
@@ -164,7 +161,6 @@ class HalfChanges:
     """Lets the frontend halves of step parts replace the components that they drive; a `Slot`."""
 
     def __init__(self, parts: FrontendParts) -> None:
-        """Change these halves."""
         self._parts = parts
 
     def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
@@ -194,11 +190,6 @@ class HalfChanges:
 
 
 def _check(half: BoundHalf[Any], change: LiveChange) -> None:
-    """Check that a half does not take part in the start of the engine.
-
-    Raises:
-        ConfigError: it does.
-    """
     part = type(half.part)
     why = half.why_fixed
     if part.request_fields(change.config):

@@ -15,7 +15,6 @@ class PolicyChanges:
     """Replaces the policy of an engine by live changes; a `Slot`."""
 
     def __init__(self, slot: PolicySlot, scheduler: Scheduler) -> None:
-        """Replace the policy that a scheduler has of a slot."""
         self._slot, self._scheduler = slot, scheduler
 
     def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:

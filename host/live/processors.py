@@ -60,7 +60,6 @@ class ProcessorChanges(Generic[R]):
     """
 
     def __init__(self, pipeline: Pipeline[R], plugins: PluginSet, build: Build[R]) -> None:
-        """Replace the processors of a pipeline, which has those of `plugins`."""
         self.pipeline, self.plugins, self._build = pipeline, plugins, build
 
     def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:

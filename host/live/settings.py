@@ -321,7 +321,6 @@ def _table_of(path: str, entry: PluginEntry) -> bool:
 
 
 def _with_value(table: Any, names: Sequence[str], value: Any, path: str) -> Any:
-    """Return a table of the configuration with another value at a path of names."""
     name, *rest = names
     if rest:
         value = _with_value(getattr(table, name), rest, value, path)
@@ -331,7 +330,6 @@ def _with_value(table: Any, names: Sequence[str], value: Any, path: str) -> Any:
 
 
 def _with_option(config: EngineConfig, path: str, value: Any) -> EngineConfig:
-    """Return a configuration with other options of a plugin, or another value of one option."""
     name, _, option = path.partition(".")[2].partition(".")
     if option:
         value = {**config.plugin.get(name, {}), option: value}
@@ -349,7 +347,6 @@ def _sources(before: ConfigSources, paths: Mapping[str, Any], origin: str) -> Co
 
 
 def _without_options(settings: Settings, entry: PluginEntry) -> Settings:
-    """Return settings without the options of a component that is switched off."""
     config, entries = settings.config, settings.plugins.manifest.entries
     own = {f"{entry.kind}/{entry.name}"}
     if all(one.kind == entry.kind for one in entries if one.name == entry.name):
@@ -370,7 +367,6 @@ def _named(plugins: PluginSet, name: str, path: str) -> _NamedEntry:
 
     Raises:
         ConfigError: several are called so.
-        PluginNotFoundError: none is.
     """
     entries = plugins.manifest.entries
     found = [e for e in entries if name in (e.name, f"{e.kind}/{e.name}", e.value)]
@@ -387,7 +383,6 @@ def _named(plugins: PluginSet, name: str, path: str) -> _NamedEntry:
 
 
 def _names(item: Any, entry: PluginEntry) -> bool:
-    """Return whether an item of a list of references is an entry's."""
     if isinstance(item, PluginUse):
         item = item.name or item.use
     elif isinstance(item, Mapping):
@@ -400,7 +395,6 @@ def _is_same(item: Any, name: str) -> bool:
 
 
 def _replace(entry: PluginEntry, use: Any, enable: list[Any], replace: dict[str, Any]) -> None:
-    """Let another component take the place and the name of one that is enabled."""
     for index, item in enumerate(enable):
         if _names(item, entry):
             enable[index] = PluginUse(use=use, name=entry.name)

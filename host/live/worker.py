@@ -38,7 +38,6 @@ class WorkerChanges:
     """
 
     def __init__(self) -> None:
-        """Begin without a model."""
         self._slots: list[WorkerSlot] | None = None  # None while the worker has no model
         self._changes = Changes(())
         self._processors: ProcessorChanges[Any] | None = None

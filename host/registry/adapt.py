@@ -168,7 +168,6 @@ def _matches(
 
 
 def _checked(component: Any, adapter_source: Source, source: Source) -> Any:
-    """Return the result of an adapter for the object of `source`, if it is a component."""
     bases = (AdaptedComponent, Component)
     if inspect.isclass(component) and all(issubclass(component, base) for base in bases):
         return component

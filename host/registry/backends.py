@@ -53,7 +53,6 @@ def first_that_runs(
 
 
 def _preferred(device: str) -> tuple[str, str]:
-    """Return the candidate that is tried on a device, and the one that is used instead."""
     return ("native_cpu" if device == "cpu" else "triton"), "torch"
 
 

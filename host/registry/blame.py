@@ -172,7 +172,6 @@ def _is_raise(frame: FrameType, instruction: int) -> bool:
 
 
 def _passed_handler(error: BaseException) -> bool:
-    """Return whether a handler of a signal, written in Python, is in the traceback."""
     trace = error.__traceback__
     if trace is None:
         return False
@@ -185,7 +184,6 @@ def _passed_handler(error: BaseException) -> bool:
 
 
 def _handlers() -> Iterator[CodeType]:
-    """Yield the code of each signal handler of this program."""
     for number in signal.valid_signals():
         handler: Any = signal.getsignal(number)
         while isinstance(handler, functools.partial):

@@ -111,7 +111,6 @@ class Catalog:
         )
 
     def _problem(self, kind: PluginKind, info: ComponentInfo) -> str:
-        """Return why the engine would refuse a component that is not enabled."""
         try:
             plugins = resolve_plugins(
                 self.choosing(kind, info), self._config_sources, self._plugins.found
@@ -139,7 +138,6 @@ class Catalog:
         return convert(config, type(self._config), path="")
 
     def _find(self, name: str) -> tuple[ComponentInfo, list[ComponentInfo]]:
-        """Return the component of a name, and the others of its kind that have it, too."""
         components = self.components()
         named = [c for c in components if name in (c.name, f"{c.kind}/{c.name}", c.value)]
         if not named:
@@ -172,7 +170,6 @@ class Catalog:
         return _info(entry.kind, entry.source, enabled=True, reason=entry.origin, **fields)
 
     def _is_enabled(self, found: InstalledPlugin) -> bool:
-        """Return whether an entry point is enabled, under its own or a configured name."""
         every = self._plugins.manifest.tree()
         same = [e for e in every if (e.kind, e.value) == (found.kind, found.value)]
         if any(entry.name == found.name for entry in same):
@@ -234,7 +231,6 @@ def _phase(target: Any) -> str | None:
 
 
 def _methods(kind: PluginKind, target: Any) -> list[str]:
-    """Return the names of the interface's public methods that a component defines."""
     if kind.interface is None:
         return []
     return [
@@ -254,12 +250,10 @@ def _hooks(kind: PluginKind, target: Any) -> list[str]:
 
 
 def _has_options(target: Any) -> bool:
-    """Return whether a component or a class of hooks declares its options."""
     return inspect.isclass(target) and hasattr(target, "Options")
 
 
 def _declared(target: Any, attribute: str) -> type[msgspec.Struct] | None:
-    """Return `Options`, `Arguments` or `Request` of a class; modules and objects have none."""
     return getattr(target, attribute, None) if inspect.isclass(target) else None
 
 

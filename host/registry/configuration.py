@@ -112,7 +112,6 @@ def default_config_type() -> type[EngineConfig]:
 
 
 def _file_table(path: str | Path | None) -> tuple[dict[str, Any], str]:
-    """Return a TOML file and its origin; None is the default file, if there is one."""
     if path is None and not Path(DEFAULT_FILE).is_file():
         return {}, ""
     file = Path(DEFAULT_FILE if path is None else path)
@@ -178,29 +177,24 @@ class _Builder:
                 self.put(steps, self._value(environ[name], steps), f"environment {name}")
 
     def add_setting(self, setting: str) -> None:
-        """Add one `--set` argument."""
         steps, text = split_setting(setting, "--set", "scheduler.policy=fair")
         self.put(steps, self._value(text, steps), f"argument --set {join_path(*steps)}")
 
     def add_table(self, table: Mapping[str, Any], origin: str) -> None:
-        """Add a nested table, all of it from one place."""
         for key, value in _plain(table, "", origin).items():
             self.put([_name(key, (), origin)], value, origin)
 
     @property
     def model(self) -> Any:
-        """The name of the model; None if none is given."""
         name = self._tree.get("model")
         return name if isinstance(name, str) else None
 
     def enable_besides(self, needed: Sequence[Any]) -> None:
-        """Enable components besides those that are enabled, if those are a list."""
         enabled = self._tree.get("plugins", {}).get("enable")
         if isinstance(enabled, list):
             enabled[:0] = [one for one in needed if one not in enabled]
 
     def plugins(self) -> tuple[PluginsConfig, ConfigSources]:
-        """Check the table `plugins` and return it."""
         table = convert(self._tree.get("plugins", {}), PluginsConfig, path="plugins")
         return table, ConfigSources(self._config_sources)
 
@@ -238,7 +232,6 @@ class _Builder:
         self._config_sources[path] = origin
 
     def _open(self, steps: Sequence[str], origin: str) -> dict[str, Any]:
-        """Return the table that holds the last step, making the ones on the way."""
         table = self._tree
         for depth, step in enumerate(steps[:-1], start=1):
             path = join_path(*steps[:depth])
@@ -298,7 +291,6 @@ def _wants_text(info: types.Type | None) -> bool:
 
 
 def _plain(value: Any, path: str, origin: str = "default") -> Any:
-    """Return a Python value as plain data; paths become text."""
     try:
         return plain_data(value, path=path, paths=True)
     except ConfigError as error:
@@ -313,7 +305,6 @@ def _name(key: Any, steps: Sequence[str], origin: str) -> str:
 
 
 def _changes(table: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the differences from the default."""
     changed: dict[str, Any] = {}
     for key, value in table.items():
         current = default.get(key)

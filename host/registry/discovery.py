@@ -212,7 +212,6 @@ def warn_of_defaults(
 
 
 def _setting_of(config: EngineConfig, item: SelectedPlugin) -> str:
-    """Return the path of the setting whose value is the name of an item; empty if there is none."""
     path = item.kind.named_by
     return path if path is not None and value_at(config, path) == item.name else ""
 
@@ -288,7 +287,6 @@ def offers(
 
 
 def _others(item: SelectedPlugin, found: Iterable[InstalledPlugin]) -> tuple[Source, ...]:
-    """Return the components of other classes that have the kind and the name of an item."""
     return tuple(
         other.source("default")
         for other in found

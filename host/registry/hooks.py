@@ -39,7 +39,6 @@ class HookSet:
     """Calls hooks in order of enabling, last enabled first, as pluggy does."""
 
     def __init__(self) -> None:
-        """Create an empty set."""
         self._manager = pluggy.PluginManager(hookimpl.project_name)
         self._manager.add_hookspecs(HookSpecs)
         self._sources: dict[str, Source] = {}
@@ -128,7 +127,6 @@ class HookSet:
         return installed
 
     def _responsible_plugin(self, caller: pluggy.HookCaller, error: BaseException) -> str:
-        """Return the plugin whose function is in the traceback of an error."""
         impls = caller.get_hookimpls()
 
         def plugin_of(frame: FrameType) -> str | None:
@@ -149,7 +147,6 @@ def _built(cls: type, source: Source, options: Any) -> Any:
 
 
 def _check_runs(impl: pluggy.HookImpl, hook: str, source: Source) -> None:
-    """Refuse a function whose body would not run when it is called."""
     is_wrapper = impl.wrapper or impl.hookwrapper
     if inspect.iscoroutinefunction(impl.function):
         problem = "is an `async def`, which is never awaited"
@@ -165,17 +162,11 @@ def _one_of(impls: Sequence[pluggy.HookImpl]) -> str:
 
 
 def _codes(function: Any) -> list[CodeType]:
-    """Return the code objects of a function and of the function that it wraps."""
     found = (getattr(code, "__code__", None) for code in (function, inspect.unwrap(function)))
     return [code for code in found if code is not None]
 
 
 def _checked_extensions(extensions: Any, source: Source) -> list[InstalledExtension]:
-    """Return the result of a plugin's hook `server_extensions`, with the plugin.
-
-    Raises:
-        PluginContractError: naming the plugin and what is wrong.
-    """
     kinds = get_args(ServerExtension)
     if not isinstance(extensions, Sequence) or not all(isinstance(e, kinds) for e in extensions):
         raise PluginContractError(
@@ -195,7 +186,6 @@ def _named(extension: ServerExtension) -> str:
 
 
 def _problems(extension: ServerExtension) -> Iterator[str]:
-    """Yield what is wrong with an extension."""
     if isinstance(extension, Middleware | Transform | Authenticator):
         yield from _order_problems(extension)
     match extension:

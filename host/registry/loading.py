@@ -126,7 +126,6 @@ def import_object(source: Source, stand_ins: StandIns = lambda _module: None) ->
 
 
 def _attribute(source: Source, target: Any) -> Any:
-    """Return the object that `source.value` names in an imported module."""
     module_name, _, qualname = source.value.partition(":")
     with inspecting(source):
         for part in qualname.split(".") if qualname else ():
@@ -213,7 +212,6 @@ def snake_case(name: str) -> str:
 
 
 def _check_hook_options(target: Any, source: Source) -> None:
-    """Check that a class of hooks declares options as components do, and gets them."""
     declared = getattr(target, "Options", None)
     if declared is None or not inspect.isclass(target):
         return
@@ -254,7 +252,6 @@ def _check_class(target: Any, kind: PluginKind, source: Source, hint: str) -> No
 
 
 def _check_roles(target: type[OutputParser], kind: PluginKind, source: Source) -> None:
-    """Check that an output parser has the role of the kind that it is enabled under."""
     known = get_args(Role)
     if not target.roles or not set(target.roles) <= set(known):
         raise PluginContractError(
@@ -268,7 +265,6 @@ def _check_roles(target: type[OutputParser], kind: PluginKind, source: Source) -
 
 
 def _check_logits_plugin(target: type[LogitsPlugin], source: Source) -> None:
-    """Check what a logits processor declares beyond the types of its class attributes."""
     for field in target.params_fields:
         if field not in SamplingParams.__struct_fields__:
             raise PluginContractError(
@@ -282,7 +278,6 @@ def _check_logits_plugin(target: type[LogitsPlugin], source: Source) -> None:
 
 
 def _check_observe(target: type[LogitsPlugin], source: Source) -> None:
-    """Check what a logits processor declares of state that depends on logits."""
     state = target.State
     is_declared = inspect.isclass(state) and issubclass(state, (typed.State, bytes))
     if target.observe is LogitsPlugin.observe:
@@ -351,7 +346,6 @@ def _check_members(target: type[Component], source: Source) -> None:
 
 @functools.cache
 def _members_of(contract: tuple[type, ...]) -> dict[str, Any]:
-    """Return the members of the contract that the bases of a component have, by name."""
     return {name: member for base in reversed(contract) for name, member in vars(base).items()}
 
 
@@ -378,7 +372,6 @@ def _is_async(function: Any) -> bool:
 
 
 def _check_call(name: str, expected: Any, member: Any, source: Source) -> None:
-    """Check that a method can be called as the contract's of that name."""
     if name.startswith("_") or not (inspect.isfunction(expected) or type(expected) is classmethod):
         return
     if isinstance(expected, classmethod) and not isinstance(member, classmethod | staticmethod):
@@ -399,7 +392,6 @@ def _check_call(name: str, expected: Any, member: Any, source: Source) -> None:
 
 
 def _parameters(member: Any, *, bound: bool) -> inspect.Signature | None:
-    """Return the parameters of a class's member, without the first if bound; None if unknown."""
     function = getattr(member, "__func__", member)
     is_plain = inspect.isfunction(function)
     if (signature := _SIGNATURES.get(function) if is_plain else None) is None:
@@ -413,7 +405,6 @@ def _parameters(member: Any, *, bound: bool) -> inspect.Signature | None:
 
 
 def _accepts(taken: inspect.Signature, wanted: inspect.Signature, *, all_: bool = False) -> bool:
-    """Return whether a method takes the arguments that another one needs, or all it may have."""
     given = [p for p in wanted.parameters.values() if all_ or p.default is p.empty]
     try:
         taken.bind(
@@ -426,13 +417,11 @@ def _accepts(taken: inspect.Signature, wanted: inspect.Signature, *, all_: bool 
 
 
 def _text(signature: inspect.Signature) -> str:
-    """Return the names of parameters as text."""
     plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return str(inspect.Signature(plain))
 
 
 def _check_attributes(target: type[Component], source: Source) -> None:
-    """Check that a class states the attributes that its interface declares, of the right type."""
     for base in target.__mro__:
         if not base.__module__.startswith(_CONTRACT):
             continue
@@ -453,7 +442,6 @@ def _check_attributes(target: type[Component], source: Source) -> None:
 
 @functools.cache
 def _declared_attributes(base: type) -> dict[str, Any]:
-    """Return the types of the class attributes that a class of the contract declares."""
     return {
         name: get_args(hint)[0]
         for name, hint in inspect.get_annotations(base, eval_str=True).items()
@@ -462,7 +450,6 @@ def _declared_attributes(base: type) -> dict[str, Any]:
 
 
 def _wrong_type(value: Any, type_: Any) -> str:
-    """Return a description of what a class attribute must be, or nothing if it is that."""
     if type_ in _PLAIN:
         return "" if type(value) is type_ else _PLAIN[type_]
     if type_ == tuple[str, ...]:

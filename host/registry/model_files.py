@@ -168,7 +168,6 @@ def _about_file(path: Path) -> str:
 
 
 def _about_format(name: str) -> str:
-    """Return why a file's format is not read; an empty string if its name does not show one."""
     suffix = Path(name).suffix.lower()
     if suffix in _PICKLES:
         return (
@@ -184,7 +183,6 @@ def _about_format(name: str) -> str:
 
 
 def _is_path(name: str) -> bool:
-    """Return whether a name is meant as a path rather than as an alias or id."""
     return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith(".gguf")
 
 

@@ -90,7 +90,6 @@ def options_of(
 def _located(
     error: ConfigError, item: SelectedPlugin, path: str | None, config_sources: ConfigSources
 ) -> ConfigError:
-    """Return an error of options with the origin of the table, or of the component without one."""
     message = str(error)
     return ConfigError(config_sources.locate(message) if path else f"{message} (for {item.source})")
 
@@ -232,7 +231,6 @@ def declarer_of(table: str) -> str:
 
 
 def _checked(declared: Any, source: Source) -> tuple[str, type[Strict]]:
-    """Return the name and type of a declared table."""
     match declared:
         case (str() as name, type() as table) if issubclass(table, Strict):
             pass

@@ -448,7 +448,6 @@ def _close(component: Component) -> None:
 def _check_arguments(
     outer: SelectedPlugin, target: Any, inner: SelectedPlugin, wrapped: Any
 ) -> None:
-    """Check that what a wrapped component takes of requests is what its wrapper passes on."""
     if not issubclass(wrapped, ComponentWithArguments):
         return
     taken = prepared_type(wrapped)
@@ -460,7 +459,6 @@ def _check_arguments(
 
 
 def _is_wrapper(target: Any) -> TypeGuard[type[Component]]:
-    """Return whether a target is a component that may wrap others."""
     if not (inspect.isclass(target) and issubclass(target, Component)):
         return False
     wraps, default = inspect.getattr_static(target, "wraps"), vars(Component)["wraps"]
@@ -478,7 +476,6 @@ def _wraps(outer: SelectedPlugin, target: type[Component], options: Any) -> Sequ
 
 
 def _path_of_wrapped(outer: SelectedPlugin, options: Any, use: str) -> str:
-    """Return the path of the option that names a wrapped component, or else of the table."""
     for option, value in msgspec.structs.asdict(options).items():
         if value == use or (isinstance(value, list | tuple) and use in value):
             return f"plugin.{outer.name}.{option}"
@@ -486,7 +483,6 @@ def _path_of_wrapped(outer: SelectedPlugin, options: Any, use: str) -> str:
 
 
 def _places(chosen: Sequence[SelectedPlugin], targets: Mapping[Key, Any]) -> dict[Key, int]:
-    """Return each component's position within its kind."""
     places: dict[Key, int] = {}
     for kind in KINDS:
         keys = {item.name: item.key for item in chosen if item.kind.name == kind}

@@ -82,12 +82,10 @@ def _replaced(value: Any, path: str, origin: str) -> Any:
 
 
 def _contains(outer: str, inner: str) -> bool:
-    """Return whether a path is another one or leads to it."""
     return not outer or f"{inner}.".startswith((f"{outer}.", f"{outer}["))
 
 
 def _fqcn(target: Any, path: str, origin: str) -> str:
-    """Return the FQCN under which any process finds a class or function."""
     if not (inspect.isclass(target) or inspect.isfunction(target)):
         raise ConfigError(
             f"{path}: expected a name, an FQCN like package.module:Class, or a class, got a "
@@ -228,7 +226,6 @@ def provided_by(
 def _adapters_among(
     plugins: Sequence[object], installed: Sequence[InstalledPlugin], caller: str
 ) -> ComponentAdapters:
-    """Return the component adapters of a list that is handed over, after the built-in ones."""
     sources = [f.source("default") for f in installed if f.kind == ADAPTERS and f.builtin]
     for index, target in enumerate(plugins):
         if inspect.isclass(target) and issubclass(target, ComponentAdapter):
@@ -244,7 +241,6 @@ def _handed(
     earlier: list[InstalledPlugin],
     adapters: ComponentAdapters,
 ) -> list[InstalledPlugin]:
-    """Return the entries of one object that is handed over."""
     kept = inspect.isclass(target) or isinstance(target, ModuleType)
     cls = target if kept else type(target)
     described = Source.of_module(_name_of(cls), _value_of(cls), origin)
@@ -282,7 +278,6 @@ def _offers(
     adapters: ComponentAdapters,
     origin: str,
 ) -> list[InstalledPlugin]:
-    """Return the entries of one component: one for each kind that it has."""
     kind_name, name = _split(given, source)
     value, problem = find_reference(component)
     if problem:
@@ -312,7 +307,6 @@ def _offers(
 
 
 def _split(given: Any, source: Source) -> tuple[str, str]:
-    """Return the kind and the name of a key that is `kind/name` or a name."""
     kind, _, name = given.rpartition("/") if isinstance(given, str) else ("", "", "")
     if not name or "." in name:
         raise PluginContractError(
@@ -328,7 +322,6 @@ def _split(given: Any, source: Source) -> tuple[str, str]:
 
 
 def _hook_of(target: Any, source: Source) -> Any:
-    """Return the function that provides components; None if there is none."""
     implemented = hook_functions(target)
     if _HOOK not in implemented:
         return None

@@ -121,7 +121,6 @@ class Selection:
         return load_adapters(on)
 
     def _find_provided(self) -> None:
-        """Find the components that hooks provide which are, or will be, enabled."""
         plugins = self._config.plugins
         hooks = [(self._handed_over(found), found.origin) for found in self._handed]
         hooks += [(on, "") for (_, name), on in self._on.items() if name not in plugins.replace]
@@ -140,7 +139,6 @@ class Selection:
                 self._found += [offer for offer in offers if offer not in self._found]
 
     def _named_hooks(self, reference: str, path: str) -> list[SelectedPlugin]:
-        """Return the plugins of hooks that a reference names."""
         hooks = KINDS["hooks"]
         if not self._is_fqcn(reference, hooks):
             return [self._chosen(found, path) for found in self._candidates(reference, hooks)]
@@ -165,7 +163,6 @@ class Selection:
 
     @property
     def _handed(self) -> list[InstalledPlugin]:
-        """Plugins of the program itself that the configuration does not disable."""
         return [found for found in self._found if found.origin and found not in self._kept_off]
 
     def _handed_over(self, found: InstalledPlugin) -> SelectedPlugin:
@@ -173,7 +170,6 @@ class Selection:
         return SelectedPlugin(kind, source, found.origin, found.target, found.stays)
 
     def _enable_named(self, kind: PluginKind, path: str) -> None:
-        """Enable the component that the configuration names at `path` by its FQCN, if it does."""
         value = self._at(path)
         if not isinstance(value, str):
             return
@@ -188,7 +184,6 @@ class Selection:
             self._add(replace(on[0], path=path, source=source))
 
     def _at(self, path: str) -> Any:
-        """Return the value of the configuration at a dotted path."""
         return value_at(self._config, path)
 
     def chosen(self, kind: PluginKind, path: str) -> list[SelectedPlugin]:
@@ -217,7 +212,6 @@ class Selection:
         return several
 
     def _use_of(self, wanted: str | PluginUse, path: str) -> tuple[str, str | None]:
-        """Return the reference of a component, and the name that it is given, if any."""
         use, name = (wanted, None) if isinstance(wanted, str) else (wanted.use, wanted.name)
         expected = ""
         if name is not None and not NAME.fullmatch(name):
@@ -368,7 +362,6 @@ class Selection:
             self._on[key] = chosen
 
     def _another_name(self, other: SelectedPlugin, chosen: SelectedPlugin) -> str:
-        """Return the remedy for a component that has the name of another one."""
         kind, value = chosen.kind, chosen.source.value
         if kind.chosen_by is not None:
             return f"remove one of them from {kind.chosen_by}"
@@ -383,11 +376,6 @@ class Selection:
         )
 
     def _check_kind(self, reference: str, path: str) -> None:
-        """Refuse a reference to a component of a kind that this version does not have.
-
-        Raises:
-            PluginNotFoundError: naming the kind.
-        """
         kind, slash, _ = reference.partition("/")
         missing = kind if slash and kind not in KINDS else ""
         offers = next((f for f in self._unknown if f.name == reference), None)
@@ -407,7 +395,6 @@ class Selection:
         return self._by_name(reference, path, kind)
 
     def _is_fqcn(self, reference: str, kind: PluginKind | None) -> bool:
-        """Return whether a reference is an FQCN; that of a module of hooks is its dotted name."""
         if ":" in reference:
             return True
         may_be_module = kind is None or kind.interface is None
@@ -415,7 +402,6 @@ class Selection:
         return may_be_module and "." in reference and not is_name
 
     def _resolve_all(self, reference: str, path: str) -> list[SelectedPlugin]:
-        """Return the components that a reference enables: one for each kind of a class."""
         if self._is_fqcn(reference, None):
             first = self._by_fqcn(reference, path, None)
             kinds = self.adapters.kinds_of(first.target, first.source)
@@ -467,7 +453,6 @@ class Selection:
         return self._chosen(candidates[0], path)
 
     def _of_other_kinds(self, reference: str) -> str:
-        """Return a hint at the settings that choose components of this name."""
         kinds = {found.kind: KINDS[found.kind] for found in self._candidates(reference, None)}
         chosen = (kind for kind in kinds.values() if kind.chosen_by)
         return "".join(f"; {kind.chosen_by} takes the one of kind {kind.name}" for kind in chosen)
@@ -486,7 +471,6 @@ class Selection:
         return SelectedPlugin(KINDS[found.kind], source, path, found.target, found.stays)
 
     def _asked_by(self, path: str, *, builtin: bool) -> str:
-        """Return the origin of a component's name; "default" for an unconfigured built-in."""
         origin = self._config_sources.of(path)
         if origin == "default" and path in _SET_BY:
             origin = self._config_sources.of(_SET_BY[path])

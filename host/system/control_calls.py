@@ -43,7 +43,6 @@ class Utility(Generic[P, R]):
     """
 
     def __init__(self, run: Function, *, has_timeout: bool) -> None:
-        """Read name, parameters and documentation from the implementation."""
         self.name = run.__name__
         self.run = run
         self.has_timeout = has_timeout
@@ -59,7 +58,6 @@ class Utility(Generic[P, R]):
     @overload
     def __get__(self, instance: SyncCaller, owner: type) -> Callable[P, R]: ...
     def __get__(self, instance: object, owner: type) -> Any:
-        """Return the utility itself for a class, the bound implementation for an engine core."""
         return self if instance is None else MethodType(self.run, instance)
 
     @property
@@ -130,7 +128,6 @@ class Utility(Generic[P, R]):
         return list(bound.arguments.values())[1:]
 
     def _signature_of_sender(self) -> inspect.Signature:
-        """Return the signature without the type of `self`, and with the result of a future."""
         host, *parameters = self._signature.parameters.values()
         returned = self._signature.return_annotation.removeprefix("Future[")
         if returned != self._signature.return_annotation:
@@ -143,7 +140,6 @@ class utility:  # noqa: N801 - a decorator
     """Declares a method of a table as a control call."""
 
     def __init__(self, *, has_timeout: bool = True) -> None:
-        """`has_timeout` is that of the Utility."""
         self._has_timeout = has_timeout
 
     @overload
@@ -164,7 +160,6 @@ class SyncCaller:
         _add_senders(cls)
 
     def _call_utility(self, method: str, *args: Any) -> Any:
-        """Send a control call by name, with arguments by position; return its result."""
         raise NotImplementedError
 
 
@@ -177,7 +172,6 @@ class AsyncCaller:
         _add_senders(cls)
 
     async def _call_utility(self, method: str, *args: Any) -> Any:
-        """Send a control call by name, with arguments by position; return its result."""
         raise NotImplementedError
 
 

@@ -54,7 +54,6 @@ def oom_kills(proc: Path = PROC) -> int | None:
 
 
 def _groups(controller: str, proc: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield mount point and folder of each control group of this process."""
     with contextlib.suppress(OSError, ValueError, IndexError):  # no Linux, or no control groups
         paths = {}
         for line in (proc / "self/cgroup").read_text().splitlines():

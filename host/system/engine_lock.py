@@ -26,7 +26,6 @@ class OwnerProcess:
     """
 
     def __init__(self) -> None:
-        """Make the current process the owner."""
         self.pid = os.getpid()
         self.ending_thread: int | None = None
 
@@ -66,7 +65,6 @@ class EngineLock:
     # thread waits.
 
     def __init__(self) -> None:
-        """Create the lock of an engine that the current process opens."""
         self.owner = OwnerProcess()
         self._gate, self._lock = threading.RLock(), threading.RLock()
         self._thread: int | None = None
@@ -93,7 +91,6 @@ class EngineLock:
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        """Release the lock."""
         self._depth -= 1
         if not self._depth:
             self._thread = None

@@ -43,7 +43,6 @@ class MemoryLimit:
     source: str
 
     def __str__(self) -> str:
-        """Return both for a message."""
         return f"{size_text(self.available)} ({self.source})"
 
 
@@ -76,13 +75,11 @@ def _resource_limits() -> Iterator[MemoryLimit]:
 
 
 def _group_limits(proc: Path) -> Iterator[MemoryLimit]:
-    """Yield the limits of the control groups that this process is in, and of those around them."""
     for group in control_groups("memory", proc):
         yield from _limits_of(group)
 
 
 def _limits_of(group: Path) -> Iterator[MemoryLimit]:
-    """Yield the limits in the files of one control group, of either version."""
     for used_name, *names in (
         ("memory.current", "memory.max", "memory.high"),
         ("memory.usage_in_bytes", "memory.limit_in_bytes"),
@@ -99,7 +96,6 @@ def _limits_of(group: Path) -> Iterator[MemoryLimit]:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None if there is none, "max" for example."""
     text = read_control(path)
     return int(text) if text is not None and text.isdecimal() else None
 
@@ -175,7 +171,6 @@ class MemoryEstimate:
         return self.request.longest_in(self.cache) if self.cache <= self.room else 0
 
     def __str__(self) -> str:
-        """Return the figures for a message."""
         working = max(self.loading, self.step)
         parts = "".join(f", {what} {size_text(size)}" for what, size in self.parts.items() if size)
         return (
@@ -341,7 +336,6 @@ def release_pinned_memory() -> None:
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the memory of a storage, uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

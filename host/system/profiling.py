@@ -22,7 +22,6 @@ class Profiling:
 
         Args:
             folder: is created when a profile starts; without a folder, no profile can start.
-            device: device of the worker.
             rank: part of the names of files; None if there is one rank.
         """
         self._folder = folder

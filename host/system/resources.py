@@ -115,7 +115,6 @@ def end_context(
 
 
 def _used_descriptors(limit: int) -> int | None:
-    """Return how many descriptors below the limit are open; None if that is unknown."""
     try:
         numbers = os.listdir("/dev/fd")
     except OSError as cause:
@@ -128,7 +127,6 @@ class _UnfitError(Exception):
 
 
 def _bases() -> Iterator[str]:
-    """Yield the directories to try, each once."""
     seen = set()
     try:
         seen.add(preferred := tempfile.gettempdir())

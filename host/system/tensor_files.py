@@ -121,7 +121,6 @@ def _read_header(mapped: mmap.mmap, key: str) -> tuple[_Header, int]:
 
 
 def _view(mapped: mmap.mmap, start: int, entry: _Tensor) -> torch.Tensor:
-    """Return one tensor of a file."""
     dtype, count = getattr(torch, entry.dtype), math.prod(entry.shape)
     if not count:
         return torch.empty(entry.shape, dtype=dtype)
@@ -142,7 +141,6 @@ def _memory(tensor: torch.Tensor) -> _Memory:
 
 
 def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those of some tensors that are no others' memory, in their order."""
     return list({_memory(tensor): tensor for tensor in tensors}.values())
 
 
@@ -157,7 +155,6 @@ def _pages(count: int) -> int:
 
 
 def _checksum(data: mmap.mmap, start: int) -> int:
-    """Return the checksum of whole pages."""
     # The CRC-32 of sums of 64 bits, along each page and across pages: three times as
     # fast as the CRC-32 of all bytes.
     pages = np.frombuffer(data, np.uint64, offset=start).reshape(-1, _PAGE // 8)
@@ -244,7 +241,6 @@ class _Chunks:
                 self.flush()
 
     def flush(self) -> None:
-        """Write what is there."""
         if self._cancelled.is_set():
             raise WritingCancelledError
         _write_all(self._opened, memoryview(self._chunk)[: self._filled])

@@ -78,7 +78,6 @@ class ThreadCount:
     source: str
 
     def __str__(self) -> str:
-        """Return both for a message."""
         return f"{self.count} thread{'s' if self.count > 1 else ''} ({self.source})"
 
 
@@ -323,7 +322,6 @@ def _cores(cpus: Path) -> ThreadCount:
 
 
 def _quotas(proc: Path) -> Iterator[ThreadCount]:
-    """Yield the limits of the control groups, in files of either version."""
     for group in control_groups("cpu", proc):
         for names in _QUOTAS:
             text = " ".join(read_control(group / name) or "" for name in names)

@@ -135,11 +135,6 @@ def _why(cause: Exception) -> str:
 
 
 def _check_folder(folder: Path) -> None:
-    """Check that a folder, if it exists, is one of this user.
-
-    Raises:
-        _FolderError: it is not.
-    """
     try:
         found = folder.stat()
     except FileNotFoundError:
@@ -176,7 +171,6 @@ class _Writer:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Finish, or give up if that takes long."""
         atexit.unregister(self.close)
         self._hurry.set()
         self._thread.join(_PATIENCE_S)
@@ -213,7 +207,6 @@ class _Writer:
             )
 
     def _write(self, content: TensorFile) -> None:
-        """Write the file under a temporary name, and rename it."""
         folder = self._file.parent
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_room(folder, self._limit - content.size, self._file)

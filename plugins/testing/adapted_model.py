@@ -34,7 +34,6 @@ class AdaptedModel:
         """Draw the changes.
 
         Args:
-            model: loaded.
             weights: those that it was loaded with.
 
         Raises:

@@ -145,7 +145,6 @@ class AdapterResolverSuite(TimedSuite):
         return super()._checked_options({**self._offered, **(more or {})})
 
     def _resolved(self, resolver: AdapterResolver, name: str) -> Path | None:
-        """Return the folder that is found for a name; None if none is, or the name is refused."""
         began = time.monotonic()
         try:
             found = self._timed(resolver.resolve, name)
@@ -291,7 +290,6 @@ class AdapterResolverSuite(TimedSuite):
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files below a folder, by path."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
         for path in folder.rglob("*")

@@ -170,7 +170,6 @@ class ComponentAdapterSuite(ComponentSuite):
 
 
 def _described(component: type[Component]) -> dict[str, str]:
-    """Return the attributes of a component that a configuration or another process reads."""
     described = {
         name: short_repr(getattr(component, name))
         for name, value in inspect.getmembers(component)

@@ -119,7 +119,6 @@ class ComponentSuite(ConformanceSuite):
         """Return a new instance.
 
         Args:
-            context_type: class of the context.
             fields: fields of the context; `options` are those of `_checked_options` if not given.
 
         Raises:
@@ -144,15 +143,12 @@ class ComponentSuite(ConformanceSuite):
         return component
 
     def _make(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a new instance, in a context of its kind."""
         raise NotImplementedError
 
     def _check_construction(self) -> None:
-        """Check that it can be built and closed."""
         self._make().close()
 
     def _drawn_arguments(self, vocab_size: int) -> st.SearchStrategy[Any]:
-        """Return a strategy for what the component gets as the arguments of a request."""
         given: st.SearchStrategy[Any] = st.just({})
         if self.arguments is not None:
             is_named = getattr(self._component(), "named_only", False)
@@ -178,7 +174,6 @@ class ComponentSuite(ConformanceSuite):
             ) from None
 
     def _check_contract(self) -> None:
-        """Check that the loader accepts the class, and that its options survive pickling."""
         cls = self._component()
         try:
             check_plugin_class(cls, self.kind, self._name())
@@ -280,7 +275,6 @@ def check_state(component: Component) -> None:
 
 
 def _held(cls: type) -> dict[str, str]:
-    """Return descriptions of what an author's classes and their modules hold, by name."""
     own = [one for one in cls.__mro__ if not one.__module__.startswith(_CONTRACT)]
     spaces: dict[str, Mapping[str, Any]] = {
         f"{one.__module__}.{one.__qualname__}": vars(one) for one in own

@@ -352,7 +352,6 @@ class ProcessorPipeline:
     def __init__(
         self, processor: LogitsPlugin, name: str, device: torch.device, max_rows: int
     ) -> None:
-        """Allocate the device state for `max_rows` rows."""
         source = _source(type(processor), name)
         self._runner = ProcessorRunner(processor, source, device, max_rows)
         self._pipeline = LogitsPipeline([self._runner], device)

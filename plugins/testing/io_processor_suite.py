@@ -251,7 +251,6 @@ class IOProcessorSuite(TimedSuite):
                 raise RESPONSE.violation(f"{short_repr(sample)} has two different answers")
 
     def _answer(self, processor: IOProcessor, data: Any) -> Any:
-        """Return the answer to an input, decoded from JSON."""
         with self._unchanged(READS_ONLY, "the call", the_input=data):
             try:
                 request, prompts = self._begun(processor, data)
@@ -269,7 +268,6 @@ class IOProcessorSuite(TimedSuite):
             return error
 
     def _begun(self, processor: IOProcessor, data: Any) -> tuple[Any, list[Any]]:
-        """Return the request and the prompts of an input."""
         with self._unchanged(READS_ONLY, "parse_request() or pre_process()", the_input=data):
             request = self._timed(processor.parse_request, data)
             prompts = self._timed(processor.pre_process, request)
@@ -277,7 +275,6 @@ class IOProcessorSuite(TimedSuite):
         return request, found
 
     def _finished(self, processor: IOProcessor, request: Any, prompts: list[Any]) -> Any:
-        """Return the answer to a request, decoded from JSON."""
         outputs = self._outputs(prompts)
         with self._unchanged(READS_ONLY, "post_process()", outputs_of_the_model=outputs):
             output = self._timed(processor.post_process, request, outputs)
@@ -289,7 +286,6 @@ class IOProcessorSuite(TimedSuite):
         return json.loads(encoded)
 
     def _refusal(self, processor: IOProcessor, data: Any) -> RequestError | None:
-        """Return the error that refuses an input; None if it is taken."""
         taken = False
         try:
             request, prompts = self._begun(processor, data)
@@ -310,7 +306,6 @@ class IOProcessorSuite(TimedSuite):
         return None
 
     def _damaged(self) -> list[Any]:
-        """Return samples of which one member is something else, or is missing."""
         damaged: list[Any] = []
         for sample in self.samples:
             if isinstance(sample, dict):

@@ -367,7 +367,6 @@ class SamplerSuite(GeneralComponentSuite):
     def _batch(
         self, batch: Sequence[Row], sampler: Sampler | None = None
     ) -> tuple[torch.Tensor, list[int]]:
-        """Return the logits of a batch, and the tokens that a sampler chooses from them."""
         logits = self._logits(batch)
         tokens = self._sample(sampler or self._make(), logits.clone(), self._settings(batch))
         return logits, tokens
@@ -408,7 +407,6 @@ class SamplerSuite(GeneralComponentSuite):
                 )
 
     def _frequency_checks(self) -> Iterator[Callable[[], None]]:
-        """Yield a check per distribution and per source of randomness."""
         wide = max(self.vocab_size, 5000)
         for kind, vocab_size, draws in (
             ("flat", self.vocab_size, 2048),
@@ -421,7 +419,6 @@ class SamplerSuite(GeneralComponentSuite):
                 yield functools.partial(self._check_frequencies, what, logits, draws)
 
     def _check_frequencies(self, what: str, logits: torch.Tensor, draws: int) -> None:
-        """Compare the tokens of many seeds, or of many positions, with the probabilities."""
         sampler, vocab_size = self._make(len(logits)), len(logits)
         counts = torch.zeros(vocab_size, dtype=torch.float64)
         for start in range(0, draws, 512):

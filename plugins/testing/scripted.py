@@ -100,7 +100,6 @@ class HistoryAttention(AttentionBackend[torch.Tensor, AttentionStep]):
 
 
 def _hash_of(tokens: np.ndarray[Any, np.dtype[np.int64]]) -> int:
-    """Return `history_hash`, of long histories in less time."""
     powers = _powers_up_to(1 << max(len(tokens) - 1, 0).bit_length())[: len(tokens)]
     # Each product is below 2**62, and so is the sum of 2**31 remainders.
     products = (tokens + 1) % HISTORY_MODULUS * powers[::-1] % HISTORY_MODULUS
@@ -109,7 +108,6 @@ def _hash_of(tokens: np.ndarray[Any, np.dtype[np.int64]]) -> int:
 
 @functools.lru_cache(maxsize=32)
 def _powers_up_to(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the first powers of HISTORY_BASE."""
     powers = np.ones(count, np.int64)
     for place in range(1, count):
         powers[place] = int(powers[place - 1]) * HISTORY_BASE % HISTORY_MODULUS
@@ -133,7 +131,6 @@ class ScriptedModel(Model):
     hidden_size = 2
 
     def __init__(self, context: ModelContext) -> None:
-        """Read the scripted replies from the model's configuration."""
         super().__init__(context)
         hf = context.config.hf
         self._seed = int(hf.get("seed", 0))
@@ -196,7 +193,6 @@ class ScriptedModel(Model):
         return gathered.transpose(0, 1).flatten(1)[:, : self._vocab_size].contiguous()
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the ids, each of which one rank of the stage knows."""
         tensor = self.context.parallel.tensor
         if tensor.size == 1:
             return token_ids

@@ -218,7 +218,6 @@ class ScriptedTokenizer(ByteTokenizer):
     contract = 1
 
     def __init__(self, context: TokenizerContext) -> None:
-        """Read the special tokens."""
         super().__init__(ByteTokens.read(context.files.path).special, context)
 
 

@@ -233,7 +233,6 @@ class SpeculatorSuite(GeneralComponentSuite):
             )
 
     def _cost(self, length: int, budget: float) -> float:
-        """Return the microseconds of a draft after each token of a request of a length."""
         speculator = self._make()
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randint(0, self.vocab_size, (length + 4096,), generator=generator).tolist()
@@ -253,13 +252,11 @@ class SpeculatorSuite(GeneralComponentSuite):
         return seconds * 1e6 / _IN_TURN
 
     def _hidden(self, tokens: Sequence[int], count: int) -> torch.Tensor:
-        """Return hidden states of the last tokens of a text, which depend on it."""
         table = torch.randn(997, self.hidden_size, generator=torch.Generator().manual_seed(0))
         rows = [(31 * place + token) % 997 for place, token in enumerate(tokens)][-count:]
         return table[rows].to(self.device)
 
     def _text(self) -> st.SearchStrategy[_Text]:
-        """Return a strategy for requests whose texts repeat themselves now and then."""
         tokens = st.integers(0, 3) | st.integers(0, self.vocab_size - 1)
         piece = st.lists(tokens, min_size=1, max_size=4)
         return st.builds(
@@ -284,7 +281,6 @@ class SpeculatorSuite(GeneralComponentSuite):
 
         Args:
             scope: scope of all of them; None is one of its own for each.
-            first: number of the first request.
         """
         found: list[list[list[int]]] = [[] for _ in texts]
         for number, text in enumerate(texts, first):
@@ -301,7 +297,6 @@ class SpeculatorSuite(GeneralComponentSuite):
         return found
 
     def _start(self, speculator: Speculator, text: _Text, request_id: str, scope: str) -> None:
-        """Start a request."""
         arguments = text.arguments
         request = DraftRequest[Any, Any](
             request_id,
@@ -317,7 +312,6 @@ class SpeculatorSuite(GeneralComponentSuite):
     def _step(
         self, speculator: Speculator, texts: Sequence[_Text], turn: int, budget: int | None = None
     ) -> list[list[int]]:
-        """Give requests their next tokens; return the checked drafts of each."""
         for text in texts:
             request = text.request
             list.extend(request.output_token_ids, text.pieces[turn])

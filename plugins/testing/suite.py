@@ -242,11 +242,9 @@ class ConformanceSuite:
     replay_seed: ClassVar[int | None] = None
 
     def _component(self) -> type[Any]:
-        """Return the class under test."""
         raise NotImplementedError
 
     def _exception_guard(self) -> AbstractContextManager[None]:
-        """Return the context in which each check runs."""
         return nullcontext()
 
     def _run_checks(self, rule: str, *checks: Callable[[], None]) -> None:
@@ -287,7 +285,6 @@ class ConformanceSuite:
             self._fail(rule, found.violation, found.report())
 
     def _nothing_drawn(self) -> Violation:
-        """Return the violation of a search that left out every case."""
         return Violation(
             f"{NOTHING_DRAWN}: the component refused each case",
             "let the strategies of the suite draw what the component takes",

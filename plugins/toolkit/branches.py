@@ -83,7 +83,6 @@ class Branches:
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
-        """Return itself."""
         return self
 
     async def __aexit__(
@@ -92,7 +91,6 @@ class Branches:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End all requests."""
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -151,7 +149,6 @@ class Branches:
         ]
 
     def _leg(self, token_ids: list[int]) -> _Leg:
-        """Return the request that goes on with these outputs, or a fork."""
         found = (leg for leg in self._legs if leg.goes_on_after(token_ids))
         return next(found, None) or self._open(token_ids)
 
@@ -183,14 +180,12 @@ class _Leg:
         self._has_ended = False
 
     def goes_on_after(self, token_ids: list[int]) -> bool:
-        """Return whether it has these outputs, and has or will have candidates after them."""
         length, known = len(token_ids), len(self._token_ids)
         if length < self._start or (self._has_ended and length == known):
             return False
         return self._token_ids[:length] == token_ids
 
     def entry(self, length: int) -> Mapping[int, float]:
-        """Return the candidates after so many outputs."""
         return self._entries[length - self._start]
 
     async def read(self, length: int) -> None:

@@ -54,7 +54,6 @@ class KeyFolder:
         """Read the server's keys.
 
         Args:
-            path: the folder.
             setting: names it in messages.
 
         Raises:

@@ -113,7 +113,6 @@ def _one_token(
     g: torch.Tensor,
     beta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs and states of sequences with one token each."""
     state = state * g.exp()[..., None, None]
     held = (state * k[..., None]).sum(-2)
     state = state + k[..., None] * ((v - held) * beta[..., None])[..., None, :]
@@ -129,7 +128,6 @@ def _chunked(
     g: torch.Tensor,
     beta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs and states of sequences, chunk after chunk."""
     counts = -(-lengths // _CHUNK)  # chunks of each sequence
     firsts = np.concatenate(([0], counts.cumsum()))  # of each sequence, and the number of all
     within = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)

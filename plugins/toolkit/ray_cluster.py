@@ -92,7 +92,6 @@ class RayNode:
     resources: Mapping[str, float]
 
     def __str__(self) -> str:
-        """Name it as `ray list nodes` does."""
         return f"Ray node {self.address} ({self.hostname}, id {self.id[:12]})"
 
 
@@ -128,7 +127,6 @@ class Connection:
 
         Args:
             ray: the module.
-            options: which cluster.
             setting: where they are configured, for messages.
 
         Raises:

@@ -148,11 +148,6 @@ class UpdatedWeights(WeightLoader):
             raise ModelError(f"tensors that are no weights of the model: {cause}") from cause
 
     def _check_tied(self, file: Path, name: str, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Refuse a tensor that the model has not, unless it is the table that is the head, too.
-
-        Raises:
-            ModelError: it is not.
-        """
         import torch  # noqa: PLC0415 - engines are imported without it
 
         if name == _HEAD:

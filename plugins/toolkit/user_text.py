@@ -95,7 +95,6 @@ def _beginnings(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def _texts(value: Any, *, all_roles: bool = False) -> Iterator[str]:
-    """Yield the texts in plain data, of the assistant's messages only with `all_roles`."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -78,7 +78,6 @@ class _ContractFinder:
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
-        """Return the spec of the contract, whose loader registers the paths; else None."""
         if name != "hardpoint.plugins":
             return None
         from importlib.util import find_spec  # noqa: PLC0415

@@ -269,7 +269,6 @@ class AsyncLLM(AsyncCaller, metaclass=OldClassNames):
         request_id: str | None,
         options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer the parts of a prompt in a conversation that ends with them."""
         async with (
             self.open_conversation(params, request_id, **options) as conversation,
             contextlib.aclosing(conversation.generate(parts)) as outputs,
@@ -461,7 +460,6 @@ class AsyncLLM(AsyncCaller, metaclass=OldClassNames):
         await asyncio.to_thread(self.close)
 
     async def __aenter__(self) -> AsyncLLM:
-        """Return itself."""
         return self
 
     async def __aexit__(
@@ -470,7 +468,6 @@ class AsyncLLM(AsyncCaller, metaclass=OldClassNames):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close."""
         await self.aclose()
 
     async def _call_utility(self, method: str, *args: Any) -> Any:

@@ -113,7 +113,6 @@ def _of_schema(given: Any, path: str) -> Tool:
 
 
 def _of_function(function: Callable[..., Any], path: str) -> Tool:
-    """Return the tool of a Python function, from its signature and its docstring."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
         hints = t.get_type_hints(function, include_extras=True)
@@ -157,7 +156,6 @@ def _of_function(function: Callable[..., Any], path: str) -> Tool:
 
 
 def _described(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return how a docstring in Google's style describes a function, and each parameter."""
     summary: list[str] = []
     about: dict[str, str] = {}
     section, name = "", ""
@@ -415,7 +413,6 @@ class Chat:
     def _encoded(
         self, tokenizer: Tokenizer, read: Any, media_tokens: Sequence[int]
     ) -> tuple[str, list[int]]:
-        """Return the text of a conversation that was read, and its tokens."""
         texts = UserText(tokenizer, read, self.tools, self._variables, media_tokens=media_tokens)
         options = {
             "tools": texts.marked(self.tools),
@@ -489,7 +486,6 @@ def _call_rules(tools: Sequence[Tool], choice: Any, *, parallel: bool) -> CallRu
 
 
 def _named(choice: Any) -> str | None:
-    """Return the tool that a choice names, also as OpenAI's API has it; None if it names none."""
     if isinstance(choice, Mapping) and set(choice) == {"type", "function"}:
         choice = choice["function"]
     if not isinstance(choice, Mapping) or set(choice) != {"name"}:

@@ -171,7 +171,6 @@ def _run(arguments: list[str], given: argparse.Namespace, messages: Messages) ->
 
 
 def _missing_demo_model(name: str) -> str:
-    """Return how to install `name` if it is a demo model that is missing, else an empty string."""
     if name in ALIASES:
         try:
             find_files(name)

@@ -238,7 +238,6 @@ def _readable(text: str) -> str:
 
 
 def _cut(text: str, limit: int) -> str:
-    """Return a text without its middle if it is longer than `limit`."""
     if len(text) <= limit:
         return text
     ends = limit // 2

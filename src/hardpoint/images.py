@@ -48,11 +48,7 @@ class PromptImages:
     """
 
     def __init__(self, parts: EngineParts, check_wanted: Callable[[], None] = lambda: None) -> None:
-        """Read by the part that places images.
-
-        Args:
-            check_wanted: called before each image; raises an error once no more are wanted.
-        """
+        """`check_wanted`: called before each image; raises an error once no more are wanted."""
         self._parts, self._check_wanted = parts.step_parts, check_wanted
         self.tokens: Sequence[int] = self._parts.media_tokens.get(_IMAGE, ())
 
@@ -118,7 +114,6 @@ class ImageThreads:
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        """Start no thread yet."""
         self._parts, self._max_queued = parts, parts.config.images.max_queued
         self._lock, self._queues = threading.Lock(), dict[str, _Queue]()
         self._closed = threading.Event()
@@ -164,7 +159,6 @@ class ImageThreads:
         """Read images in a thread of their owner.
 
         Args:
-            read: reads them.
             given: the images, as they were given.
         """
         gone = threading.Event()
@@ -216,7 +210,6 @@ def _closed() -> EngineClosedError:
 
 
 def _images_of(messages: Any) -> list[Any]:
-    """Return the images of plain messages as they are given, unchecked."""
     plain = [one for one in messages if isinstance(one, dict)] if is_list(messages) else []
     contents = [message.get("content") for message in plain]
     parts = [

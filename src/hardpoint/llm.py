@@ -476,11 +476,9 @@ class LLM(SyncCaller, metaclass=OldClassNames):
         self._files.keep(())
 
     def __enter__(self) -> LLM:
-        """Return itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close."""
         self.close()
 
     def _call_utility(self, method: str, *args: Any) -> Any:

@@ -77,11 +77,7 @@ def _report(
     """Return the report of all stages, each of which its first rank stands for.
 
     Args:
-        spec: configuration of a worker.
         shares: the share of each stage.
-        lengths: lengths of requests.
-        ops: operations of the layers.
-        backend: backend of attention.
     """
     config, model_config = spec.config, spec.model_config
     tightest = min(shares, key=lambda share: share.estimate.room - share.estimate.cache)
@@ -128,7 +124,6 @@ def _report(
 
 
 def _limit(spec: WorkerSpec) -> MemoryLimit:
-    """Return the memory that each rank may allocate, if all are on this machine."""
     limit, count = memory_limit(spec.device), spec.config.parallel.world_size
     if spec.device.type != "cpu" or count == 1:
         return limit
@@ -136,7 +131,6 @@ def _limit(spec: WorkerSpec) -> MemoryLimit:
 
 
 def _problem(share: PlannedModel, model: str) -> str:
-    """Return why a rank does not fit; empty if it does."""
     try:
         share.estimate.check(model)
     except ModelError as error:
@@ -145,7 +139,6 @@ def _problem(share: PlannedModel, model: str) -> str:
 
 
 def _cache_bytes(share: PlannedModel, spec: WorkerSpec) -> tuple[int, str]:
-    """Return the size of the KV cache, and why there is none."""
     estimate, attention = share.estimate, share.attention
     rest = max(estimate.limit.available - estimate.weights - estimate.step, 0)
     info = dataclasses.replace(
@@ -159,7 +152,6 @@ def _cache_bytes(share: PlannedModel, spec: WorkerSpec) -> tuple[int, str]:
 
 
 def _context(share: PlannedModel, config: EngineConfig, length: int, longest: int) -> ContextMemory:
-    """Return the memory that requests of one length need."""
     request = share.estimate.request
     null = request.needs.num_null_blocks * request.bytes_per_block
     one = request.of(length)

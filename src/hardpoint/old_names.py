@@ -76,11 +76,6 @@ class OldClassNames(type):
     """Metaclass of LLM and AsyncLLM, for the old name of a class method."""
 
     def __getattr__(cls, name: str) -> Any:
-        """Return `from_resolved`, and warn the caller.
-
-        Raises:
-            AttributeError: it is not an old name.
-        """
         if name != "from_resolved":
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
         owner = next(base for base in cls.__mro__ if base.__name__ in ("LLM", "AsyncLLM"))

@@ -44,13 +44,11 @@ def shows_progress(stream: TextIO | None) -> bool:
 
 
 def _draws_bars(stream: TextIO) -> bool:
-    """Return whether a stream can move its cursor, which a notebook and TERM=dumb cannot."""
     plain = _is_notebook(stream) or os.environ.get("TERM") in ("dumb", "unknown")
     return is_terminal(stream) and not plain
 
 
 def _is_notebook(stream: TextIO | None) -> bool:
-    """Return whether a stream leads to the cells of a notebook."""
     return type(stream).__module__.partition(".")[0] == "ipykernel"
 
 
@@ -66,7 +64,6 @@ class _Lines:
         self._reported: set[str] = set()
 
     def report(self, what: str, done: int, total: int, note: str) -> None:
-        """Print a line if one is due."""
         now = time.monotonic()
         is_end = done >= total and (self._is_asked_for or what in self._reported)
         if now < self._next and not is_end:
@@ -99,7 +96,6 @@ class ProgressDisplay:
         self._bars = ProgressBars(stream)
 
     def __enter__(self) -> ProgressDisplay:
-        """Start drawing."""
         self._draw(lambda bars: bars.start())
         return self
 
@@ -109,7 +105,6 @@ class ProgressDisplay:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stop drawing and clear the bars."""
         self._draw(lambda bars: bars.stop())
 
     def report(self, what: str, done: int, total: int, note: str = "") -> None:

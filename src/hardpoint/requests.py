@@ -278,13 +278,11 @@ class OpenCalls:
     """
 
     def __init__(self, engine: LLMEngine) -> None:
-        """The caller closes the engine."""
         self._engine = engine
         self._count = 0
         self._outputs: dict[str, Outputs] = {}
 
     def __len__(self) -> int:
-        """Return the number of requests that a call waits for."""
         return len(self._outputs)
 
     @property
@@ -437,7 +435,6 @@ class OpenCalls:
             )
 
     def _fail_all(self, error: Callable[[], Exception]) -> None:
-        """End every call with an error of its own."""
         for waiting in self._outputs.values():
             waiting.append(error())
 
@@ -492,7 +489,6 @@ class UnorderedCall:
                 self._live[request_id] = entry
 
     def _hold(self, entry: tuple[int, Request], error: OverloadedError) -> None:
-        """Keep a request until one of the open ones ends."""
         if not self._live:
             raise error
         self._held.append(entry)

@@ -84,7 +84,6 @@ class Messages:
         self._level_is_chosen = verbosity is not None or log_format is not None
 
     def __enter__(self) -> Messages:
-        """Let the log be written."""
         self._log.addHandler(self._handler)
         return self
 
@@ -94,7 +93,6 @@ class Messages:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Leave the log as it was."""
         self._log.removeHandler(self._handler)
         self._log.setLevel(self._level_before)
 
@@ -125,7 +123,6 @@ class _JsonLines(logging.Formatter):
     """One JSON object per record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return an object with time (UTC), level, logger and message, and a traceback if any."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",

@@ -65,7 +65,6 @@ class OpenAIRequests:
     noun = "request"
 
     def __init__(self, file: LineFile, model: str) -> None:
-        """Answer a file by a model of that name."""
         self._file, self._model = file, model
         self._engine: AsyncGenerator
 

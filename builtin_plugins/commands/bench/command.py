@@ -45,7 +45,6 @@ def _configure_startup(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
-    """Measure starts; return the exit code."""
     model = options.started or getattr(options, "model", None)
     plan = {
         "model": model,

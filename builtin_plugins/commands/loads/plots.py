@@ -88,7 +88,6 @@ def _frame(across: _Axis, up: _Axis, x_label: str, y_label: str) -> str:
 
 
 def _axis(low: float, high: float, start: float, end: float) -> _Axis:
-    """Return an axis with four to eight ticks at round values."""
     high = high if high > low else low + 1
     rough = (high - low) / 4
     unit = 10.0 ** math.floor(math.log10(rough))

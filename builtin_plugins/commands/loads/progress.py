@@ -15,11 +15,9 @@ class ProgressLine:
         self._width = 0
 
     def __enter__(self) -> ProgressLine:
-        """Return itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the line."""
         self.show("")
 
     def show(self, text: str) -> None:

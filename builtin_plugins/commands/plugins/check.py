@@ -120,7 +120,6 @@ def _requiring_proof(records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[s
 
 
 def _print_records(records: Iterable[Mapping[str, Any]], *, as_json: bool) -> int:
-    """Print each record as it comes; return the worst exit code."""
     code = 0
     for record in records:
         if record["record"] == "result":

@@ -103,7 +103,6 @@ def _as_json(info: ComponentInfo) -> dict[str, object]:
 
 
 def _details_json(details: ComponentDetails) -> dict[str, Any]:
-    """Return the details as JSON data."""
     info = details.info
     return {
         "kind": info.kind,
@@ -130,7 +129,6 @@ def _details_json(details: ComponentDetails) -> dict[str, Any]:
 
 
 def _details_text(details: ComponentDetails) -> str:
-    """Return the details as lines of text."""
     info = details.info
     facts = {
         "interface": f"{details.interface}, contract {details.contract} ({details.stability})",

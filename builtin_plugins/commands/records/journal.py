@@ -42,7 +42,6 @@ def _configure_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_replay(options: argparse.Namespace, context: CommandContext) -> int:
-    """Replay, print what was found, return the exit code."""
     if options.request is not None:
         _refuse_with_request(options)
     journal = context.open_journal(options.file, options.anyway)
@@ -109,7 +108,6 @@ def _configure_journal(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_journal(options: argparse.Namespace, context: CommandContext) -> int:
-    """Export a journal, return the exit code."""
     lines = context.open_journal(options.file, options.anyway).export(options.form)
     if options.output == "-":
         for line in lines:

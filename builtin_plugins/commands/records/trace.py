@@ -74,7 +74,6 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
 
 
 def _traced_here(options: argparse.Namespace, context: CommandContext, prompt: Any) -> PromptTrace:
-    """Return the trace of an engine that is opened for it."""
     config, config_sources = context.load_config()
     with contextlib.closing(context.open_model(config, config_sources)) as generator:
         params = asking_for_trace(prompt_params(options, generator), options.candidates)

@@ -93,7 +93,6 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
 
 
 def _variants(options: argparse.Namespace, context: CommandContext) -> dict[str, EngineConfig]:
-    """Return the configuration of each combination of the settings that have several values."""
     values: dict[str, list[str]] = {}
     for option, path in _PATHS.items():
         if given := getattr(options, option):

@@ -43,11 +43,6 @@ class Cases:
     """Makes the cases of keywords."""
 
     def __init__(self, proofs: Proofs) -> None:
-        """Keep what compares schemas.
-
-        Args:
-            proofs: proofs about the document's schemas.
-        """
         self._proofs = proofs
         self._others = Negations(proofs).others
         self._by_keyword = {
@@ -99,7 +94,6 @@ class Cases:
         return [Case(self._merged(case.schemas, base), case.evaluated) for case in found]
 
     def _merged(self, schemas: tuple[Schema, ...], base: Sequence[Schema]) -> tuple[Schema, ...]:
-        """Return schemas with one list of values for a property, instead of many."""
         lists = [name for schema in schemas if (name := _listed(schema)) is not None]
         if len(lists) < 2:
             return schemas
@@ -127,7 +121,6 @@ class Cases:
         yield found
 
     def _any_of(self, view: View, base: Sequence[Schema]) -> Iterator[list[Case]]:
-        """Yield the branches as cases, for what depends on which of them a value fits."""
         if not self._proofs.are_all_apart(view["anyOf"], base):
             raise ValueError(_EXPECTED["anyOf"])
         yield [Case((branch,), (branch,)) for branch in view["anyOf"]]
@@ -144,7 +137,6 @@ class Cases:
         yield [Case(fits, fits), *(Case((one, other), (other,)) for one in outside)]
 
     def _doubtful(self, condition: Schema, base: Sequence[Schema]) -> Iterator[str]:
-        """Yield names of properties that a condition is about and that need not be there."""
         if isinstance(condition, Mapping):
             view, facts = self._proofs.views(condition), self._proofs.facts(base)
             for name in view.get("properties", ()):
@@ -222,7 +214,6 @@ class Cases:
         yield from self._counted(view["maxProperties"], base, "maxProperties")
 
     def _counted(self, count: int, base: Sequence[Schema], keyword: str) -> Iterator[list[Case]]:
-        """Yield which of the properties are there, or are not, for objects without any others."""
         facts = self._proofs.facts(base)
         names = facts.names()
         if names is None:
@@ -249,7 +240,6 @@ class Cases:
 
 
 def _listed(schema: Schema) -> str | None:
-    """Return the name of the property whose values are all that a made schema is about."""
     if not isinstance(schema, Made) or schema.keys() != {"type", "required", "properties"}:
         return None
     ((name, inner), *more) = schema["properties"].items()
@@ -258,7 +248,6 @@ def _listed(schema: Schema) -> str | None:
 
 
 def _arrays(values: Sequence[Any], low: int, high: int) -> list[Made]:
-    """Return schemas for the arrays that have each of some values at most once."""
     found = [Made(type="array", maxItems=0)] if low == 0 else []
     count = 0
     # Two lengths at a time, the last item of which may be missing.

@@ -68,13 +68,7 @@ class Facts:
     def __init__(
         self, schemas: Sequence[Schema], views: Views, spend: Callable[[int], None]
     ) -> None:
-        """Gather them.
-
-        Args:
-            schemas: the schemas.
-            views: views of the document's schemas.
-            spend: counts what is read.
-        """
+        """`spend`: counts what is read."""
         self.never = False
         self.types = TYPES
         self.values: dict[str, Any] | None = None
@@ -187,7 +181,6 @@ class Proofs:
     """
 
     def __init__(self, views: Views) -> None:
-        """Know nothing yet."""
         self.views = views
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], bool] = {}
         self._facts: dict[tuple[int, ...], Facts] = {}
@@ -242,7 +235,6 @@ class Proofs:
                     yield first, last
 
     def _has_discriminator(self, schemas: Sequence[Schema], context: Sequence[Schema]) -> bool:
-        """Return whether a required property has other constants in each schema."""
         every = [self.facts([*context, schema]) for schema in schemas]
         if not every or any(facts.types != {"object"} for facts in every):
             return False
@@ -271,7 +263,6 @@ class Proofs:
         return False
 
     def _are_apart_as(self, kind: str, one: Facts, other: Facts, depth: int) -> bool:
-        """Return whether they are as values of one type."""
         for mine, its in ((one, other), (other, one)):
             listed = mine.values_of(kind)
             if listed is not None and all(_is_refused(value, kind, its) for value in listed):
@@ -367,7 +358,6 @@ def _are_texts_apart(one: Facts, other: Facts) -> bool:
 
 
 def _starts(facts: Facts) -> Iterator[str]:
-    """Yield texts with which all strings begin."""
     for part in facts.parts:
         if "pattern" in part and (start := start_of(part["pattern"])):
             yield start

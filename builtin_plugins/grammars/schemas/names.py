@@ -121,7 +121,6 @@ def unevaluated(view: View, evaluated: Sequence[Schema], rest: Schema, views: Vi
 
 
 def _pattern_of(parts: Sequence[View]) -> str | None:
-    """Return an expression for the strings that views describe; empty for any, None for none."""
     found: list[str] = []
     for part in parts:
         for name, value in part.items():

@@ -62,11 +62,6 @@ class Negations:
     """Makes schemas for the values that others do not describe, in the keywords of grammars."""
 
     def __init__(self, proofs: Proofs) -> None:
-        """Keep what compares schemas.
-
-        Args:
-            proofs: proofs about the document's schemas.
-        """
         self._proofs = proofs
 
     def others(self, schema: Schema, context: Sequence[Schema], depth: int = 0) -> list[Schema]:
@@ -100,7 +95,6 @@ class Negations:
     def _others_of(
         self, keyword: str, schema: Schema, view: View, facts: Facts, depth: int
     ) -> list[Schema]:
-        """Return schemas for the values that one keyword excludes."""
         if not facts.types & _TYPES_OF.get(keyword, facts.types):
             return []
         if keyword in ("allOf", "anyOf", "oneOf", "$ref", "not", "if", "then", "else"):
@@ -149,7 +143,6 @@ class Negations:
         return []
 
     def _others_of_rest(self, view: View, facts: Facts, depth: int) -> list[Schema]:
-        """Return schemas for objects with a property that `additionalProperties` excludes."""
         rest = view["additionalProperties"]
         names = facts.names()
         if rest is True or rest == {}:
@@ -177,7 +170,6 @@ class Negations:
 
     @staticmethod
     def _values(given: Sequence[Any], facts: Facts) -> list[Schema]:
-        """Return schemas for the values that are not listed."""
         listed = {canonical(value): value for value in given}
         if facts.values is not None:
             left = [value for text, value in facts.values.items() if text not in listed]
@@ -249,7 +241,6 @@ class Negations:
 
 
 def _size(schema: Schema) -> int:
-    """Return the steps that a schema is worth for the expression that it has."""
     return len(schema.get("pattern", "")) // 16 if isinstance(schema, Made) else 0
 
 
@@ -258,7 +249,6 @@ def _fewer(kind: str, name: str, given: int) -> list[Schema]:
 
 
 def _between(values: Sequence[float], kind: str) -> list[Schema]:
-    """Return schemas for the numbers below, between and above some."""
     inner = [
         Made(type=kind, exclusiveMinimum=one, exclusiveMaximum=other)
         for one, other in pairwise(values)

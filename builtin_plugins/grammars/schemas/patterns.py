@@ -99,7 +99,6 @@ def quotable(pattern: str) -> str:
 
 
 def _end_of_item(pattern: str, start: int) -> int:
-    """Return the end of a letter, an escape or a class, in which others may nest."""
     depth, place = 0, start
     while place < len(pattern):
         if pattern[place] == "\\":
@@ -171,7 +170,6 @@ def _unescaped(body: str) -> str:
 
 
 def _has_alternatives(pattern: str) -> bool:
-    """Return whether an expression may have alternatives outside of its groups."""
     depth = 0
     in_class = False
     escaped = False

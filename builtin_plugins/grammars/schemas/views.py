@@ -98,11 +98,7 @@ class Views:
     """The views of one document's schemas, and what its references refer to."""
 
     def __init__(self, root: Schema) -> None:
-        """Read a document.
-
-        Args:
-            root: its outermost schema.
-        """
+        """`root`: its outermost schema."""
         self._root = root
         self._draft = _draft(root)
         self._views: dict[int, tuple[Schema, View]] = {}  # the schema is kept, and so its id
@@ -164,7 +160,6 @@ class Views:
         return view
 
     def _collect(self, root: Schema) -> None:
-        """Note addresses and anchors of schemas, and where their references start."""
         pending = [(root, "")]
         while pending:
             schema, base = pending.pop()
@@ -201,7 +196,6 @@ def parts_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Schema]]:
 
 
 def _with_items(view: View, draft: int) -> None:
-    """Name the items of a view as the newest draft does."""
     rest = view.pop("additionalItems", None)
     if isinstance(first := view.get("items"), list):
         view["prefixItems"] = first
@@ -213,7 +207,6 @@ def _with_items(view: View, draft: int) -> None:
 
 
 def _split_dependencies(view: View) -> None:
-    """Name the two kinds of dependencies as newer drafts do."""
     if isinstance(given := view.pop("dependencies", None), Mapping):
         lists = {name: one for name, one in given.items() if isinstance(one, list)}
         others = {name: one for name, one in given.items() if name not in lists}
@@ -222,7 +215,6 @@ def _split_dependencies(view: View) -> None:
 
 
 def _drop_idle(view: View) -> None:
-    """Remove keywords that restrict nothing."""
     idle: list[str] = []
     if "if" not in view or not view.keys() & {"then", "else"}:
         idle += ("if", "then", "else")
@@ -248,7 +240,6 @@ def _draft(root: Schema) -> int:
 
 
 def _has_names(root: Schema) -> bool:
-    """Return whether a document may have schemas with an address or an anchor."""
     pending: list[Any] = [root]
     while pending:
         part = pending.pop()
@@ -262,7 +253,6 @@ def _has_names(root: Schema) -> bool:
 
 
 def _pointed(within: Any, pointer: str) -> Schema | None:
-    """Return the schema at a JSON pointer, None if there is none."""
     part = within
     for name in unquote(pointer).split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")

@@ -112,7 +112,6 @@ class SchemaWriter:
         """Return a schema as it is written.
 
         Args:
-            schema: the schema.
             path: where it is, for errors.
             is_joined: whether its values fit another schema in the same place.
             is_within: whether they may fit others, of a schema around it that is joined.
@@ -153,7 +152,6 @@ class SchemaWriter:
     def _split(
         self, schema: Schema, view: View, path: str, outer: Sequence[Schema] = ()
     ) -> tuple[View, list[tuple[Schema, str]], list[list[Case]]]:
-        """Return a schema without its cases, the parts of its `allOf`, and its cases."""
         cases = [name for name in _IN_CASES if name in view and not _is_simple(name, view)]
         if view.get("unevaluatedProperties", True) is not True:
             cases += ("anyOf", "oneOf")
@@ -205,7 +203,6 @@ class SchemaWriter:
         return found
 
     def _combined(self, base: View, view: View, lists: list[list[Case]], path: str) -> list[Any]:
-        """Return all cases as one schema."""
         rest = view.get("unevaluatedProperties", True)
         if not lists and rest is True:
             return []
@@ -232,7 +229,6 @@ class SchemaWriter:
         return [{"anyOf": written}] if written else [False]
 
     def _named(self, result: dict[str, Any], view: View, path: str) -> list[Any]:
-        """Restrict the names of properties; return further schemas that do."""
         try:
             found = named(result, view, self._proofs)
         except ValueError as cause:
@@ -252,7 +248,6 @@ class SchemaWriter:
     def _add(
         self, name: str, view: View, result: dict[str, Any], path: str, *, is_within: bool
     ) -> None:
-        """Add a keyword to a written schema, unless it is left out."""
         value, where = view[name], _joined(path, name)
         match name:
             case "properties" | "patternProperties":
@@ -298,7 +293,6 @@ class SchemaWriter:
         return bool(expected)
 
     def _texts(self, result: dict[str, Any], base: View) -> list[Any]:
-        """Write a format as expressions, of which a schema has one; return schemas of others."""
         if "format" not in base:
             return []
         every = [f"^(?:{one})$" for one in FORMATS[base["format"]].expressions]
@@ -310,7 +304,6 @@ class SchemaWriter:
         return self._error_of is not None and bool(self._error_of(schema))
 
     def _problem_of(self, patterns: Mapping[str, Schema]) -> str:
-        """Return the problem of the patterns of properties; empty if they compile."""
         if any(self._is_wrong({"pattern": pattern}) for pattern in patterns):
             return _PATTERN
         if self._is_wrong({"patternProperties": dict.fromkeys(patterns, True)}):
@@ -320,7 +313,6 @@ class SchemaWriter:
     def _add_reference(
         self, schema: Schema, result: dict[str, Any], more: list[Any], *, is_alone: bool
     ) -> None:
-        """Add what a reference refers to, or the reference."""
         if is_alone or not self._is_inline or not self._enters(schema):
             result["$ref"] = self._reference(schema)
             return
@@ -370,14 +362,12 @@ def _depth(document: Mapping[str, Any], definitions: Mapping[str, Any]) -> int:
 
 
 def _place(schema: Schema) -> str:
-    """Return the path of what a reference refers to."""
     assert isinstance(schema, Mapping)
     reference = str(schema["$ref"])
     return reference.rpartition("#")[2].strip("/").replace("/", ".") or reference
 
 
 def _is_simple(name: str, view: View) -> bool:
-    """Return whether llguidance enforces a limit of properties itself, or refuses its value."""
     if name not in ("minProperties", "maxProperties"):
         return False
     count, listed, required = view[name], view.get("properties", {}), view.get("required", ())

@@ -124,7 +124,6 @@ class BertClassifier(Bert):
     prefix = "bert."
 
     def __init__(self, context: ModelContext) -> None:
-        """Create the layers and the head."""
         super().__init__(context)
         self._dense, self._classes = self._heads_layers()
 

@@ -156,19 +156,16 @@ class EncoderModel(Model):
         raise NotImplementedError(f"{self.context.config.architecture} has no logits")
 
     def _num_classes(self) -> int:
-        """Return the number of classes of a head."""
         names = self._hf.get("id2label")
         known = len(names) if isinstance(names, Mapping) else 0
         return known or self._fields.whole("num_labels", 2)
 
     def _head(self, name: str, rows: int, *, bias: bool = True) -> Linear:
-        """Return a linear layer of a head, whose input is a vector of a prompt."""
         head = Linear([(name, rows)], self._hidden, self.context, bias=bias)
         del self.context.hooks.matrices[name]  # `forward` does not multiply it
         return head
 
     def _starts(self, batch: ForwardBatch) -> list[int]:
-        """Return the first token of each prompt, and the number of all tokens."""
         return [*(batch.positions == 0).nonzero()[:, 0].tolist(), len(batch.positions)]
 
     def _attend(

@@ -94,7 +94,6 @@ class WithClasses(Llama):
     classifies: ClassVar[bool] = True
 
     def __init__(self, context: ModelContext) -> None:
-        """Create the layers and the head."""
         super().__init__(context)
         names = self._hf.get("id2label")
         known = len(names) if isinstance(names, Mapping) else 0

@@ -155,7 +155,6 @@ class ModernBertClassifier(ModernBert):
     prefix = "model."
 
     def __init__(self, context: ModelContext) -> None:
-        """Create the layers and the head."""
         super().__init__(context)
         bias = self._fields.flag("classifier_bias", False)
         self._head_act = self._activation("classifier_activation")

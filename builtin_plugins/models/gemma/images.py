@@ -40,7 +40,6 @@ class Gemma3Images(MediaFormat):
         """Read the settings.
 
         Args:
-            config: configuration of the model.
             processor: fields of its image processor.
 
         Raises:
@@ -198,7 +197,6 @@ def _stored(name: str) -> str:
 
 
 def _processor(folder: Path) -> dict[str, Any]:
-    """Return the fields of the image processor in a model's folder; none if it has no file."""
     for name in ("processor_config.json", "preprocessor_config.json"):
         path = folder / name
         if path.is_file():

@@ -82,7 +82,6 @@ class _Layer:
     down: Affine
 
     def layers(self) -> list[PackedLayer]:
-        """Return the layers that have weights."""
         attention: list[PackedLayer] = [self.attention_norm, self.q, self.k, self.v, self.output]
         return [*attention, self.mlp_norm, self.up, self.down]
 
@@ -103,7 +102,6 @@ class SiglipTower:
         Args:
             name: before the names of its tensors.
             config: the model's `vision_config`.
-            context: context of the model.
 
         Raises:
             ModelError: a field of the config is missing, invalid or not supported.

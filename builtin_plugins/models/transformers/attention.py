@@ -153,7 +153,6 @@ def use(model: PreTrainedModel, implementation: str) -> None:
 
 
 def _configs(model: PreTrainedModel, name: str) -> list[Any]:
-    """Return the configurations of modules that have an attribute."""
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     return [config for config in found if hasattr(config, name)]
 
@@ -332,7 +331,6 @@ def layer_of(module: nn.Module) -> AttentionLayer:
 
 
 def _is_causal(function: Callable[..., Any], window: int | None) -> bool:
-    """Return whether a mask is causal, with that window."""
     width = window or _FAR
     last = 4 * width + 3
     pairs = [(last, last, True), (last, last + 1, False), (0, 0, True), (0, 1, False)]

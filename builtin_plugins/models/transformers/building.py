@@ -106,7 +106,6 @@ def build_encoder(context: ModelContext) -> PreTrainedModel:
 
 
 def _made(context: ModelContext, **arguments: Any) -> PreTrainedModel:
-    """Return the modules for a configuration, and what else their class takes."""
     config, name = _config(context), context.config.architecture
     try:
         with _building, torch.device("meta"), no_init_weights():
@@ -122,7 +121,6 @@ def _made(context: ModelContext, **arguments: Any) -> PreTrainedModel:
 
 
 def _completed(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model with the buffers that no checkpoint has, and without wrappers."""
     _fill_buffers(model)
     _unwrap_layers(model)
     return model
@@ -149,7 +147,6 @@ def _config(context: ModelContext) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """Return fields with the infinite numbers that transformers writes as tables."""
     if isinstance(value, Mapping):
         if set(value) == {"__float__"}:
             return float(value["__float__"])
@@ -158,7 +155,6 @@ def _decoded(value: Any) -> Any:
 
 
 def _refuse_lengths(config: Any, name: str, max_model_len: int) -> None:
-    """Refuse rotary embeddings that depend on the longest sequence of a step."""
     ropes = getattr(config, "rope_parameters", None) or {}
     several = [rope for rope in ropes.values() if isinstance(rope, Mapping)]
     for rope in several or [ropes]:
@@ -276,8 +272,6 @@ def _unwrap_layers(model: PreTrainedModel) -> None:
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that no checkpoint has, rotary frequencies for example."""
-
     def fill(module: nn.Module, owner: PreTrainedModel) -> None:
         owner = module if isinstance(module, PreTrainedModel) else owner
         for child in module.children():

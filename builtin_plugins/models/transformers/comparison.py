@@ -99,10 +99,6 @@ def _check(shares: torch.Tensor, limit: float, than: str, context: ModelContext)
         shares: lengths of differences, per length of the logits.
         limit: largest share that roundings may make.
         than: with what they were compared.
-        context: the context of the model.
-
-    Raises:
-        MixedTokensError: a share is larger.
     """
     share = float(shares.max())
     if not share <= limit:  # NaN too
@@ -207,6 +203,5 @@ class _Reference:
         v: torch.Tensor,
         angles: torch.Tensor | None = None,  # noqa: ARG002 - modules rotate themselves
     ) -> torch.Tensor:
-        """Return the result of attention, shaped as q."""
         parts = zip(*(torch.split(x.float(), self._length) for x in (q, k, v)), strict=True)
         return torch.cat([self._attention(self._specs[layer], *part) for part in parts]).to(q.dtype)

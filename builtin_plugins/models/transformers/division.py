@@ -45,9 +45,6 @@ class ShardingPlan:
         """Read the plan of a model.
 
         Args:
-            model: the modules.
-            parallel: the ranks.
-            tensors: names of the tensors of the model.
             head: name of the module that gives logits, which has ranks of its own.
 
         Raises:
@@ -130,7 +127,6 @@ class ShardingPlan:
         return True
 
     def _style(self, path: str) -> str:
-        """Return the style of a module or a tensor in the plan; empty if it has none."""
         return self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path), "")
 
     def _refused(self, path: str, style: str) -> ModelError:

@@ -146,7 +146,6 @@ class EncoderThroughTransformers(ThroughTransformers):
     def _attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """Return the result of attention within the prompts of a step, shaped as q."""
         spec = self._layers[layer].spec
         if (groups := spec.num_heads // spec.num_kv_heads) > 1:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
@@ -157,7 +156,6 @@ class EncoderThroughTransformers(ThroughTransformers):
         return SpecsBothWays(self._model, self._step, self.context.max_model_len)
 
     def _dry_head(self) -> None:
-        """Run the body with tokens that a step part has embedded."""
         self.context.hooks.embedded = _same
         try:
             self._dry_step()

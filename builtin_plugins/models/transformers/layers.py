@@ -23,7 +23,6 @@ class WeightReadError(ModelError):
     """A module computes with the weight of another one, whose layer is replaced."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        """`weight` is that of the replaced layer."""
         super().__init__(
             f"model: modules of transformers read a weight {list(weight.shape)} in place of "
             "calling its layer, and cannot run"
@@ -38,14 +37,12 @@ class _Absent(torch.Tensor):
 
     @staticmethod
     def of(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> _Absent:
-        """Return the one of a layer whose numbers are on a device."""
         found = torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Absent)
         found._device = device
         return found
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # torch's own cannot be written
-        """Where the layer computes, to which modules move what they give it."""
         return self._device
 
     @classmethod
@@ -65,7 +62,6 @@ class _Called(nn.Module):
     """A module that is called without what `nn.Module` does around calls, which takes its time."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the result of `forward`."""
         result: torch.Tensor = self.forward(x)
         return result
 
@@ -84,7 +80,6 @@ class PackedLinear(_Called):
         """Describe it.
 
         Args:
-            linear: computes it.
             shape: rows and columns of the matrix.
             step: has whether there are weights yet.
             dtype: dtype of the result.
@@ -145,11 +140,7 @@ class PackedNorm(_Called):
 
 
 def _check_columns(x: torch.Tensor, columns: int) -> None:
-    """Check what a layer is given, which may be divided in another way than the layer.
-
-    Raises:
-        ValueError: it has another number of columns.
-    """
+    """Check what a layer is given, which may be divided in another way than the layer."""
     if x.shape[-1] != columns:
         raise ValueError(f"a layer of {columns} columns is given {x.shape[-1]}")
 
@@ -158,7 +149,6 @@ class Transposed:
     """A linear layer whose matrix checkpoints have with its columns first, as GPT-2's do."""
 
     def __init__(self, linear: Linear) -> None:
-        """`linear` computes it."""
         self.linear = linear
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -185,7 +175,6 @@ class TiedHead:
         """Describe it.
 
         Args:
-            linear: computes it.
             stored: names in checkpoints of the tensors that are its own, by those of `linear`.
         """
         self.linear, self._stored = linear, stored
@@ -225,9 +214,6 @@ class Plain:
         Args:
             name: in checkpoints.
             like: one of its shape.
-            places: modules that have it, and their names of it.
-            dtype: its dtype.
-            context: the context of the model.
             part: the part of it that this rank has; None is all.
         """
         self._name, self._whole, self._places = name, tuple(like.shape), places

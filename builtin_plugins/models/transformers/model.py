@@ -61,7 +61,6 @@ class ThroughTransformers(Model):
                 kept.append(self._modules.path_of(read.weight))
 
     def _build(self, kept: list[str]) -> None:
-        """Build the modules, of which those named are not replaced."""
         model = build(self.context)
         self._set_modules(model, text_part(model), kept)
         self._intercept_base()
@@ -132,7 +131,6 @@ class ThroughTransformers(Model):
         return logits[0].float()
 
     def _hidden(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return hidden states of a flat batch."""
         if self._first_position:
             positions = positions + self._first_position
         tokens = self._tokens(token_ids)
@@ -163,7 +161,6 @@ class ThroughTransformers(Model):
         return forward
 
     def _result(self, given: torch.Tensor) -> Hidden:
-        """Return the result of the body for hidden states that are there."""
         return Hidden(given)
 
     def _observe(self) -> list[AttentionLayer]:
@@ -204,21 +201,17 @@ class ThroughTransformers(Model):
         return specs.layers
 
     def _specs(self) -> Specs:
-        """Return the observer of the attention layers."""
         return Specs(self._model, self._step, self.context.max_model_len)
 
     def _dry_head(self) -> None:
-        """Run the head, without weights."""
         size = getattr(self._model.get_output_embeddings(), "in_features", None)
         self.compute_logits(torch.zeros(1, size or self.hidden_size, dtype=self.context.dtype))
 
     def _dry_step(self) -> None:
-        """Run a step of a few tokens, without weights."""
         ids = torch.arange(_DRY_TOKENS) % self.context.config.vocab_size
         self._hidden(ids, torch.arange(_DRY_TOKENS))
 
     def _without(self, specs: Specs) -> str:
-        """Return the name and kind of a layer without attention that was observed."""
         observed = tuple(f"{layer.path}." for layer in specs.layers)
         for path, modules in text_modules(self._model):
             for number, layer in enumerate(modules if isinstance(modules, nn.ModuleList) else ()):
@@ -279,12 +272,10 @@ class ThroughTransformers(Model):
 
 
 def _zeros(_layer: int, q: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Return zeros, the result of attention in steps without weights."""
     return torch.zeros_like(q)
 
 
 def _kinds(layer: nn.Module) -> list[str]:
-    """Return the classes of the modules that a layer has, without those of a single operation."""
     return [type(m).__name__ for m in layer.children() if next(m.children(), None) is not None]
 
 
@@ -292,7 +283,6 @@ class Hidden:
     """The result of a model's body: last hidden states, and nothing of what else there may be."""
 
     def __init__(self, hidden: torch.Tensor, pooled: Any = ()) -> None:
-        """Keep hidden states, and for heads of encoders those that the body pools."""
         self.last_hidden_state, self.pooler_output = hidden, pooled
 
     def __getattr__(self, name: str) -> None:

@@ -54,9 +54,6 @@ class Modules:
         """Replace the modules of a model that has no weights yet.
 
         Args:
-            model: the modules.
-            context: the context of the model.
-            step: what the attention layers share.
             kept: names of modules that are not replaced.
 
         Raises:
@@ -111,8 +108,6 @@ class Modules:
             setattr(self._model.get_submodule(parent), name, new)
 
     def _added_up(self, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return the function that adds up the results of all ranks."""
-
         def forward(*args: Any, **arguments: Any) -> torch.Tensor:
             y = run(*args, **arguments)
             return y if self._step.is_dry else self._context.parallel.tensor.all_reduce(y)
@@ -120,7 +115,6 @@ class Modules:
         return forward
 
     def _stored_as(self, path: str, *, bias: bool) -> str | None:
-        """Return the name without `.weight` of a module in checkpoints; None if it is converted."""
         weight = self._names.plain.get(f"{path}.weight")
         if weight is None or not weight.endswith(".weight"):
             return None
@@ -162,7 +156,6 @@ class Modules:
         return PackedLinear(linear, shape, self._step, dtype, (len(rows), len(columns)))
 
     def _tied_head(self, path: str, linear: Linear) -> PackedLayer:
-        """Return a head with a bias, whose tensors may be others of the model as well."""
         tied = {name: self._ties.get(f"{path}.{name}") for name in ("weight", "bias")}
         if not any(tied.values()):
             return linear
@@ -199,7 +192,6 @@ class Modules:
         return PackedEmbedding(self._embedding, shape, self._step, self._context.dtype)
 
     def _keep_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Keep the tensors that modules read themselves."""
         present = {*(n for n, _ in self._model.named_parameters(remove_duplicate=False))}
         present |= {n for n, _ in self._model.named_buffers(remove_duplicate=False)}
         patterns = [
@@ -225,13 +217,11 @@ class Modules:
 
     @property
     def _shared(self) -> str | None:
-        """The name in checkpoints of a table that the head reads, too, and all of it."""
         can_tie = self._embedding is not None and isinstance(self._head, LMHead)
         return None if can_tie else self._names.plain.get(self._tied or "")
 
     @property
     def _tied(self) -> str | None:
-        """The name of the tensor that the head shares; None if it has its own."""
         return self._ties.get(f"{self._head_name}.weight")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -271,7 +261,6 @@ class Modules:
         self._move_buffers()
 
     def _tie_head(self) -> None:
-        """Load the head of the table that it shares."""
         table, self._table = self._table, None
         if self._tied is None or self._head is None:
             return
@@ -283,20 +272,17 @@ class Modules:
         self._head.load(name, cut(table, self._head.cuts(), name))
 
     def _empty(self, name: str) -> torch.Tensor:
-        """Return a converted tensor without content, of this rank."""
         owner = self._owners[name]
         if isinstance(owner, Plain):
             return owner.empty()
         return torch.empty(self._part_of(name), dtype=self._context.dtype)
 
     def _part_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of what this rank has of a tensor."""
         owner = self._owners[name]
         part, whole = weight_cuts([owner]).get(name), owner.shapes()[name]
         return whole if part is None else part.shape(whole)
 
     def _load_made(self, name: str, tensor: torch.Tensor) -> None:
-        """Load a converted tensor, or the whole of one of which this rank has a part."""
         owner = self._owners[name]
         if tuple(tensor.shape) != self._part_of(name):
             tensor = cut(tensor, weight_cuts([owner]), name)

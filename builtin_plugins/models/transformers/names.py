@@ -126,7 +126,6 @@ class StoredNames:
         return found
 
     def _places(self, sources: Mapping[str, Shape]) -> dict[str, TensorLocation]:
-        """Return the places of tensors that are stacked or joined; none of others."""
         patterns = {name: self._target(name)[1] for name in sources}
         converter = self._by_pattern.get(next(iter(patterns.values())) or "")
         if converter is None or not all(sources.values()):
@@ -189,7 +188,6 @@ class StoredNames:
         yield target, self._converted(target, arrived) if made is None else made
 
     def _converted(self, target: str, arrived: Mapping[str, Any]) -> torch.Tensor:
-        """Return the tensor that transformers makes of others."""
         names = self.converted[target].sources
         patterns = {name: self._target(name)[1] for name in names}
         converter = deepcopy(self._by_pattern[str(next(iter(patterns.values())))])

@@ -64,7 +64,6 @@ class Counts:
     num_processes, column = 1, 0
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self._numbers: Counter[str] = Counter()
         self._rates: dict[str, tuple[float, float]] = {}
         self._notes: Notes = {}
@@ -279,7 +278,6 @@ class SharedCounts(Counts):
         return row
 
     def _remove_unused(self) -> None:
-        """Remove the rows of what no process holds, and of rates that are whole again."""
         now, width, kept = time.monotonic(), self.num_processes, []
         for row, name in self._used():
             values = list(self._values[row * width : (row + 1) * width])
@@ -301,7 +299,6 @@ class SharedCounts(Counts):
         self._rows, self._generation = {}, self._versions[2]
 
     def _used(self) -> Iterator[tuple[int, str]]:
-        """Yield the rows that have names, with these."""
         for row in range(_NUM_ROWS):
             if name := self._name(row):
                 yield row, name.decode(errors="replace")

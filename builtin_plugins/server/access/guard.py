@@ -126,7 +126,6 @@ class Guard:
 
 
 def _host(header: str) -> str | None:
-    """Return the name or address of a Host header, without port; None if it is malformed."""
     found = _HOST.fullmatch(header)
     if found is None:
         return None
@@ -151,7 +150,6 @@ def _checked_name(name: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a name in lower case, or an address in its only short form."""
     try:
         address = ipaddress.ip_address(name)
     except ValueError:

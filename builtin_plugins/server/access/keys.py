@@ -171,7 +171,6 @@ class KeyStore:
         self._seen = state
 
     def _state(self) -> tuple[int, ...] | None:
-        """Return the state that changes with the file; None without a file."""
         if self._path is None:
             return None
         try:

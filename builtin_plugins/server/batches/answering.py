@@ -98,7 +98,6 @@ class _OpenLines:
 
 
 def _window(config: EngineConfig) -> int:
-    """Return how many requests are open at once at most."""
     limit = config.table(ServerConfig).limits.requests
     if config.scheduler.max_waiting is not None:
         limit = min(limit, config.scheduler.max_num_seqs + config.scheduler.max_waiting)

@@ -140,11 +140,6 @@ def _decoded(text: str) -> dict[str, msgspec.Raw]:
 
 
 def _checked(fields: Mapping[str, msgspec.Raw]) -> tuple[str, str, bytes]:
-    """Return `custom_id`, `url` and `body`.
-
-    Raises:
-        _WrongFieldError: one of the fields is wrong.
-    """
     for name in fields:
         if name not in _FIELDS:
             near, name = suggest(name, [*_FIELDS]), _short(name)
@@ -189,7 +184,6 @@ def _custom_id(fields: Mapping[str, msgspec.Raw]) -> str | None:
 
 
 def _text(fields: Mapping[str, msgspec.Raw], name: str) -> str:
-    """Return the text of a field; empty if it has none."""
     try:
         return msgspec.json.decode(fields[name], type=str)
     except (KeyError, msgspec.DecodeError, RecursionError):

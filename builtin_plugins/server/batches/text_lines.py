@@ -102,7 +102,6 @@ class LineIds:
         self._lines: dict[str | int, int] = {}
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return len(self._lines)
 
     def add(self, number: int, id_: str | int) -> None:

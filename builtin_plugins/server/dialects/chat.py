@@ -477,7 +477,6 @@ class ChatAnswer(ChunkAnswer[RequestOutput]):
     """Writes the answer to a conversation."""
 
     def __init__(self, service: Service, asked: ParsedRequest[ChatCompletionRequest]) -> None:
-        """Prepare the answer of a request."""
         self._asked = asked.body
         self._identity = identity_of(asked, "chat.completion")
         head = {**self._identity, "object": "chat.completion.chunk"}
@@ -520,7 +519,6 @@ class ChatAnswer(ChunkAnswer[RequestOutput]):
         return b"".join(parts)
 
     def _about_prompt(self, output: RequestOutput) -> bytes:
-        """Return the fields of the first chunk about the prompt, if they were asked for."""
         parts = b""
         if self._begun:
             return parts

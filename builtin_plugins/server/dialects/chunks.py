@@ -48,7 +48,6 @@ class ChunkAnswer(AnswerWriter[OutputT]):
 
         Args:
             head: the first fields of each chunk.
-            options: options of the stream.
             request_ids: in the engine, of the prompts whose progress is shown.
         """
         self._service, self._request_ids = service, request_ids
@@ -104,5 +103,4 @@ class ChunkAnswer(AnswerWriter[OutputT]):
         return b',"usage":' + self._encode(usage)
 
     def _last(self, name: str, value: Any) -> bytes:
-        """Return a chunk without choices that has one field more."""
         return self._head + b'],"' + name.encode() + b'":' + self._encode(value) + b"}\n\n"

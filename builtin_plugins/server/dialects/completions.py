@@ -144,11 +144,6 @@ class CompletionRequest(TextFields):
         return given
 
     def _check_number(self, name: str, count: int, limits: ServerLimits) -> None:
-        """Check how many prompts a field has, also together with `n`.
-
-        Raises:
-            RequestError: it has none, or too many.
-        """
         if not count:
             raise RequestError(f"{name}: expected at least one prompt, got an empty list")
         if count > limits.prompts:
@@ -397,7 +392,6 @@ _FIELDS = {"prompt_token_ids": "prompt", "prompt": "prompt"} | {
 
 
 def _with_place(error: RequestError, place: str) -> RequestError:
-    """Return an error about a prompt with the field and the index of the prompt in the request."""
     message = str(error)
     for name, field in _FIELDS.items():
         if message.startswith((f"{name}:", f"{name}[")):
@@ -411,11 +405,7 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
     def __init__(
         self, service: Service, asked: ParsedRequest[CompletionRequest], ids: Sequence[str]
     ) -> None:
-        """Prepare the answer of a request.
-
-        Args:
-            ids: ids of the prompts, in the engine.
-        """
+        """`ids`: ids of the prompts, in the engine."""
         self._asked = asked.body
         self._identity = identity_of(asked, "text_completion")
         progress = ids if asked.body.wants_progress else ()
@@ -507,7 +497,6 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
         token_ids: Sequence[int],
         offset: int,
     ) -> int:
-        """Add the positions of tokens; return where the text of the next token begins."""
         as_ids, given = self._asked.return_tokens_as_token_ids, self._asked.logprob_token_ids or ()
         for position, token in zip(positions, token_ids, strict=False):
             chosen, shown = position[token], (token, *given)

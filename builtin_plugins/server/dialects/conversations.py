@@ -171,7 +171,6 @@ class ConversationRoutes:
     """The routes of conversations."""
 
     def __init__(self, service: Service) -> None:
-        """Serve what the service does."""
         self._service = service
 
     def routes(self) -> list[Route]:
@@ -248,7 +247,6 @@ class ConversationRoutes:
 
 
 def _opening(connection: HTTPConnection) -> ConversationQuery:
-    """Return the checked query of a conversation."""
     given: dict[str, Any] = {}
     for name, value in connection.query_params.multi_items():
         if name in given:
@@ -258,7 +256,6 @@ def _opening(connection: HTTPConnection) -> ConversationQuery:
 
 
 def _decoded(value: str) -> Any:
-    """Return a value of a query as a number or a boolean, if it is one."""
     try:
         return msgspec.json.decode(value)
     except (msgspec.DecodeError, RecursionError):
@@ -273,7 +270,6 @@ class _Tokens:
         self.finish_reasons: list[str] = []
 
     def add(self, turn: UsageCount) -> None:
-        """Add those of a turn."""
         self.prompt_tokens += turn.prompt_tokens
         self.completion_tokens += turn.completion_tokens
         self.finish_reasons = sorted({*self.finish_reasons, *turn.finish_reasons})
@@ -292,7 +288,6 @@ class _Talk:
         self._code = 0  # what it is to be closed with
 
     async def run(self) -> None:
-        """Answer messages until the client goes, the lease runs out, or an error ends it."""
         receiving = asyncio.ensure_future(self._websocket.receive())
         try:
             while not self._code:
@@ -332,7 +327,6 @@ class _Talk:
             await self._send(ErrorEvent(answer.detail))
 
     async def _process(self, message: Mapping[str, Any]) -> None:
-        """Do what a message of the client asks for."""
         if (text := message.get("text")) is None:
             raise RequestError("message: expected a text, got bytes")
         content = text.encode()
@@ -352,7 +346,6 @@ class _Talk:
                 await self._conversation.cancel()
 
     async def _commit(self, asked: InputCommit, *, has_fields: bool) -> None:
-        """Begin a turn, which counts as a request of the client's."""
         if self._turn is not None:
             raise RequestError("input.commit: a turn runs; wait for its response.done")
         self._websocket.scope["state"]["client"] = await self._websocket.state.ask_again()

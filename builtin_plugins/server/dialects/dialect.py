@@ -93,7 +93,6 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
     body_type: type[BodyT]
 
     def __init__(self, service: Service) -> None:
-        """Serve what the service does."""
         self._service = service
 
     def routes(self) -> list[Route]:

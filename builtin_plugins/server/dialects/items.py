@@ -30,7 +30,6 @@ class ItemAnswer(AnswerWriter[RequestOutput]):
     """Writes reasoning, text and calls as items, of which at most one is open."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Prepare the answer of a request."""
         self._usage = UsageCount(tokenizer)
         self._encode = msgspec.json.Encoder().encode
         self._begun = False
@@ -72,7 +71,6 @@ class ItemAnswer(AnswerWriter[RequestOutput]):
                     yield b"".join(written)
 
     def _written(self, output: RequestOutput) -> Iterator[bytes]:
-        """Yield the events of an output as they are encoded."""
         yield from self._begin()
         for completion in output.outputs:
             yield from self._parts(completion)
@@ -80,7 +78,6 @@ class ItemAnswer(AnswerWriter[RequestOutput]):
                 yield from self._end(completion)
 
     def _begin(self) -> Iterator[bytes]:
-        """Yield the first events of the stream, once."""
         if not self._begun:
             self._begun = True
             yield from self._first()

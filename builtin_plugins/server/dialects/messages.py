@@ -299,7 +299,6 @@ def _choice(choice: Choice | None) -> Any:
 
 
 def _variables(asked: MessagesRequest | CountTokensRequest, template: str) -> dict[str, Any] | None:
-    """Return the variables of a chat template, with those of `thinking` and the effort."""
     variables = dict(asked.chat_template_kwargs or {})
     effort: str | None = asked.output_config.effort
     if isinstance(asked.thinking, DisabledThinking):

@@ -100,7 +100,6 @@ def _usage(count: UsageCount, *, whole: bool = True) -> MessageUsage:
 
 
 def _ended(completion: CompletionOutput, num_tokens: int, max_tokens: int) -> dict[str, Any]:
-    """Return the fields about how a completion ended, after a number of tokens."""
     fields: dict[str, Any] = {"stop_sequence": None}
     match completion.finish_reason:
         case "stop" if isinstance(completion.stop_reason, str):
@@ -139,7 +138,6 @@ class MessageAnswer(ItemAnswer):
     heartbeat = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self, tokenizer: Tokenizer, asked: ParsedRequest[Any], max_tokens: int) -> None:
-        """Prepare the answer of a request."""
         super().__init__(tokenizer)
         self._id, self._model, self._max_tokens = asked.answer_id, asked.model, max_tokens
         self._arguments: list[str] = []
@@ -180,7 +178,6 @@ class MessageAnswer(ItemAnswer):
             self._arguments.append(call.arguments)
 
     def _released(self) -> Iterator[bytes]:
-        """Yield the events of the call that was held back; none of one that is broken."""
         call, self._call = self._call, None
         arguments = "".join(self._arguments)
         if call is None or whole_arguments(arguments) is None:
@@ -198,7 +195,6 @@ class MessageAnswer(ItemAnswer):
             )
 
     def _block(self, kind: Kind, block: OutputBlock) -> Iterator[bytes]:
-        """Yield the events that begin a block."""
         yield from self._close()
         self._open, index = kind, self._num_items
         delta, field = _DELTAS[kind]
@@ -211,7 +207,6 @@ class MessageAnswer(ItemAnswer):
         return self._head + self._encode(text) + b"}}\n\n"
 
     def _close(self) -> Iterator[bytes]:
-        """Yield the events that end the open block, if there is one."""
         if self._open is None:
             return
         index = self._num_items

@@ -275,7 +275,6 @@ class MessageConverter:
     """Makes a conversation of messages with blocks."""
 
     def __init__(self, system: str | Sequence[TextBlock] | None) -> None:
-        """Begin, with the system prompt."""
         self.messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
         if text := content_of(system, "system"):

@@ -155,11 +155,7 @@ class PoolingRoute:
 
 
 def _check(asked: PoolingRequest) -> None:
-    """Check that a request has either data or input, and the fields of that alone.
-
-    Raises:
-        RequestError: it has not.
-    """
+    """Check that a request has either data or input, and the fields of that alone."""
     if (asked.data is UNSET) == (asked.input is UNSET):
         what = "neither" if asked.data is UNSET else "both"
         raise RequestError(f"data: expected either data, for an IO processor, or input, got {what}")

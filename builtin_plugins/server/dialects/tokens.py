@@ -274,7 +274,6 @@ class GeneratedAnswer(ChunkAnswer[RequestOutput]):
     """Writes the answer to tokens."""
 
     def __init__(self, service: Service, asked: ParsedRequest[GenerateRequest]) -> None:
-        """Prepare the answer of a request."""
         options = asked.body.stream_options
         ids = [asked.request_id] if options is not None and options.include_progress else []
         super().__init__(service, {"request_id": asked.answer_id}, options, ids)
@@ -344,7 +343,6 @@ class TokenRoutes:
     """The routes of tokens."""
 
     def __init__(self, service: Service) -> None:
-        """Serve what the service does."""
         self._service = service
 
     def routes(self) -> list[Route]:

@@ -259,7 +259,6 @@ class VectorRoutes:
     """The routes that pool."""
 
     def __init__(self, service: Service) -> None:
-        """Serve what the service does."""
         self._service = service
         self._prompts: dict[tuple[str, str | None], str] = {}
 
@@ -418,7 +417,6 @@ class VectorRoutes:
 
     @property
     def _reads_pairs(self) -> bool:
-        """Whether the model has a head, which reads texts in pairs, and no vectors."""
         return "embed" not in self._service.engine.model.supported_tasks
 
     async def _pair_scores(
@@ -502,11 +500,6 @@ class VectorRoutes:
 
 
 def _refuse_activation(given: bool | None) -> None:
-    """Refuse the field of models with a head.
-
-    Raises:
-        RequestError: it is given.
-    """
     if given is not None:
         raise RequestError(
             f"use_activation: expected none, for the score is the cosine of two vectors, "
@@ -570,7 +563,6 @@ def _params(asked: PooledFields, task: Any, **fields: Any) -> PoolingParams:
 def _cosines(
     first: Sequence[PoolingRequestOutput], second: Sequence[PoolingRequestOutput]
 ) -> list[float]:
-    """Return the cosine of each pair of vectors; of one vector with all, if there is one."""
     a = np.stack([output.outputs for output in first]).astype(np.float64)
     b = np.stack([output.outputs for output in second]).astype(np.float64)
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)

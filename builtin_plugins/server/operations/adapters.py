@@ -255,7 +255,6 @@ class ServedAdapters:
         self._counts.add(_CHANGES)
 
     async def _refresh(self) -> None:
-        """Take over what the engine holds by now."""
         if not isinstance(self._adapters, AdapterEngine):
             return
         changes, seen = self._changes, self._counts.total(_CHANGES)
@@ -278,11 +277,6 @@ class ServedAdapters:
         return self._adapters
 
     def _allowed(self, given: str) -> Path:
-        """Return the folder of an adapter, without links.
-
-        Raises:
-            AnswerError: it is in no allowed folder, or is no adapter.
-        """
         real = allowed_path(given, self._folders, "lora_path", "server.adapter_folders")
         if not (real / _CONFIG).is_file():
             raise AnswerError(

@@ -60,7 +60,6 @@ class ServerConnection(HttpToolsProtocol):
         """Serve a connection.
 
         Args:
-            receiver: counts the messages of WebSockets that are held.
             takes_websocket: returns whether a path is that of a WebSocket.
             kwargs: arguments of uvicorn's protocol.
         """
@@ -163,14 +162,12 @@ class ServerConnection(HttpToolsProtocol):
             self._parse(data[start : start + _PIECE_BYTES])
 
     def _has_room(self) -> bool:
-        """Return whether more requests may wait for their turn, and have their bodies held."""
         waiting = self.pipeline
         if len(waiting) >= _MOST_WAITING:
             return False
         return sum(len(cycle.body) for cycle, _ in waiting) <= HIGH_WATER_LIMIT
 
     def _read_rest(self) -> None:
-        """Parse what was left, once fewer requests wait."""
         rest, self._rest = self._rest, b""
         if rest and not self.transport.is_closing():
             self._unset_keepalive_if_required()
@@ -366,7 +363,6 @@ class ServerConnection(HttpToolsProtocol):
             self._write_timer = None
 
     def _await_head(self) -> None:
-        """Expect that a request, or its headers, are whole in time."""
         self._stop_head_timer()
         self._head_timer = self.loop.call_later(self._settings.header_seconds, self._head_is_late)
 
@@ -389,7 +385,6 @@ class ServerConnection(HttpToolsProtocol):
         return AnswerError(431, f"{expected.format(limit)} (server.limits.header_bytes)")
 
     def _refuse(self, error: AnswerError, reason: str) -> None:
-        """Answer with an error, if no other answer is due, and close the connection after it."""
         self._stop_head_timer()
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
@@ -430,7 +425,6 @@ class ServerConnection(HttpToolsProtocol):
         await error_response(error, scope["path"])(scope, receive, send)
 
     def _finish(self) -> None:
-        """Close the connection after its last answer."""
         if self._in_head and self._reads and not self._rest:
             self._close()
         else:
@@ -477,7 +471,6 @@ class ServerConnection(HttpToolsProtocol):
         return unsent + in_kernel[0]
 
     def _check_writing(self) -> None:
-        """Disconnect a client that has read nothing for too long."""
         self._write_timer = None
         is_writing = not self.flow.write_paused and not self.cycle.response_complete
         if is_writing or not self.transport.get_write_buffer_size():
@@ -495,7 +488,6 @@ class _Writer:
     __slots__ = ("close", "is_closing", "write")
 
     def __init__(self, transport: asyncio.Transport, close: Any) -> None:
-        """Write to a transport, and close it by a call."""
         self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
 
 

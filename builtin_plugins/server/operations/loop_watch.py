@@ -121,7 +121,6 @@ def _watch(
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:
-    """Return the frames of a stack, the outermost first."""
     frames = []
     while frame is not None:
         frames.append(frame)
@@ -132,7 +131,6 @@ def _stack(frame: FrameType | None) -> list[FrameType]:
 def _first_of_plugin(
     frames: list[FrameType], sources: dict[str, tuple[str, str]]
 ) -> tuple[str, str] | None:
-    """Return the plugin of the outermost frame that is of one, and its function, for messages."""
     for frame in frames:
         module = str(frame.f_globals.get("__name__", ""))
         found = sources.get(module) or sources.get(module.partition(".")[0])
@@ -142,7 +140,6 @@ def _first_of_plugin(
 
 
 def _sources(engine: AsyncGenerator) -> dict[str, tuple[str, str]]:
-    """Return the plugins that are not the server's own, by their modules and packages."""
     found: dict[str, tuple[str, str]] = {}
     for entry in engine.plugins.manifest.entries:
         module = entry.value.partition(":")[0]

@@ -136,7 +136,6 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         super().send_receive_event_to_app()
 
     def _is_small(self, frame: Frame) -> bool:
-        """Return whether a frame is a control frame or a small fragment that counts."""
         if frame.opcode is Opcode.PONG:
             return bytes(frame.data) != self.pending_ping_payload
         if frame.opcode is Opcode.PING:
@@ -145,7 +144,6 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         return is_part and len(frame.data) < _SMALL_FRAME
 
     def _takes_frame(self) -> bool:
-        """Count a small frame; return whether the connection and its key may send it."""
         now = self.loop.time()
         grown = (now - self._counted_at) * _FRAMES / 60
         self._frames, self._counted_at = min(_FRAMES, self._frames + grown) - 1, now
@@ -156,7 +154,6 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     @property
     def _key(self) -> str:
-        """The name of the client's key; empty without a key."""
         return key_of(self.scope["state"]) if hasattr(self, "scope") else ""
 
     def _check_message(self) -> None:
@@ -185,7 +182,6 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._fail(_POLICY, f"expected the rest of a message within {seconds:g} s", "body_time")
 
     def _release(self) -> None:
-        """Forget the message that was not whole."""
         self._receiver.hold(-self._held, self._key)
         self._held, self._begun = 0, None
         if self._timer is not None:
@@ -193,7 +189,6 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             self._timer = None
 
     def _fail(self, code: int, reason: str, counted: str) -> None:
-        """End the connection with a code and a reason, which the traffic counts."""
         self._is_failed = True
         self._rest, self.frames = b"", []
         self._release()

@@ -143,7 +143,6 @@ class AdminRoutes:
     """The routes."""
 
     def __init__(self, service: Service) -> None:
-        """Steer what the service serves."""
         self._service = service
         self._engine = service.engine
         self._reported: set[str] = set()  # old paths that the log has
@@ -163,7 +162,6 @@ class AdminRoutes:
         ]
 
     def _old(self, path: str, route: Route) -> Route:
-        """Return the route of an old path, whose answers name the new path."""
         notice = f"the path {path} is deprecated, and works until hardpoint 0.3; use {route.path}"
 
         async def endpoint(request: Request) -> Response:

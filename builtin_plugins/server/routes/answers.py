@@ -107,7 +107,6 @@ class UsageCount:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Start at zero."""
         self._tokenizer = tokenizer
         self.prompt_tokens = 0
         self.completion_tokens = 0

@@ -148,7 +148,6 @@ class StatusRoutes:
     """The routes about the server itself."""
 
     def __init__(self, service: Service) -> None:
-        """Serve what the service does."""
         self._service = service
         self._is_ok = True
         self._details: dict[str, Any] = {}
@@ -331,7 +330,6 @@ def _uncounted(
     *,
     methods: Sequence[str] = ("GET",),
 ) -> Route:
-    """Return a route whose requests do not count against `requests_per_minute`."""
     return Route(
         path=path,
         endpoint=endpoint,

@@ -57,7 +57,6 @@ class PageFile:
 
 
 def _names(header: str, tag: str) -> bool:
-    """Return whether an If-None-Match header names an ETag, which a proxy may have made weak."""
     given = [part.strip().removeprefix("W/") for part in header.split(",")]
     return tag in given or "*" in given
 
@@ -103,7 +102,6 @@ def _routes(folder: str, summary: str, *, admin: bool) -> list[Route]:
 
 
 def _contents(folder: str) -> dict[str, bytes]:
-    """Return a folder's files and the shared ones, by their paths in the folder `page`."""
     page = files("hardpoint.builtin_plugins.server") / "page"
     return {
         f"{part}/{file.name}": file.read_bytes()

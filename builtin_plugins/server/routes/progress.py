@@ -109,7 +109,6 @@ class _Watch:
         return [request for name in request_ids for request in live.get(name, ())]
 
     async def _ask(self) -> dict[str, list[LiveRequest]]:
-        """Wait for the interval; return the live requests of all that asked in it."""
         await asyncio.sleep(_SECONDS)
         ids, self._ids = self._ids, set()
         found: dict[str, list[LiveRequest]] = {}
@@ -124,7 +123,6 @@ _WATCHES: weakref.WeakValueDictionary[int, _Watch] = weakref.WeakValueDictionary
 
 
 def _progress(live: Sequence[LiveRequest], started: float) -> PromptProgress | None:
-    """Return the progress of prompts; None if the engine has none of them, or no report."""
     # The completions of a prompt share it: the one that is furthest stands for it.
     furthest: dict[str, LiveRequest] = {}
     for request in live:

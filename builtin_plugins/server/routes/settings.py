@@ -67,7 +67,6 @@ def check_name(path: str, name: Any, config: EngineConfig) -> None:
 
 
 def _named(asked: SetSettings) -> Iterator[tuple[str, Any]]:
-    """Yield the names of plugins in a change, each with its path."""
     plugins = asked.plugins
     for field, names in (("enable", plugins.enable), ("disable", plugins.disable)):
         for index, name in enumerate(names):

@@ -64,8 +64,6 @@ class AdapterSlots(
 
         Args:
             name: name of the part, by which the reports of its worker halves are found.
-            config: configuration of the engine.
-            context: context of the half.
 
         Raises:
             ModelError: files of one are missing.
@@ -305,7 +303,6 @@ class AdapterSlots(
         """Begin to load an adapter; return the ticket to ask for it with.
 
         Args:
-            lora: the adapter.
             ticket: a number that the caller chooses, as for several engines; None for any.
             is_temporary: whether the program removes the files once they are loaded, so that this
                 engine needs links to them.
@@ -339,7 +336,6 @@ class AdapterSlots(
         """Return an adapter that was loaded, under its name now; None while it is read.
 
         Raises:
-            ModelError: it cannot be loaded.
             RequestError: there is no such ticket.
         """
         reading = self._readings.get(ticket)
@@ -391,7 +387,6 @@ class AdapterSlots(
         return True
 
     def _list(self) -> list[dict[str, Any]]:
-        """Return the loaded adapters."""
         return [msgspec.structs.asdict(lora) for lora in self._names.values()]
 
     def _pin(self, lora_id: int) -> bool:
@@ -429,7 +424,6 @@ class AdapterSlots(
         self._paths[lora.content_hash] = lora.path
 
     def _is_needed(self, content: str) -> bool:
-        """Return whether a name or a request has a content."""
         return content in self._requests.values() or self._has_name(content)
 
     def _has_name(self, content: str) -> bool:
@@ -462,7 +456,6 @@ class AdapterSlots(
         return True
 
     def _keep(self, ticket: int, content: str) -> None:
-        """Let workers keep what they have read, in the place of what was not used for longest."""
         self._host[content] = self._clock()
         evictable = [
             other
@@ -484,7 +477,6 @@ class AdapterSlots(
                 self._paths.pop(content, None)
 
     def _remove_unused(self) -> None:
-        """Remove the folders of tensors that nothing needs any more."""
         if not self._temporary:
             return
         used = {*self._paths.values(), *(lora.path for lora in self._names.values())}

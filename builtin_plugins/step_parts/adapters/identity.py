@@ -107,9 +107,6 @@ def _checked_header(file: Path, opened: BinaryIO, size: int) -> bytes:
     """Return the header of a safetensors file, with the 8 bytes before it.
 
     Nothing else is read of a file whose tensors do not fill it.
-
-    Raises:
-        ModelError: the file is not such a file.
     """
     start = opened.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1

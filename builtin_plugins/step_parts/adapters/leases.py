@@ -16,11 +16,7 @@ class Leases:
     """
 
     def __init__(self, count: int, clock: Callable[[], float]) -> None:
-        """Create `count` free slots.
-
-        Args:
-            clock: returns seconds.
-        """
+        """`clock`: returns seconds."""
         self._clock = clock
         self._slots: dict[int, str | None] = dict.fromkeys(range(count))  # longest unused first
         self._of: dict[str, str] = {}  # content of each request with a lease
@@ -45,7 +41,6 @@ class Leases:
         return None
 
     def _find(self, content: str) -> int | None:
-        """Return the slot of a content, or one that is free; None if there is neither."""
         held = set(self._of.values())
         slots = self._slots.items()
         own = (slot for slot, has in slots if has == content)

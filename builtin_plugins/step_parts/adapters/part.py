@@ -58,7 +58,6 @@ class Adapters(StepPart):
 
 
 def _without_paths(answer: Any) -> Any:
-    """Return the answer to a call without the paths of adapters."""
     if isinstance(answer, list):
         return [_without_paths(one) for one in answer]
     return answer | {"path": ""} if isinstance(answer, dict) else answer

@@ -88,7 +88,6 @@ class _Expression:
         return sum(1 << n for n, piece in enumerate(self._pieces) if piece.fullmatch(character))
 
     def matches(self, module: str) -> bool:
-        """Return whether the end of a name, from its start or a dot on, is of this form."""
         places = 0
         before = "."
         for index, character in enumerate(module):

@@ -114,7 +114,6 @@ class Readings:
 
 
 def _defect(answers: Sequence[Progress], reading: Reading) -> str | None:
-    """Return the defect of an adapter that every rank has read; None if there is none."""
     where = f"{reading.path if reading.lora is None else repr(reading.lora.name)}: "
     if len({answer.content for answer in answers}) > 1:
         return f"{where}its files changed while they were read, or ranks have different ones"

@@ -51,7 +51,6 @@ class AdapterProducts(WorkerStep, LinearProducts, WorkerMemory, WorkerCalls):
     def __init__(
         self, engine: EngineConfig, context: WorkerHalfContext, loaded: LoadedModel
     ) -> None:
-        """Keep no adapters yet."""
         config = engine.adapters
         self._loaded = loaded
         self._config, self._device = config, context.device
@@ -225,7 +224,6 @@ class _Slots:
         self.num_bytes = count * per_slot
 
     def allocate(self) -> None:
-        """Allocate the tensors, all zero."""
         count, rank = self._count, self._max_rank
         self._tensors = {
             name: (
@@ -237,13 +235,11 @@ class _Slots:
         }
 
     def release(self) -> None:
-        """Forget all contents and tensors."""
         self._tensors, self._views = {}, {}
         self._ranks = [{} for _ in range(self._count)]
         self.contents = [None] * self._count
 
     def fill(self, index: int, adapter: HostAdapter) -> None:
-        """Put an adapter into a slot."""
         if not self._tensors:
             self.allocate()
         self.contents[index] = None  # until it is complete
@@ -261,7 +257,6 @@ class _Slots:
         self.contents[index] = adapter.content
 
     def use(self, indices: Sequence[int]) -> None:
-        """Let `of` return what these slots need."""
         if self._used != (used := sorted(indices)):
             self._used, self._views = used, {}
 

@@ -33,7 +33,6 @@ class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, E
         """Keep nothing yet.
 
         Args:
-            name: name of the part.
             media: format of the model; None refuses all media.
             budget: tokens that a step may encode, and that workers keep embeddings for.
         """
@@ -68,7 +67,6 @@ class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, E
     def _flaw(
         self, feature: MultiModalFeature, token_ids: Sequence[int], earliest: int
     ) -> str | None:
-        """Return the flaw of a feature; None if it has none."""
         media, data = self._media, feature.data
         assert media is not None
         if feature.modality not in media.modalities:
@@ -119,7 +117,6 @@ class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, E
         return msgspec.msgpack.encode(EncoderStep(freed, list(_items(wanted.values())), spans))
 
     def _spans(self, plan: SchedulerOutput) -> dict[str, list[Span]]:
-        """Return the tokens of a step that get embeddings, by request."""
         users = [name for name in plan.num_scheduled_tokens if name in self._kept]
         if not users:
             return {}

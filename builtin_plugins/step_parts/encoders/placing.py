@@ -43,7 +43,6 @@ class MediaPrompts(FrontendHalf):
         Args:
             media: format of the model; None refuses all media.
             model: names it in messages.
-            limits: limits of images.
             encode: returns the tokens of a text.
         """
         self._media, self._model, self._encode = media, model, encode
@@ -159,7 +158,6 @@ class MediaPrompts(FrontendHalf):
         token_ids: Sequence[int] = (),
         position: int = 0,
     ) -> int:
-        """Append newlines, in one token with those next to them; return the position after."""
         if not around:
             return position
         runs, count = self._newlines(), len(around)
@@ -172,7 +170,6 @@ class MediaPrompts(FrontendHalf):
         return position
 
     def _newlines(self) -> Mapping[int, int]:
-        """Return the number of newlines of the tokens that have nothing else."""
         if self._runs is None:
             self._runs = {}
             for count in range(1, _LONGEST_RUN + 1):

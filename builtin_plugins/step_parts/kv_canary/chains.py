@@ -174,13 +174,11 @@ class KnownChains:
         return "those of another token, or of other tokens before it"
 
     def _others(self, chain: TokenChain) -> Iterator[TokenChain]:
-        """Return the chains of known requests, that of a request itself first."""
         yield chain
         yield from (x for x in (*self._chains.values(), *self._past.values()) if x is not chain)
 
 
 def _difference(chain: TokenChain, other: TokenChain) -> str:
-    """Return the difference of the keys and values of another request with the same tokens."""
     if other.adapter == chain.adapter:
         return "another cache salt or adapter"
     return f"adapter {other.adapter!r}" if other.adapter else "no adapter"

@@ -51,7 +51,6 @@ class CanaryWorker(WorkerStep, HiddenStates, ForwardWrapper, CacheObserver):
     packs = True
 
     def __init__(self, context: WorkerHalfContext) -> None:
-        """Wait for a KV cache."""
         self._device = context.device
         self._cache: AllocatedCache | None = None
         self._entries: list[torch.Tensor] = []  # per group, int64 [layers, slots]
@@ -125,7 +124,6 @@ class CanaryWorker(WorkerStep, HiddenStates, ForwardWrapper, CacheObserver):
         return run
 
     def _write(self, packed: PackedInputs) -> None:
-        """Write the entries of what the attention gets at its slots."""
         spans = pairwise(packed.starts.tolist())
         tokens, positions = packed.token_ids.cpu().numpy(), packed.positions.cpu().numpy()
         written = np.zeros_like(positions)

@@ -57,7 +57,6 @@ class CanaryFindings(RequestFilter, RequestLifecycle, PlanData, StepObserver):
     every_plan = True
 
     def __init__(self, name: str) -> None:
-        """Find nothing yet; `name` is that of the part."""
         self._name = name
         self._live: set[str] = set()
         self._last_step = 0

@@ -79,15 +79,7 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
         calls: ComponentCalls,
         context: EngineHalfContext,
     ) -> None:
-        """Own the connector and its half.
-
-        Args:
-            part: name of the step part.
-            connector: the connector in the engine's process.
-            half: its scheduler half.
-            calls: call the half.
-            context: context of the step part.
-        """
+        """`connector`: the connector in the engine's process."""
         self._part = part
         self._connector = connector
         self._half = half
@@ -181,7 +173,6 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
         return count, asynchronous
 
     def _is_busy(self, request_id: str) -> bool:
-        """Return whether a report of workers on an id may be about an earlier request."""
         return (
             self._loads.is_busy(request_id)
             or request_id in self._saves
@@ -369,7 +360,6 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
             self._components.close(self._connector)
 
     def _call(self, method: str, *args: Any) -> bool:
-        """Call a method of the half whose result does not matter; return whether it worked."""
         try:
             self._calls.run(method, getattr(self._half, method), *args)
         except BaseException as cause:
@@ -394,7 +384,6 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
         self._counted_at = now
 
     def _process(self, rank: int, report: TransferReport, step: int) -> None:
-        """Process the report of a rank that came with the result of a step."""
         for request_id in report.loaded:
             self._loads.finished(request_id, rank, step)
         for request_id in report.saved:
@@ -415,7 +404,6 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
             self._faults.record(name, message, consequence=_COMPUTED)
 
     def _end(self, step: int, failed: bool, invalid: frozenset[int]) -> None:
-        """End the transfers that are over, and those whose time is."""
         self._loads.failed(invalid)
         if failed:
             self._loads.fail_all(step)
@@ -439,7 +427,6 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
 
 
 def _lacking(step: _Step, invalid: set[int]) -> list[tuple[str, frozenset[int]]]:
-    """Return the loads in a step, each with the blocks that could not be loaded."""
     return [(name, blocks if step.failed else blocks & invalid) for name, blocks in step.loads]
 
 
@@ -456,7 +443,6 @@ def _plain(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _summed(totals: Iterable[Mapping[str, KVTierStats]]) -> dict[str, KVTierStats]:
-    """Return the sums of the ranks' totals, by tier."""
     result: dict[str, KVTierStats] = {}
     for of_rank in totals:
         for name, stats in of_rank.items():

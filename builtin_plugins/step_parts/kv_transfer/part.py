@@ -92,11 +92,9 @@ class _WithoutConnector(RequestFilter):
     """Warns of requests with parameters for a connector."""
 
     def uses(self, request: EngineCoreRequest) -> bool:
-        """Return whether a request has parameters for a connector."""
         return request.kv_transfer_params is not None
 
     def check(self, request: EngineCoreRequest) -> None:
-        """Log that the parameters have no effect."""
         _log.warning(
             "request %s has kv_transfer_params, which are ignored: this engine has no KV "
             "connector, and computes all of it",

@@ -68,7 +68,6 @@ class PendingLoads:
         """Begin without loads.
 
         Args:
-            ranks: all of which take part in each load.
             clock: counts the seconds in which the engine was not paused.
             seconds: maximum time of a load.
         """
@@ -77,7 +76,6 @@ class PendingLoads:
         self._refused: dict[str, float] = {}  # until when
 
     def __bool__(self) -> bool:
-        """Return whether there are any."""
         return bool(self._loads)
 
     def is_busy(self, request_id: str) -> bool:
@@ -209,11 +207,9 @@ class Saves:
     _saves: dict[str, _Save] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Return whether there are any."""
         return bool(self._saves)
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether the blocks of a request are kept."""
         return request_id in self._saves
 
     def begin(self, request_id: str) -> None:

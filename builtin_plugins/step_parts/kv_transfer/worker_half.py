@@ -56,12 +56,6 @@ class TransferWorker(BlockAccess, WorkerStep, LayerWrapper):
     """
 
     def __init__(self, config: EngineConfig, context: WorkerHalfContext) -> None:
-        """Store what builds the connector, once there is a KV cache.
-
-        Args:
-            config: configuration of the connector.
-            context: context of the step part.
-        """
         self._config, self._context = config.kv_connector, context
         self._components = context.components
         (self.name,) = self._components.enabled("kv_connectors")
@@ -147,7 +141,6 @@ class TransferWorker(BlockAccess, WorkerStep, LayerWrapper):
         sizes: Sequence[int],
         timeout_seconds: float,
     ) -> list[KVStore]:
-        """Build the configured stores, for `KVWorkerContext.open_stores`."""
         self._has_opened_stores = True
         context, stores = self._context, []
         for name in self._components.enabled("kv_stores"):
@@ -351,8 +344,6 @@ class TransferWorker(BlockAccess, WorkerStep, LayerWrapper):
         """Call a method of the half; return None if it raises.
 
         Args:
-            method: its name.
-            args: for it.
             loads: whether loads cannot be trusted if it raises.
             is_vital: whether the half is left out if it raises.
             function: calls it and checks what it returns.

@@ -275,7 +275,6 @@ def _dense(folder: Path) -> DenseLayer:
 
 
 def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
-    """Return the prompts of a folder, and the name of the default one."""
     path = folder / _SETTINGS
     if not path.is_file():
         return {}, None

@@ -150,7 +150,6 @@ class PooledRequests(FrontendHalf):
                 )
 
     def _named(self, given: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:
-        """Yield the paths of arguments for components of a kind, and the names of these."""
         for name in self._components.enabled(kind) if given else ():
             for key in (name, f"{kind}/{name}"):
                 if key in given:
@@ -230,13 +229,7 @@ class PooledResults(RequestFilter, PlanData, StepObserver, ProgramCalls):
     """Hands the vectors of workers on to the scheduler, which ends their requests."""
 
     def __init__(self, name: str, poolers: Collection[str], model: ModelPooling) -> None:
-        """Read the reports of a part.
-
-        Args:
-            name: name of the part.
-            poolers: names of those that are enabled.
-            model: what calls describe.
-        """
+        """`poolers`: names of those that are enabled."""
         self._name, self._poolers, self._model = name, frozenset(poolers), model
         self.tasks = TASKS
         if model.labels:

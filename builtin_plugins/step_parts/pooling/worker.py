@@ -112,7 +112,6 @@ class PoolingWorker(WorkerStep, HiddenStates):
             self._fail(source.request_id, prompt, f"start() gave {found}, expected a PromptPooler")
 
     def _pooler(self, name: str) -> _Pooler:
-        """Return a pooler, which its first request builds."""
         if name not in self._poolers:
             context, components = self._context, self._components
             pooler = components.create(
@@ -162,7 +161,6 @@ class PoolingWorker(WorkerStep, HiddenStates):
         group.append((name, prompt, values))
 
     def _report_pooled(self) -> None:
-        """Report the results of a step, those of one shape by one operation each."""
         import torch  # noqa: PLC0415 - halves elsewhere load without it
 
         for (_, dimensions, normalize), found in self._pooled.items():
@@ -193,7 +191,6 @@ class PoolingWorker(WorkerStep, HiddenStates):
         return values[0] if params.task == "score" else values
 
     def _defect(self, pooled: Any, prompt: _PooledPrompt) -> str | None:
-        """Return the defect of a pooler's result; None if it has none."""
         import torch  # noqa: PLC0415 - halves elsewhere load without it
 
         per_token, size = prompt.pooler.pooler.per_token, self._context.hidden_size
@@ -208,7 +205,6 @@ class PoolingWorker(WorkerStep, HiddenStates):
     def _called(
         self, name: str, method: str, prompt: _PooledPrompt, function: Any, *args: Any
     ) -> Any:
-        """Return the result of a pooler's method; None if it fails, which ends the request."""
         try:
             return prompt.pooler.calls.run(method, function, *args)
         except BaseException as cause:
@@ -278,7 +274,6 @@ class _Dense:
         self._activation = getattr(torch.nn, layer.activation)()
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the result for a vector."""
         product = self._weight @ values
         result: torch.Tensor = self._activation(
             product if self._bias is None else product + self._bias

@@ -71,7 +71,6 @@ class PromptEmbeddings(StepPart):
         return EmbeddedRows(context, embeds=embeds)
 
     def _width(self) -> int | None:
-        """Return the hidden size that the model's config states."""
         config = self.context.model_config
         found = [] if config is None else [config.hf.get(name) for name in _WIDTHS]
         return next((size for size in found if type(size) is int), None)

@@ -24,7 +24,6 @@ class _Prompt(NamedTuple):
     positions: Positions
 
     def within(self, start: int, count: int) -> slice:
-        """Return which rows are of the positions of a step."""
         first, end = np.searchsorted(self.positions, (start, start + count))
         return slice(int(first), int(end))
 

@@ -75,7 +75,6 @@ class DecodeGraphs(ForwardWrapper, CacheObserver, WorkerMemory):
         """Record nothing yet.
 
         Args:
-            context: context of the worker half.
             loaded: the model, whose operations can be recorded.
             sizes: numbers of sequences, ascending.
             block_size: tokens per block.
@@ -123,7 +122,6 @@ class DecodeGraphs(ForwardWrapper, CacheObserver, WorkerMemory):
 
     @property
     def _can_record(self) -> bool:
-        """Whether a step may be recorded now."""
         may = self._has_answered and self._cache is not None
         return may and not (self._has_failed or self._is_full)
 
@@ -144,7 +142,6 @@ class DecodeGraphs(ForwardWrapper, CacheObserver, WorkerMemory):
         return self._checked(graph, hidden, functools.partial(forward, step))
 
     def _graph_of(self, step: PackedInputs) -> _Graph | None:
-        """Return the graph that repeats a step, and record it if need be; None if there is none."""
         count = len(step.lens)
         if len(step.token_ids) > count or count > self._sizes[-1]:
             return None
@@ -222,7 +219,6 @@ class DecodeGraphs(ForwardWrapper, CacheObserver, WorkerMemory):
     def _checked(
         self, graph: _Graph, hidden: torch.Tensor, run_eagerly: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the model's hidden states, and forget all graphs if this one's differ too much."""
         # Should a plugin have promised what does not hold, no request gets wrong tokens: the step
         # is planned again, without padding, since a plan that was recorded may be what is wrong.
         self._checks -= 1
@@ -263,12 +259,6 @@ def _reserve(shape: DecodeShape, num_sizes: int, loaded: LoadedModel, device: to
 
     On a GPU, a step of padding of the largest size is measured, with the attention backend, which
     may need memory for the longest sequences. Steps of all sizes share that memory.
-
-    Args:
-        shape: sizes of their inputs.
-        num_sizes: sizes of the steps.
-        loaded: the model.
-        device: device of the model.
     """
     reserve = shape.num_bytes + num_sizes * _GRAPH_BYTES
     if device.type != "cuda":

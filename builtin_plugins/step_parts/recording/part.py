@@ -60,7 +60,6 @@ class RecordedSteps(StepPart):
 
 
 def _lack(loaded: LoadedModel, *, has_sizes: bool) -> str | None:
-    """Return the reason that keeps steps from being recorded; None if nothing does."""
     if loaded.unreplayable:
         return f"{loaded.unreplayable[0]} does not state replayable = True"
     if has_sizes and not loaded.pads:

@@ -35,12 +35,7 @@ class RepeatedSteps(ForwardWrapper, CacheObserver):
     """
 
     def __init__(self, model: StepModel, ops: Ops) -> None:
-        """Record nothing yet.
-
-        Args:
-            model: whose weights are loaded.
-            ops: operations of its layers, which can be recorded.
-        """
+        """`ops`: operations of its layers, which can be recorded."""
         self._model = model
         self._ops = ops
         self._longest = _RECORDED_TOKENS  # of the steps to record, in tokens
@@ -99,7 +94,6 @@ class RepeatedSteps(ForwardWrapper, CacheObserver):
         return expected
 
     def _record(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run a step and record it."""
         inputs = ForwardBatch(batch.token_ids.clone(), batch.positions.clone(), batch.attend)
         hidden: list[torch.Tensor] = []
 
@@ -137,7 +131,6 @@ class _RecordedReplay:
         self.is_checked = False
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return the hidden states of another step with as many tokens."""
         self._inputs.token_ids.copy_(batch.token_ids)
         self._inputs.positions.copy_(batch.positions)
         return self._recorded()

@@ -41,7 +41,6 @@ class RetainingRequests(FrontendHalf):
     """Lets the output of each request that retains blocks have the figures of the part."""
 
     def __init__(self, name: str) -> None:
-        """Remember the name of the part."""
         self._name = name
 
     def prepare(
@@ -237,7 +236,6 @@ class RetainedSessions(
     # Deadlines
 
     def _set(self, session: _Session, key: bytes, until: float | None) -> None:
-        """Set the deadline of a block of a session; None ends it."""
         holders = self._holders[key]
         if until is None:
             del session.deadlines[key]
@@ -255,7 +253,6 @@ class RetainedSessions(
             del self._num_held[salt]
 
     def _expire(self) -> None:
-        """Forget what is not retained any longer."""
         now = self._clock()
         while self._ends and self._ends[0][0] <= now:
             until, _, session, hashes = heapq.heappop(self._ends)
@@ -265,7 +262,6 @@ class RetainedSessions(
             self._drop_if_empty(session)
 
     def _forget_lost(self) -> None:
-        """Forget blocks whose content is gone."""
         lost = self._retained.lost
         while lost:
             key = lost.pop()

@@ -104,7 +104,6 @@ class _SpeculatingRequest:
     by_position: list[int] = field(default_factory=list)
 
     def add(self, verified: int, accepted: int) -> None:
-        """Count the outcome of a step."""
         self.rate.add(verified, accepted)
         self.num_verified += 1
         self.num_tokens += verified
@@ -113,7 +112,6 @@ class _SpeculatingRequest:
             self.by_position[position] += 1
 
     def figures(self) -> dict[str, float | Sequence[float]]:
-        """Return the counts, with the names of `SchedulerStats`."""
         return {
             "num_drafts": self.num_tokens,
             "num_accepted_drafts": sum(self.by_position),
@@ -122,7 +120,6 @@ class _SpeculatingRequest:
         }
 
     def add_figures(self, figures: Mapping[str, Any]) -> None:
-        """Add what another engine has counted of the request."""
         counted = msgspec.convert(figures, _DraftFigures)
         self.num_tokens, self.num_verified = counted.num_drafts, counted.num_verified_drafts
         self.by_position = counted.num_accepted_by_position
@@ -141,13 +138,6 @@ class DraftPlanner(
     """Chooses limits of drafts, and hands on what the worker has drafted."""
 
     def __init__(self, name: str, config: EngineConfig, context: EngineHalfContext) -> None:
-        """Store both.
-
-        Args:
-            name: name of the part.
-            config: configuration of the engine.
-            context: context of the half.
-        """
         self._name = name
         self._default = context.components.enabled(KIND)[0]
         self._faults, self._step_cost = context.faults, context.step_cost
@@ -201,7 +191,6 @@ class DraftPlanner(
         return msgspec.msgpack.encode(DraftData(limits, missed, started, budget))
 
     def _limits(self, plan: SchedulerOutput) -> dict[str, int]:
-        """Return how many drafts of each request the step after a plan is to verify, at most."""
         longest: dict[str, int] = {}
         rates: dict[str, float] = {}
         context = 0
@@ -295,12 +284,10 @@ def draft_lengths(
 
 
 def _expected(rate: float, length: int) -> float:
-    """Return how many of so many drafts are accepted on average."""
     return length if rate >= 1 else rate * (1 - rate**length) / (1 - rate)
 
 
 def _longest(rate: float, threshold: float) -> int:
-    """Return how many drafts have a probability above a threshold."""
     if threshold >= 1 or rate <= threshold:
         return 0
     if rate >= 1:

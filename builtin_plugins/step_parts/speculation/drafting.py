@@ -98,7 +98,6 @@ class Drafting(WorkerStep, WorkerMemory):
         self._report = DraftReport({})
 
     def _failed(self, name: str, message: str, cause: BaseException | None) -> None:
-        """Keep a fault of a speculator for the report."""
         self._failing.add(name)
         if cause is not None:
             message += f": {self._describe(cause)}"

@@ -20,7 +20,6 @@ class DraftedRequests(FrontendHalf):
     """Checks that the speculator of a request is enabled."""
 
     def __init__(self, components: ComponentFactory) -> None:
-        """Look speculators up in `components`."""
         self._components = components
 
     def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:  # noqa: ARG002

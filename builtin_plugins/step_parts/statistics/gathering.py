@@ -111,7 +111,6 @@ class Statistics(OutputObserver):
         """Gather nothing yet.
 
         Args:
-            sinks: get the figures.
             clock: seconds; gives requests their arrival times.
             request_metrics: whether outputs carry metrics when they finish.
             interval_seconds: from one report to the next.

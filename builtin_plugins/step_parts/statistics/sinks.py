@@ -118,7 +118,6 @@ class ForwardedSinks(Sinks):
     """Sends the figures to another process, which has the sinks and calls their other methods."""
 
     def __init__(self, send: Callable[[IterationStats], None]) -> None:
-        """Send by `send`."""
         super().__init__()
         self._send = send
 

@@ -23,13 +23,11 @@ class _AnswerText:
         self.num_advanced = 0
 
     def advance(self, token: int) -> bool:
-        """Take a token; return False, and stay, if the grammar does not allow it."""
         allowed = self.state.advance(token)
         self.num_advanced += allowed
         return allowed
 
     def return_to(self, num_advanced: int) -> None:
-        """Undo the tokens after the first ones."""
         if (count := self.num_advanced - num_advanced) > 0:
             self.state.rollback(count)
             self.num_advanced = num_advanced
@@ -73,7 +71,6 @@ class ConstrainedAnswer:
         """Begin after the prompt.
 
         Args:
-            request: whose outputs are followed.
             compiled: its grammar's state before the first token.
             vocab_size: vocabulary size of the model.
             describe_fault: see `EngineHalfContext`.
@@ -244,7 +241,6 @@ class ConstrainedAnswer:
 
 
 def _overlap(prompt: Sequence[int], prefix: Sequence[int]) -> int:
-    """Return how many tokens of a prefix the prompt ends with."""
     longest = min(len(prompt), len(prefix))
     ends = (n for n in range(longest, 0, -1) if tuple(prompt[-n:]) == tuple(prefix[:n]))
     return next(ends, 0)

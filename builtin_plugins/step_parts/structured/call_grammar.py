@@ -95,7 +95,6 @@ def _schemas(names: Iterable[str], calls: ToolCalls) -> dict[str, Mapping[str, A
 def _is_due(
     asked: StructuredOutputs | None, calls: ToolCalls, takes_tags: Callable[[str | None], bool]
 ) -> bool:
-    """Return whether a request's grammar is of its calls, or of them and a text."""
     if calls.required is not None:
         return True
     if asked is None:
@@ -130,7 +129,6 @@ def _text_format(asked: StructuredOutputs, prefix: str) -> Format:
 
 
 def _names(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema of arguments with no more than their names and simple types."""
     properties = schema.get("properties", {})
     loose: dict[str, Any] = {"type": "object", "properties": {}}
     for name, of in properties.items():

@@ -83,7 +83,6 @@ class _WithoutVocabulary(RequestFilter):
     """Refuses requests with a grammar."""
 
     def uses(self, request: EngineCoreRequest) -> bool:
-        """Return whether a request has a grammar."""
         return request.params.structured is not None
 
     def check(self, request: EngineCoreRequest) -> None:  # noqa: ARG002
@@ -117,9 +116,6 @@ class GrammarManager(
         """Create the backend that the configuration names; others are created when requests do.
 
         Args:
-            components: builds the backends.
-            config: config of grammars.
-            vocabulary: vocabulary of the tokenizer.
             vocab_size: vocabulary size of the model.
             clock: seconds.
             describe_fault: see `EngineHalfContext`.
@@ -195,11 +191,7 @@ class GrammarManager(
     def _compilation(
         self, key: str, request_id: str, structured: StructuredOutputs
     ) -> GrammarState | None:
-        """Return a compiled grammar, None while it is compiled.
-
-        Raises:
-            RequestError: it cannot be compiled.
-        """
+        """Return a compiled grammar, None while it is compiled."""
         name = structured.backend or self._config.use
         try:
             return self._compilations.result(
@@ -323,7 +315,6 @@ class GrammarManager(
         self._compilations.leave(key, request_id)
 
     def _key(self, structured: StructuredOutputs) -> str:
-        """Return the same text for the same grammar."""
         named = msgspec.structs.replace(structured, backend=structured.backend or self._config.use)
         return hashlib.sha256(msgspec.msgpack.encode(named)).hexdigest()
 

@@ -97,7 +97,6 @@ class StructuredRequests(FrontendHalf):
         constrain_calls(request, calls, self._takes_tags)
 
     def _takes_tags(self, backend: str | None) -> bool:
-        """Return whether a grammar backend, None is the usual one, takes structural tags."""
         found = self._components.find("grammars", backend or self._config.use)
         return found is not None and "structural_tag" in cast(type[GrammarBackend], found).formats
 

@@ -77,7 +77,6 @@ class TapsInLayers(WorkerStep, ResidualStream):
         """Build the enabled taps.
 
         Args:
-            context: context of the half.
             taps: finds those of requests.
             samples: whether this is the rank whose report the engine reads.
 
@@ -193,7 +192,6 @@ class TapsInLayers(WorkerStep, ResidualStream):
         residual: torch.Tensor,
         delta: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call a tap at a site; return the residual stream and what is added to it."""
         is_sum = site.place == "layer_output"
         values = _of(delta, call)
         if is_sum:
@@ -270,9 +268,6 @@ class TapsInLayers(WorkerStep, ResidualStream):
 
         New requests are compared with the last ones: if their form differs, the tap is called for
         each request alone, which gives the form of each.
-
-        Raises:
-            _FailedError: they cannot.
         """
         form = found.dtype, list(found.shape[1:])
         last = None if len(request_ids) == 1 else self._last_form.get(key)
@@ -374,7 +369,6 @@ def _of(values: torch.Tensor, call: _TapCall) -> torch.Tensor:
 
 
 def _with(values: torch.Tensor, changed: torch.Tensor | None, call: _TapCall) -> torch.Tensor:
-    """Return values with those of a call replaced, by zeros if there are none."""
     if call.indices is None:
         return torch.zeros_like(values) if changed is None else changed
     result = values.clone()
@@ -383,14 +377,12 @@ def _with(values: torch.Tensor, changed: torch.Tensor | None, call: _TapCall) ->
 
 
 def _key(tap: ActivationTap, site: TapSite) -> str:
-    """Return the name of what a tap reads at a site."""
     return f"{tap.name}/{site.layer}/{site.place}"
 
 
 def _replaced(
     values: torch.Tensor, changed: Sequence[tuple[range, torch.Tensor]], call: _TapCall
 ) -> torch.Tensor:
-    """Return the values of a call's requests, with those that were changed."""
     if len(changed[0][0]) == len(call.request_ids):
         return changed[0][1]
     result = values.clone()
@@ -400,7 +392,6 @@ def _replaced(
 
 
 def _single_request(rows: TapRows, index: int) -> TapRows:
-    """Return the rows of one request."""
     start, end = rows.starts[index : index + 2]
     return TapRows(
         arguments=rows.arguments[index : index + 1],

@@ -116,7 +116,6 @@ class TappedRequests(FrontendHalf):
     """Checks requests that use taps, and includes what these read in their outputs."""
 
     def __init__(self, part: str, taps: Taps) -> None:
-        """Include arrays of a part, by its name."""
         self._part, self._taps = part, taps
 
     def prepare(
@@ -148,7 +147,6 @@ class TappedRequests(FrontendHalf):
 
 
 def _num_layers(hf: Mapping[str, Any]) -> int | None:
-    """Return the number of decoder layers of a model; None if its config has none."""
     text = hf.get("text_config")
     for config in (text if isinstance(text, Mapping) else {}, hf):
         if type(count := config.get("num_hidden_layers")) is int:

@@ -47,7 +47,6 @@ class TapResults(RequestFilter, RequestLifecycle, BlockKey, PlanData, StepObserv
         """Read nothing yet.
 
         Args:
-            name: name of the part.
             taps: finds those of requests.
             max_bytes: numbers of a request, in bytes.
         """
@@ -149,7 +148,6 @@ def _keep(reading: _Reading, found: list[TapValues], first: int, count: int) -> 
 
     Args:
         reading: what was read before.
-        found: values of one step.
         first: position of the first token of the step.
         count: tokens of the step that the request keeps.
     """

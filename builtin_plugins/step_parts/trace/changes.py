@@ -73,7 +73,6 @@ def token_trace(
 def _change(
     stage: LogitsStage, before: Row, after: Row, changed: np.ndarray[Any, Any], num_tokens: int
 ) -> Change:
-    """Return the change of a stage, with the most changed tokens, at most `num_tokens`."""
     assert stage.phase is not None  # of the model alone
     was_out, is_out = before == -math.inf, after == -math.inf
     switched = was_out ^ is_out
@@ -156,7 +155,6 @@ def _largest(values: Row, count: int) -> list[int]:
 
 
 def _log_total(logits: Row) -> float | None:
-    """Return the logarithm of the sum of the exponentials of logits; None if it is not finite."""
     best = float(logits.max())
     if not math.isfinite(best):
         return None
@@ -164,6 +162,5 @@ def _log_total(logits: Row) -> float | None:
 
 
 def _number(value: Any) -> float | None:
-    """Return a logit; None if it is not finite."""
     number = float(value)
     return number if math.isfinite(number) else None

@@ -46,13 +46,7 @@ class LogitsReader(WorkerStep):
         num_positions: int,
         max_rows: int,
     ) -> None:
-        """Read nothing yet; for the numbers, see the options of the part.
-
-        Args:
-            rank: rank of the worker.
-            sampler: class of the sampler.
-            name: its name.
-        """
+        """Read nothing yet; for the numbers, see the options of the part."""
         self._rank, self._draws, self._sampler = rank, sampler.draws, name
         self._num_candidates, self._num_positions = num_candidates, num_positions
         self._max_rows = max_rows

@@ -91,7 +91,6 @@ class TraceRecorder(AdmissionGate, RequestLifecycle, PlanData, StepObserver, Out
         """Trace nothing yet.
 
         Args:
-            name: name of the part.
             num_positions: output positions that are traced.
             why_waiting: see `EngineHalfContext`.
         """
@@ -210,7 +209,6 @@ class TraceRecorder(AdmissionGate, RequestLifecycle, PlanData, StepObserver, Out
         )
 
     def _notes(self, traced: _Traced, before: int, length: int) -> list[str]:
-        """Return the notes on what the record lacks."""
         notes = []
         if before:
             notes.append(

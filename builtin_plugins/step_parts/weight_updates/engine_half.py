@@ -67,13 +67,6 @@ class VersionedRequests(EngineHalf):
     """
 
     def __init__(self, name: str, config: EngineConfig, context: EngineHalfContext) -> None:
-        """Begin with the weights of the configuration.
-
-        Args:
-            name: name of the part.
-            config: configuration of the engine.
-            context: context of the half.
-        """
         self._name, self._parallel = name, config.parallel
         self._call_workers, self._border = context.call_workers, context.border
         self._version = config.load.version
@@ -253,7 +246,6 @@ class VersionedRequests(EngineHalf):
                 del self._live[output.request_id]
 
     def _follow(self, live: _TokenVersions, request: Request, num_new: int) -> None:
-        """Begin a run where a preempted request computes its keys and values again."""
         if request.num_preemptions == live.num_preemptions:
             return
         start = len(request.output_token_ids) - num_new

@@ -26,7 +26,6 @@ class _WeightReading:
     """
 
     def __init__(self, model: PreparedModel, earlier: _WeightReading | None) -> None:
-        """Begin, once an earlier reading that was given up has ended."""
         self.is_done = False
         self.error: BaseException | None = None
         self._model: PreparedModel | None = model
@@ -52,11 +51,7 @@ class _WeightReading:
             self.give_up()
 
     def pop(self) -> PreparedModel:
-        """Return the model, which is read; the caller owns it.
-
-        Raises:
-            HardpointError: it is not read.
-        """
+        """Return the model, which is read; the caller owns it."""
         model, self._model = self._model, None
         if not self.is_done or self.error is not None or model is None:
             raise HardpointError(NOT_PREPARED)
@@ -73,7 +68,6 @@ class _WeightReading:
             model.close()
 
     def close(self) -> None:
-        """Give up, and wait until nothing is read."""
         self.give_up()
         self._thread.join()
 
@@ -86,12 +80,7 @@ class WeightReader(WorkerHalf):
         loader: WeightLoader,
         prepare_again: Callable[[Callable[[], WeightLoader]], PreparedModel],
     ) -> None:
-        """Read nothing yet.
-
-        Args:
-            loader: loader of the weights in use.
-            prepare_again: see `LoadedModel`.
-        """
+        """`prepare_again`: see `LoadedModel`."""
         self._base = loader.base if isinstance(loader, UpdatedWeights) else loader
         self._prepare_again = prepare_again
         self._reading: _WeightReading | None = None

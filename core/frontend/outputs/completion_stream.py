@@ -52,7 +52,6 @@ class CompletionStream:
 
         Args:
             decoder: a stream of the tokenizer; None leaves the texts empty.
-            index: index of the completion.
             interval: outputs between the first and the last wait for so many new tokens.
             is_parsed: whether `parse` may be called.
         """

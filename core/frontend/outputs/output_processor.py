@@ -124,7 +124,6 @@ class OutputProcessor:
         """Return the function that validates a whole answer; None where none is to be.
 
         Args:
-            request: request of the answer.
             answer: form of an answer that is no call, where the grammar is of both.
         """
         form = request.params.structured
@@ -299,7 +298,6 @@ class OutputProcessor:
         processed.faults.append((fault.plugin, state.parent.internal_id, str(fault)))
 
     def _show(self, state: _State, processed: ProcessedOutputs) -> None:
-        """Add the output of a request that has ended, if it has one."""
         try:
             request_output = state.output()
         except PluginFaultError as fault:  # of an output parser

@@ -73,7 +73,6 @@ def read_prompt(prompt: Prompt) -> GivenPrompt:
 
 
 def _with_outputs(given: dict[Any, Any]) -> GivenPrompt:
-    """Return a prompt that comes with outputs, which are read elsewhere."""
     read = read_prompt({key: value for key, value in given.items() if key != OUTPUTS})
     if given[OUTPUTS] is not None and read.token_ids is None:
         raise RequestError(f"{OUTPUTS}: expected prompt_token_ids with it, got a text")

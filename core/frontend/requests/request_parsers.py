@@ -167,7 +167,6 @@ class RequestParsers:
 
 
 def _entries(parsers: OutputParsers, plugins: PluginSet) -> list[PluginEntry]:
-    """Return the entry of each parser; of one of both roles, that of reasoning."""
     found: dict[OutputParser, PluginEntry] = {}
     for kind, parser in parsers.by_kind.items():
         found.setdefault(parser, plugins.get(kind, parser.name))

@@ -177,7 +177,6 @@ class Submitter:
         arrived: float,
         sought: SoughtCalls | None,
     ) -> None:
-        """Register all completions of a prompt, or none if the tokenizer fails for one."""
         # Clocks of two processes do not compare, so the engine gets the time that is left.
         spent = self._clock() - arrived
         registered: list[str] = []
@@ -283,7 +282,6 @@ def _sought_calls(
 
 
 def _policy_ignoring_priority(plugins: PluginSet) -> str | None:
-    """Return the name of the policy if it declares that it ignores priorities, else None."""
     if is_third_party(plugins.one("schedulers")):  # which may look at them itself
         return None
     entry = plugins.one("scheduling_policies")

@@ -43,7 +43,6 @@ class PrebuiltRequestValidator:
         used: Collection[str] = (),
         processors: Mapping[str, type[LogitsPlugin]] = MappingProxyType({}),
     ) -> None:
-        """Use the processor to check the sampling parameters; others as in `RequestCheck`."""
         self._processor = processor
         self._check = RequestCheck(vocab_size, used=used, processors=processors)
         self.check_resumed = self._check.check_resumed

@@ -95,7 +95,6 @@ class DraftStep:
         """Find the rows.
 
         Args:
-            plan: plan of the step.
             requests: those that are sampled.
             last: last token of each in the step.
             device: device of the logits.

@@ -23,7 +23,6 @@ class GrammarMask:
         Args:
             bitmask: bitmask of the step, also of requests of which no token is chosen.
             requests: one per row; views of a request after its drafts follow it.
-            ops: operations of the worker.
         """
         self._ops = ops
         self._masks = np.ascontiguousarray(bitmask.bitmask, dtype=np.int32)

@@ -34,7 +34,6 @@ class ObservedStates:
         self._versions: dict[str, dict[str, deque[_Version]]] = {}
 
     def __len__(self) -> int:
-        """Return the number of requests."""
         return len(self._versions)
 
     def start(

@@ -47,7 +47,6 @@ class LogitsPipeline:
 
         Args:
             runners: in the order in which they run.
-            device: device of the logits.
             observed_states: states of requests from before; None if there are none.
         """
         self.observed_states = ObservedStates() if observed_states is None else observed_states

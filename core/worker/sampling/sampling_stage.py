@@ -112,11 +112,9 @@ class _StepRows:
             self._logprob_index = to_device(self.with_logprobs, device)
 
     def are_of(self, requests: Sequence[LogitsRequest]) -> bool:
-        """Return whether these are the rows of some requests."""
         return self._requests == requests  # compares identities: LogitsRequest has no equality
 
     def for_sampler(self) -> SamplingRows:
-        """Return the rows as a sampler gets them in this step."""
         count = len(self._requests)
         lengths = (len(request.output_token_ids) for request in self._requests)
         return SamplingRows(
@@ -160,11 +158,8 @@ class SamplingStage:
         """Join processors and sampler.
 
         Args:
-            pipeline: pipeline of the processors.
-            sampler: chooses from what they return.
             device: device of the logits.
             processed_logprobs: whether log-probabilities are those of the processed logits.
-            calls: call the sampler's method.
         """
         self._sample = sampler.sample
         if calls is not None:
@@ -337,11 +332,6 @@ class SamplingStage:
             raise
 
     def _check_vocabulary(self, chosen: torch.Tensor, size: int) -> None:
-        """Check that a sampler chose tokens of the vocabulary.
-
-        Raises:
-            PluginFaultError: it did not.
-        """
         wrong = [token for token in chosen.tolist() if not 0 <= token < size]
         if wrong:
             raise PluginFaultError(

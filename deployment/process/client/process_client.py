@@ -123,7 +123,6 @@ class EngineMonitor:
     def __init__(
         self, process: EngineHost, sockets: EngineSockets, sink: Sink, hang_watch: HangWatch
     ) -> None:
-        """Start the threads; `close` ends them, the sockets and the process."""
         self._process, self._sockets, self._sink = process, sockets, sink
         self._owner_pid = os.getpid()
         self._hang_watch = hang_watch
@@ -361,7 +360,6 @@ class ProcessClient(RequestSockets, OneEngine, UtilityCalls):
         """Start the engine and wait until it is ready.
 
         Args:
-            start: the engine's parameters.
             sink: called with outputs, and last with the error that ended them, in other threads;
                 must not hold this client. Without a sink they wait for `get_output`.
             process: where the engine runs, waiting for its launch; None spawns a process.

@@ -109,10 +109,8 @@ class EngineSockets:
         """Bind the sockets; the engine connects later.
 
         Args:
-            index: index of the engine.
             manifest_hash: hash of the plugin set that the engine must have.
             folder: folder of the sockets; None makes one.
-            consumer: is offered large tensors of requests and calls.
             provider: finds those of outputs that the engine's consumer took, in the reader.
 
         Raises:
@@ -334,7 +332,6 @@ class EngineSockets:
         return True
 
     def _sent(self, frames: _Frames) -> bool:
-        """Send all frames, or none if the engine accepts no message now."""
         try:
             self._input.send_multipart([self.identity, *frames], zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -384,7 +381,6 @@ class EngineSockets:
             self._output.close(0)
 
     def _receive(self, poller: zmq.Poller) -> list[zmq.Frame] | None:
-        """Wait for a message while sending the backlog; return None once closed."""
         while True:
             ready = dict(poller.poll(None if self._flush_backlog() else _FLUSH_INTERVAL_MS))
             if self._wake_receiver in ready and self._wake_receiver.recv() == _STOP:

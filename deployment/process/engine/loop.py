@@ -199,7 +199,6 @@ class EngineLoop:
             self._core.leave_loop("the engine is shutting down")
 
     def _is_over(self) -> bool:
-        """Advance the shutdown, if one was requested; return whether the loop may end."""
         if self._signals and self._state is ShutdownState.RUNNING:
             self._state = ShutdownState.REQUESTED
             seconds = self._options.drain_seconds

@@ -47,9 +47,7 @@ class MessageReader:
         """Create a reader.
 
         Args:
-            queues: queues of the loop.
             check: called with each request before the loop gets it.
-            provider: finds tensors that travel out of band.
             hash_prompt: called with each request, in this thread rather than in the loop's.
         """
         self._queues = queues
@@ -196,7 +194,6 @@ class _CallStart(msgspec.Struct, array_like=True):
 
 
 def _request_id(frame: Any) -> Any:
-    """Return the id of a request that cannot be decoded as a whole, None without one."""
     try:
         return msgspec.msgpack.decode(frame, type=_RequestStart).request_id
     except Exception:  # the frame is damaged or truncated
@@ -204,7 +201,6 @@ def _request_id(frame: Any) -> Any:
 
 
 def _request_ids(frame: Any) -> list[str]:
-    """Return the ids of requests that cannot be decoded as a whole; none if one cannot be read."""
     try:
         starts = msgspec.msgpack.decode(frame, type=list[_RequestStart])
     except Exception:  # the frame is damaged or truncated
@@ -226,7 +222,6 @@ _ID_KEY = msgspec.msgpack.encode("request_id")
 
 
 def _first_value(data: bytes) -> str | None:
-    """Return the id that a msgpack map begins with, None if it begins with another key."""
     # By hand, because msgspec decodes no part of a message that is damaged further on. A client
     # waits for the answer to its request, so an id that can still be read is worth it.
     start = 3 if data[:1] == bytes([_MAP_16]) else 1

@@ -88,7 +88,6 @@ class ClientReports:
         return max(self._due - self._clock(), 0.0) if self._is_late else None
 
     def _changed_loads(self, load_after: Callable[[int], EngineLoad]) -> list[EngineLoad]:
-        """Return the load as each client gets it; nothing if it is not due, or has not changed."""
         now = self._clock()
         self._is_late = now < self._due
         if self._is_late:

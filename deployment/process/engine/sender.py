@@ -38,7 +38,6 @@ class ClientSendQueues:
         self._deadline: float | None = None
 
     def __len__(self) -> int:
-        """Return the number of clients."""
         return len(self._queues)
 
     def put(self, client: int, message: Message) -> None:

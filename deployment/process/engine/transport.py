@@ -133,7 +133,6 @@ class EngineIO:
         Args:
             identity: the ZMQ identity of the engine: its index, 2 bytes, little-endian.
             addresses: one input and one output per client.
-            queues: to and from the loop.
             check: called with each request in the input thread, before the loop gets it; raises
                 HardpointError for an invalid one.
             consumer: is offered large tensors of outputs, in the output thread.

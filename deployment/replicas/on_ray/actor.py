@@ -42,7 +42,6 @@ class EngineActor:
     """Runs one engine, in a process that it starts."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
         # Ray repeats what an actor writes to stdout on the program's own, where answers may be.
         sys.stdout = sys.stderr
         with contextlib.suppress(OSError):

@@ -171,7 +171,6 @@ class EngineCluster:
         return placed
 
     def _end(self, placed: PlacedActor) -> None:
-        """End an actor, once."""
         with self._changed:
             if placed not in self._actors:
                 return
@@ -197,7 +196,6 @@ class EngineCluster:
         return min((self._num_engines[node.id], node.id) for node in nodes)[1]
 
     def _large_nodes(self) -> list[RayNode]:
-        """Return the nodes that can hold an engine when nothing else runs."""
         needed = self._needed.items()
         return [one for one in self.nodes if all(one.resources.get(k, 0) >= v for k, v in needed)]
 

@@ -42,7 +42,6 @@ class LaunchKeys:
     """
 
     def __init__(self) -> None:
-        """Make the head's."""
         public, secret = zmq.curve_keypair()
         self.pair = KeyPair(public, secret, public)
         self._names: dict[bytes, str] = {}
@@ -139,11 +138,7 @@ class RayHost(JoinedHost):
         """Place nothing yet.
 
         Args:
-            listener: where it joins.
-            rank: number of the engine.
             limit_s: how long `launch` waits for room, and then for the engine.
-            cluster: places it.
-            keys: makes its keys.
             report_loss: called with the rank if the engine, or its actor, ends by itself.
             was_lost: whether the engine of that rank was lost before, so that its node may be
                 gone, and it is waited for another one.
@@ -197,7 +192,6 @@ class RayHost(JoinedHost):
         raise EngineClosedError("the engine was closed while it was placed")
 
     def _launch_on(self, launch: Launch, node: RayNode) -> bytes:
-        """Return the ActorLaunch for a node, encoded."""
         size_is_known = msgspec.convert(launch.config, EngineConfig).kv_cache.num_blocks is not None
         given = ActorLaunch(
             address=self._address,

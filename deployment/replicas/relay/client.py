@@ -167,7 +167,6 @@ class OpenRelayed:
     client: RelayedClient
 
     def __init__(self, folder: Path, view: EnginesSummary) -> None:
-        """Open it in a folder that the owner has made."""
         self._folder, self._view = folder, view
 
     def __call__(
@@ -188,7 +187,6 @@ def _converted(future: Future[Any], method: str) -> Future[Any]:
 
 
 def _mapped(future: Future[Any], change: Any) -> Future[Any]:
-    """Return a future of a changed result."""
     mapped: Future[Any] = Future()
 
     def done(found: Future[Any]) -> None:
@@ -207,7 +205,6 @@ class Figures:
     """Gathers the statistics of a relayed frontend until they are sent to the owner's sinks."""
 
     def __init__(self) -> None:
-        """Begin without figures."""
         self._stats = IterationStats()
         self._is_empty = True
         self._lock = threading.Lock()

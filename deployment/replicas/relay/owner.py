@@ -65,7 +65,6 @@ class SharedEngines:
     """
 
     def __init__(self) -> None:
-        """Begin without engines and frontends."""
         self._links: dict[str, Link] = {}  # by token
         self._sink: Sink = _drop
         self._group: ReplicaSet | None = None
@@ -194,7 +193,6 @@ class SharedEngines:
         self._sink(item)
 
     def _owner_of(self, request_id: str) -> tuple[Link | None, str]:
-        """Return the frontend of a request and the id that it has there; None is the owner's."""
         token, separator, own_id = request_id.partition(SEPARATOR)
         link = self._links.get(token) if separator else None
         return (None, request_id) if link is None else (link, own_id)
@@ -212,7 +210,6 @@ class Link:
     # the threads of the engines' clients, which call `put` and set the results of calls.
 
     def __init__(self, group: ReplicaSet, ready: EngineCoreReadyResponse, answer: Answer) -> None:
-        """Wait for the client; `close` ends it."""
         self.token = secrets.token_hex(6)
         self.folder: Path = make_socket_folder()
         self._group, self._answer = group, answer
@@ -304,7 +301,6 @@ class Link:
             future.add_done_callback(partial(self._answered, call))
 
     def _future_of(self, call: UtilityCall) -> Future[Any] | None:
-        """Make a call; None if it is answered once there are notices."""
         if call.method == "call_part" and call.args[:1] == [OWNER]:
             method, arguments = call.args[1], call.args[2]["arguments"]
             if method == NOTICES:

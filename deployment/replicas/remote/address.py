@@ -65,7 +65,6 @@ def check_joining(config: EngineConfig, config_sources: ConfigSources) -> None:
 
 
 def _check_ray(config: EngineConfig, config_sources: ConfigSources) -> None:
-    """Check the settings of a head whose engines are on Ray."""
     parallel = config.parallel
     if parallel.keys is not None:
         raise _error(

@@ -37,7 +37,6 @@ class Admission:
 
         Args:
             head: versions and model of the head.
-            parallel: its settings.
             needs_equal_bits: whether all engines have to be of one kind of processor.
         """
         self._head, self._parallel = head, parallel
@@ -153,13 +152,7 @@ class Doorkeeper:
         keys: Keys,
         refused: Callable[[str], None],
     ) -> None:
-        """Start.
-
-        Args:
-            context: the one of the guarded sockets.
-            keys: who may connect.
-            refused: called with the reason for each connection that is refused.
-        """
+        """`refused`: called with the reason for each connection that is refused."""
         self._keys, self._refused = keys, refused
         self._lock = threading.Lock()
         self._authenticator = ThreadAuthenticator(context)

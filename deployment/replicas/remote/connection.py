@@ -31,7 +31,6 @@ class HandshakeError(ConfigError):
     """
 
     def __init__(self, message: str, *, is_key_refused: bool) -> None:
-        """Raise it with a message."""
         super().__init__(message)
         self.is_key_refused = is_key_refused
 
@@ -47,7 +46,6 @@ class HeadConnection:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: KeyPair | None
     ) -> None:
-        """Begin to connect."""
         self._address = address
         self._num_failures, self._failing_since = 0, 0.0
         self.socket = context.socket(zmq.DEALER)

@@ -113,15 +113,7 @@ class EngineLink:
         welcome: Welcome,
         num_sharing: int = 1,
     ) -> None:
-        """Begin without a process.
-
-        Args:
-            context: the one of the sockets.
-            connection: to the head.
-            session: its id.
-            welcome: what the head asks for.
-            num_sharing: engines among which the memory of this machine is divided.
-        """
+        """`num_sharing`: engines among which the memory of this machine is divided."""
         self._context, self._connection = context, connection
         self._session, self._welcome, self._num_sharing = session, welcome, num_sharing
         self._identity = welcome.rank.to_bytes(2, "little")
@@ -200,7 +192,6 @@ class EngineLink:
                     self._leave(now > self._leave_until)
 
     def _turn(self, stop: int, wait_s: float) -> None:
-        """Wait for messages and pass them on."""
         link, events = self._connection.socket, self._connection.events
         sources: list[Source] = [link, events, self._input, stop]
         if self._requests:
@@ -347,7 +338,6 @@ class EngineLink:
             self._process.terminate()
 
     def _end_process(self) -> None:
-        """Report the end of the process, once it has ended and its outputs are passed on."""
         self._ending_since = self._ending_since or time.monotonic()
         if not self._reported:
             failure = self._process.failure()
@@ -364,7 +354,6 @@ class EngineLink:
             self._process.close(0)
 
     def _finish(self) -> None:
-        """Send the rest of the outputs, and how the process ended."""
         deadline = time.monotonic() + _DRAIN_S
         while time.monotonic() < deadline and not self._is_over:
             if self._window.is_full:

@@ -51,7 +51,6 @@ class JoinedHost:
 
         Args:
             order: gives the listener an order.
-            rank: number of the engine.
             address: where engines join, for messages.
             limit_s: how long `launch` waits for one.
         """

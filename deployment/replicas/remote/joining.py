@@ -93,11 +93,9 @@ class Joining:
         """Do not connect yet.
 
         Args:
-            config: the configuration of this machine.
             manifest: the plugins that are enabled here; None enables what the head has enabled.
             address: where the head listens.
             keys: this side's, and the public key of the head; None is without.
-            hello: what is sent to the head.
             stop: a descriptor that is readable when this is to end.
             num_sharing: engines among which the memory of this machine is divided.
         """
@@ -214,11 +212,6 @@ class Joining:
         return welcome
 
     def _refused(self, refusal: JoinRefusal) -> None:
-        """Note a refusal.
-
-        Raises:
-            ConfigError: another attempt does not succeed.
-        """
         now = time.monotonic()
         self._refused_since = self._refused_since or now
         if now - self._refused_since >= refusal.retry_seconds:

@@ -65,9 +65,7 @@ class JoinListener:
         """Bind the address and start the thread.
 
         Args:
-            parallel: the settings.
             keys: whose owners may join; None is everybody.
-            admission: decides which engines may join.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -163,7 +161,6 @@ class JoinListener:
         self._router.close(linger_ms)
 
     def _turn(self, wait_s: float) -> None:
-        """Wait for messages, and pass them on."""
         sources: list[Source] = [self._router, self._failures, self._ours.fileno()]
         sessions = list(self._sessions.values())
         for session in sessions:
@@ -270,7 +267,6 @@ class JoinListener:
                 raise WireError("its kind is unknown, or does not belong there")
 
     def _ends(self, session: EngineSession, kind: MessageKind | None, frames: Frames) -> None:
-        """Note that an engine is to end, why it does, or that it has."""
         if kind is MessageKind.LEAVE:
             if not session.is_leaving:
                 session.is_leaving = True
@@ -282,7 +278,6 @@ class JoinListener:
             session.host.record(session.end.activity)
 
     def _answered(self, session: EngineSession, kind: MessageKind, frame: bytes) -> None:
-        """Note the answer of an engine to its welcome."""
         if kind is MessageKind.DECLINED:
             _log.warning("an engine on %s does not join: %s", session.where, decode(frame, str))
             self._return(session)
@@ -381,7 +376,6 @@ class JoinListener:
         self._send(session, MessageKind.BEAT, msgspec.msgpack.encode(session.window.passed_on))
 
     def _lose(self, session: EngineSession, why: str) -> None:
-        """End a session, whatever its engine does from now on."""
         if self._sessions.get(session.routing) is not session:
             return
         self._reply(session.routing, MessageKind.GONE, session.id)

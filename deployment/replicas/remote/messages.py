@@ -195,7 +195,6 @@ class Window:
     """
 
     def __init__(self) -> None:
-        """Begin with none."""
         self.sent = self.acknowledged = 0
         self.received = self.passed_on = self._reported = 0
 

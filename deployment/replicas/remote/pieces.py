@@ -46,7 +46,6 @@ class Pieces:
     """The pieces of the next message of an engine."""
 
     def __init__(self) -> None:
-        """Begin without any."""
         self._frames: dict[int, list[bytes]] = {}
         self.num_bytes = 0
 

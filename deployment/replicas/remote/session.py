@@ -72,7 +72,6 @@ class EngineSession:
     def __init__(
         self, host: JoinedHost, routing: bytes, hello: Hello, key: bytes, name: str
     ) -> None:
-        """Begin, before the engine is started."""
         self.id = os.urandom(16)
         self.host, self.routing, self.hello, self.key, self.name = host, routing, hello, key, name
         self.received_at = self.began = time.monotonic()

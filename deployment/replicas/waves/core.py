@@ -33,12 +33,7 @@ class WaveCore(EngineCore):
     """
 
     def __init__(self, parts: EngineCoreParts, engines: Communicator) -> None:
-        """Own the parts and the communicator.
-
-        Args:
-            parts: as of an EngineCore.
-            engines: the engines, each a rank.
-        """
+        """`engines`: the engines, each a rank."""
         super().__init__(parts)
         self._plain_step, self.step = self.step, self._step_together
         self._engines = engines
@@ -95,7 +90,6 @@ class WaveCore(EngineCore):
     def _step_together(
         self, late_aborts: Callable[[], Sequence[str]] = tuple
     ) -> tuple[Outputs, bool]:
-        """Run a step of the wave, or start one, in which case the others are notified first."""
         if not self._is_running:
             if not (self._scheduler.has_requests() or self._needs_wave):
                 return self._plain_step(late_aborts)  # has outputs alone
@@ -118,14 +112,12 @@ class WaveCore(EngineCore):
         return {COORDINATED_BY: EngineCoreOutputs(start_wave=self._wave)} if is_first else {}
 
     def _agree_to_end(self) -> bool:
-        """Return whether no engine has work, and all wait for a pause or none does."""
         own = [super().has_requests(), self._pause.is_pending]
         counts = self._engines.all_reduce(torch.tensor(own, dtype=torch.float32))
         num_working, num_pausing = counts.tolist()
         return not num_working and num_pausing in (0, self._engines.size)
 
     def _end(self, outputs: Outputs) -> None:
-        """End the wave, complete the pauses, and let the first engine report it."""
         if self._engines.rank == 0:
             message = outputs.setdefault(COORDINATED_BY, EngineCoreOutputs())
             message.wave_complete = self._wave

@@ -70,7 +70,6 @@ class WaveGroup(ReplicaSet):
         super().receive(replica, item)
 
     def _waited_for(self, replica: Replica, error: Exception) -> Replica | None:
-        """Return the engine that one has waited for until its time was up; None if it has not."""
         client = replica.client
         has_reason = isinstance(error, PluginFaultError) or error.__cause__ is not None
         if client is None or client.was_killed or has_reason:
@@ -82,7 +81,6 @@ class WaveGroup(ReplicaSet):
             return self._replicas.of(min(late))
 
     def _lost_hung(self, hung: Replica, waiting: Replica, error: Exception) -> None:
-        """Count an engine as dead that another one has waited for, and end its process."""
         client = hung.open_client
         during = client.activity.snapshot().during
         super().receive(

@@ -178,7 +178,6 @@ class WaveReplicas(Replicas):
                 raise replica.failure
 
     def _use(self, started: Started) -> None:
-        """Let engines serve that have started together."""
         self.coordinator, self.arrivals = Coordinator(), started.arrivals
         for replica, client in started.clients.items():
             self._serve(replica, client)
@@ -243,7 +242,6 @@ def _until_over(
 
 
 def _first_failed(opening: Collection[Future[ReplicaClient]]) -> Future[ReplicaClient] | None:
-    """Return a start that has failed, if possible one that does not follow from another's."""
     deadline = time.monotonic() + _SETTLE_S
     while True:
         failed = {one: error for one in opening if one.done() and (error := one.exception())}

@@ -14,7 +14,6 @@ class _Waves(EngineInputs):
     """Makes cores that step together."""
 
     def core(self, parts: EngineCoreParts) -> WaveCore:
-        """Return the core of an engine, once all engines have met."""
         return WaveCore.of(parts, self.spec)
 
 

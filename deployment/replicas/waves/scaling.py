@@ -48,7 +48,6 @@ class WaveScaling(Scaling):
             pass  # settings were changed during the start
 
     def _try(self, count: int) -> bool:
-        """Replace the engines by `count` others; return false if settings have changed."""
         replicas = self._replicas
         with self._changed:
             before = [replicas.of(rank) for rank in replicas.ranks]

@@ -96,7 +96,6 @@ def group_layers(
 
 
 def _limited(specs: Sequence[KVSpec], max_model_len: int) -> list[KVSpec]:
-    """Return the specs without the windows that see a whole request."""
     return [
         replace(spec, window=None) if (spec.window or 0) >= max_model_len else spec
         for spec in specs

@@ -71,13 +71,7 @@ class LayerStates:
     def __init__(
         self, specs: Sequence[tuple[TensorSpec, ...]], source: Source, device: torch.device
     ) -> None:
-        """Add up the sizes.
-
-        Args:
-            specs: tensors of each layer; there may be no layer of this rank.
-            source: source of the model.
-            device: device of the states.
-        """
+        """`specs`: tensors of each layer; there may be no layer of this rank."""
         self._specs, self._source, self._device = specs, source, device
         self._first_block = 0
         self.bytes_per_state = sum(_num_bytes(spec) for layer in specs for spec in layer)
@@ -128,7 +122,6 @@ class LayerStates:
         wave: _Wave,
         inputs: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Return the outputs of a wave, whose states are written."""
         before = [cache[wave.sources] for cache in caches]
         for spec, state in zip(self._specs[layer], before, strict=True):
             state[wave.begins] = spec.fill
@@ -174,7 +167,6 @@ class TrialStates:
         device: torch.device,
         num_tokens: int,
     ) -> None:
-        """Expect one call per layer of `specs`, each for `num_tokens` tokens."""
         self._source, self._specs, self._device = source, specs, device
         self._num_tokens = num_tokens
         self._called: set[int] = set()
@@ -273,7 +265,6 @@ def _num_bytes(spec: TensorSpec) -> int:
 
 
 def _parts(step: AttentionStep) -> Iterator[_Part]:
-    """Yield the parts of a step."""
     size, table = step.block_size, step.block_table.cpu().numpy()
     for row, blocks in enumerate(table):
         first, last = int(step.query_starts[row]), int(step.query_starts[row + 1])
@@ -303,7 +294,6 @@ def _waves(parts: Iterator[_Part]) -> list[list[_Part]]:
 def _wave(
     parts: Sequence[_Part], step: AttentionStep, first_block: int, device: torch.device
 ) -> _Wave:
-    """Return the indices of parts that are computed together."""
     lengths = np.array([part.end - part.begin for part in parts])
     starts = np.zeros(len(parts) + 1, dtype=np.int64)
     lengths.cumsum(out=starts[1:])

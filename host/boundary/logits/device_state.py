@@ -16,7 +16,6 @@ class DeviceState:
     """The tensors that one processor declares: rows of the batch, then scratch rows for drafts."""
 
     def __init__(self, processor: LogitsPlugin, rows: int, device: torch.device) -> None:
-        """Allocate `rows` rows of the tensors that the processor declares."""
         self._processor = processor
         self._rows = rows
         self._device = device
@@ -24,7 +23,6 @@ class DeviceState:
         self._tensors = {name: self._empty(spec, rows) for name, spec in self._specs.items()}
 
     def __bool__(self) -> bool:
-        """Return whether the processor declares any tensor."""
         return bool(self._tensors)
 
     def move(self, update: BatchUpdate) -> None:

@@ -51,7 +51,6 @@ class FaultIsolation:
         """Start with no isolated processor.
 
         Args:
-            pipeline: whose processors run.
             requests: one per row of the step.
             recompute: returns the step's logits, as the processors get them.
             masked: indices of the rows that a grammar constrains.

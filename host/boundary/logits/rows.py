@@ -45,7 +45,6 @@ class ProcessorRows:
         return self._version
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self._requests)
 
     def arguments(self) -> Sequence[Any]:

@@ -76,7 +76,6 @@ class BoundHalf(Generic[HalfT]):
     """Why a half that has a method, or sets an attribute, can not be changed live, by its name."""
 
     def __init__(self, part: StepPart, half: object, calls: PluginCalls) -> None:
-        """Call the half by `calls`; the part is closed with it."""
         self._implemented = self.hooks.implemented(half)
         self.half: HalfT = self.hooks.completed(half)
         self.name, self.source = part.name, calls.source
@@ -233,8 +232,6 @@ class BoundPart(BoundHalf[EngineHalf]):
         Args:
             part: built from its entry; closed with this.
             half: the part's half in the engine.
-            source: names the part in messages.
-            faults: counts the faults of scope *step*.
         """
         super().__init__(part, half, faults.calls("step_parts", source))
         self.users = set[str]()

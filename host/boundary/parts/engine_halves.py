@@ -96,7 +96,6 @@ class EngineHalves:
         self._publishing = [part for part in self._parts if part.overrides("publish")]
 
     def _of_generation(self, generation: int) -> Sequence[BoundPart]:
-        """Return the parts that requests of a generation of the plugins may use."""
         if not self._is_mixed:
             return self._parts
         return [part for part in self._parts if part.serves(generation)]
@@ -151,7 +150,6 @@ class EngineHalves:
         return ended
 
     def __bool__(self) -> bool:
-        """Return whether there are any parts."""
         return bool(self._parts)
 
     def follow(self, scheduler: Scheduler) -> None:
@@ -274,7 +272,6 @@ class EngineHalves:
         return self._combined(masks)
 
     def _combined(self, masks: Sequence[tuple[BoundPart, GrammarBitmask]]) -> GrammarBitmask:
-        """Return the tokens that every mask allows; nothing left is a fault that names both."""
         combined, nothing_left = returns.combined_masks(masks)
         for name, makers in nothing_left.items():
             named = " and ".join(str(part.source) for part in makers)
@@ -370,7 +367,6 @@ class EngineHalves:
         return self._limited(plan, found) if found else found
 
     def _limited(self, plan: SchedulerOutput, drafts: dict[str, list[int]]) -> dict[str, list[int]]:
-        """Return drafts without those that a part does not let be accepted."""
         for part in self._active:
             if not part.overrides("limit_drafts"):
                 continue
@@ -418,7 +414,6 @@ class EngineHalves:
         return live is not False
 
     def _end(self, request_id: str) -> None:
-        """Notify the parts of the end of a request that they know, and forget it."""
         for part in self._by_request.get(request_id, ()):
             if part.overrides("ended"):
                 self._for_request(part, "ended", request_id)
@@ -433,7 +428,6 @@ class EngineHalves:
                 self._faults[request_id] = fault
 
     def _for_plan(self, part: BoundPart, method: str, plan: SchedulerOutput, *args: Any) -> Any:
-        """Call a method for a plan; return None if it fails."""
         try:
             return part.run(method, plan, *args)
         except BaseException as cause:
@@ -448,7 +442,6 @@ class EngineHalves:
         defect: Callable[[Any], str | None],
         *args: Any,
     ) -> Any:
-        """Return the result of a method; None if it fails, or `defect` finds one in it."""
         try:
             found = part.run(method, *args)
         except BaseException as cause:
@@ -467,7 +460,6 @@ class EngineHalves:
         cause: BaseException | None = None,
         later: Collection[str] = (),
     ) -> None:
-        """End the requests of a plan, and of later ones, that use a part, if its faults do so."""
         if (fault := part.fault(message, cause)) is not None:
             for name in part.users & {*plan.num_scheduled_tokens, *later}:
                 self._faults.setdefault(name, fault)

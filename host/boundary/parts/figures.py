@@ -54,11 +54,6 @@ def asked_for_figures(
 
 
 def _check_arguments(request: EngineCoreRequest, parts: Sequence[BoundPart]) -> None:
-    """Check that a request includes the parts whose arguments would have no effect otherwise.
-
-    Raises:
-        RequestError: it does not.
-    """
     included = request.params.include
     for part in parts:
         is_given = part.only_included and f"step_parts/{part.name}" in request.plugin_args
@@ -95,7 +90,6 @@ class ArrayForms:
     """The forms of the arrays that a part gives of a request: those of a name are joined."""
 
     def __init__(self) -> None:
-        """Know none yet."""
         self._forms: dict[str, tuple[Any, ...]] = {}  # by name: dtype, shape of a row
 
     def defect(self, arrays: Any, num_positions: int | None) -> str | None:

@@ -301,7 +301,6 @@ class FrontendParts:
     def _refusal(
         self, half: BoundFrontendHalf, method: str, request_id: str, cause: BaseException
     ) -> RequestError:
-        """Record a fault of a half; return the error that refuses its request."""
         message = half.fault(method, cause)
         self._record(half.name, request_id, message)
         return RequestError(message)

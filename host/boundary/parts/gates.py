@@ -34,7 +34,6 @@ class PartGates:
     """The gates and resources of the parts, for a scheduler; see `Gates` of the contract."""
 
     def __init__(self, parts_of: Callable[[str], Sequence[BoundPart]]) -> None:
-        """Ask the parts that `parts_of` returns for the id of a request."""
         self._parts_of = parts_of
         self._used: dict[str, Counter[str]] = {}  # by part
         self._num_passed: dict[str, int] = {}  # parts of each request whose gate it has passed
@@ -151,7 +150,6 @@ class PartTransfers:
         return keep, params
 
     def _call(self, method: str, request: Request, *args: Any) -> Any:
-        """Call a method for a request; return None if it fails."""
         try:
             return self._part.run(method, request, *args)
         except BaseException as cause:
@@ -164,11 +162,6 @@ class PartTransfers:
 
 
 def _checked_cost(part: BoundPart, request: Request) -> Mapping[str, int]:
-    """Return the cost of a request by resource; empty if its part failed and the step goes on.
-
-    Raises:
-        RequestError: the part failed.
-    """
     cost: Mapping[str, int] = call_for(part, "cost", request) or {}
     if (defect := cost_defect(cost)) is None:
         return cost
@@ -178,11 +171,6 @@ def _checked_cost(part: BoundPart, request: Request) -> Mapping[str, int]:
 
 
 def _as_reason(part: BoundPart, reason: Any) -> WaitReason | None:
-    """Return a gate's result as a reason to wait that names the part; None if it may run.
-
-    Raises:
-        RequestError: it is not one.
-    """
     if (defect := reason_defect(reason)) is None:
         return shown_reason(part.name, reason)
     if (fault := part.fault(f"its gate() {defect}")) is not None:
@@ -215,11 +203,6 @@ def part_encoder_cache(parts: Sequence[BoundPart]) -> tuple[EncoderCache | None,
 
 
 def _only(parts: Sequence[BoundPart], what: str) -> BoundPart | None:
-    """Return the one part that does something; None if there is none.
-
-    Raises:
-        PluginConflictError: there are several.
-    """
     if len(parts) > 1:
         names = " and ".join(str(part.source) for part in parts)
         raise PluginConflictError(f"{names} both {what}; expected one of them")
@@ -234,7 +217,6 @@ class MovingHalves:
     """
 
     def __init__(self, parts: Sequence[BoundPart]) -> None:
-        """Find them among all parts."""
         self._parts = [part for part in parts if part.moves_blocks]
         self.moves_blocks = self._parts[0].moves_blocks if self._parts else None
 

@@ -32,7 +32,6 @@ class LayerCalls:
         """Call halves by functions of `WorkerParts`.
 
         Args:
-            users: halves that are called in the layers of this step.
             is_called: whether one of them still is.
             run: calls a method of a half.
             changed: returns values of which a half has changed its own rows.

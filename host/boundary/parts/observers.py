@@ -145,7 +145,6 @@ class Observers:
             self.end(states, FinishReason.ABORT)
 
     def _call(self, method: str, *args: Any, lost: Any = None) -> list[Any]:
-        """Call a method of all observers; return their results, `lost` for one that failed."""
         results, fatal = [], None  # type: list[Any], PluginFaultError | None
         for name, observer, describe in self._observers:
             try:

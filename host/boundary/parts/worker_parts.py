@@ -79,8 +79,6 @@ class WorkerParts:
         """Bind the halves, in the order of their calls.
 
         Args:
-            halves: worker halves of all parts that have one.
-            rank: rank of the worker.
             samples: whether the result of a step is that of this rank.
         """
         self.open: OpenHalves[BoundWorkerHalf] | None = None
@@ -110,7 +108,6 @@ class WorkerParts:
         self._follow = [half for half in halves if half.overrides("finished")]
 
     def __bool__(self) -> bool:
-        """Return whether halves take part in this step, or have failed in it."""
         return bool(self._active or self._faults)
 
     def memory(self) -> Mapping[str, int]:
@@ -322,7 +319,6 @@ class WorkerParts:
     def _rows_of(
         self, half: BoundWorkerHalf, requests: Sequence[LogitsRequest], starts: Iterable[int]
     ) -> tuple[list[int], StepRows]:
-        """Return the tokens of the requests that use a part: their indices, and whose they are."""
         spans = zip(requests, itertools.pairwise(map(int, starts)), strict=True)
         own = [(x.request_id, *at) for x, at in spans if self._is_user(half, x.request_id)]
         lengths = [end - start for _, start, end in own]
@@ -387,7 +383,6 @@ class WorkerParts:
         """Return values of which a half has changed its own rows; others' it never gets.
 
         Args:
-            half: to call.
             method: name of the half's method.
             values: [rows, ...].
             indices: rows of the half.

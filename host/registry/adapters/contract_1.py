@@ -123,7 +123,6 @@ class WholeOutput:
     in_reasoning = False
 
     def __init__(self, parser: ReasoningParser) -> None:
-        """Collect the output for a parser."""
         self._parser = parser
         self._special = {i: text for text, i in parser.context.tokenizer.special_tokens.items()}
         self._pieces: list[str] = []
@@ -184,7 +183,6 @@ class _Adapter:
 
     @classmethod
     def convert_context(cls, context: Any) -> Any:
-        """Return the context of contract 1."""
         return context
 
 
@@ -253,7 +251,6 @@ class _SchedulerContext(SchedulerContext):
 
     @classmethod
     def of(cls, context: SchedulerContext) -> _SchedulerContext:
-        """Return a context with the fields of contract 1."""
         if isinstance(context, cls):
             return context
         fields = {item.name: getattr(context, item.name) for item in dataclasses.fields(context)}
@@ -295,7 +292,6 @@ class _Scheduler(_Adapter):
 
 
 def _accepts(init: Callable[..., None], context: _SchedulerContext) -> bool:
-    """Return whether a scheduler starts without grammars, and start it."""
     try:
         init(dataclasses.replace(context, grammars=None))
     except ConfigError:
@@ -368,7 +364,6 @@ class _Reasoning(_Adapter):
 
 
 def _sequences(marker: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of a marker as a tuple of one marker; without any, of none."""
     ids = tuple(marker)
     return ids if any(not isinstance(token, int) for token in ids) else ((ids,) if ids else ())
 

@@ -225,7 +225,6 @@ class _NamesMoved:
     """The `__getattr__` of a module that stays; reading a name that left it warns."""
 
     def __init__(self, module: str) -> None:
-        """Forward the names that left a module, by its full name."""
         self._module = module
 
     def __call__(self, name: str) -> Any:
@@ -269,7 +268,6 @@ def _moved_name(module: str, name: str) -> Any:
 
 
 def _public_module(module: str, name: str) -> str:
-    """Return the package of a contract module if it exports the name, else the module."""
     package = module.rpartition(".")[0]
     return package if package.startswith(f"{_CONTRACT}.") and _exports(package, name) else module
 

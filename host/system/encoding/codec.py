@@ -70,7 +70,6 @@ class Encoder:
         Args:
             inline_below: tensors and arrays of fewer bytes are part of the main frame.
             most_bytes: a message with a larger frame is rejected.
-            consumer: is offered every other tensor.
         """
         self._inline_below = inline_below
         self._most_bytes = most_bytes
@@ -117,7 +116,6 @@ class Encoder:
         return frames
 
     def _extension(self, value: Any) -> Any:
-        """Return a value that msgpack supports in place of one that it does not."""
         if _is_tensor(value):
             return msgpack.Ext(TENSOR, self._tensor(value))
         if type(value) in _ARRAYS:
@@ -159,7 +157,6 @@ class Encoder:
                 )
 
     def _placed(self, data: Buffer, *, inline: bool = True) -> Buffer | int:
-        """Return small data as it is, for large data the number of its new frame."""
         if inline and len(data) < self._inline_below:
             return data
         self._frames.append(data)
@@ -185,7 +182,6 @@ class Decoder(Generic[T]):
 
         Args:
             type_: type of the messages; by default any plain data.
-            provider: finds the tensors that the sender's consumer took.
             share_frames: False copies large tensors too.
         """
         self._type = type_
@@ -265,7 +261,6 @@ class Decoder(Generic[T]):
         return tensor
 
     def _extension_path(self, main: Buffer) -> str:
-        """Return the path of the rejected extension, by decoding the message again."""
         rejected, seen = object(), 0
 
         def mark(_code: int, _payload: memoryview) -> Any:
@@ -291,7 +286,6 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _as_declared(_type: Any, value: Any) -> Any:
-    """Return the value of an extension as it is; msgspec checks its type."""
     return value
 
 
@@ -315,6 +309,5 @@ def _consumer_failed(cause: Exception) -> WireError:
 
 
 def _unsendable(cause: Exception, message: Any) -> WireError:
-    """Return the error for a message that cannot be encoded."""
     why = "nested too deeply" if isinstance(cause, RecursionError) else str(cause)
     return WireError(f"{type(message).__name__}: {why}")

@@ -78,7 +78,6 @@ class _Expected:
 
 
 def _num_entries(likeliest: int | None, named: Sequence[int] | None) -> int:
-    """Return the largest number of entries: the token, the likeliest ones, and named ones."""
     if likeliest is None and named is None:
         return 0
     if likeliest is not None and likeliest < 0:  # all of the vocabulary
@@ -288,7 +287,6 @@ def _check_logprobs(
 def _check_array(
     output: EngineCoreOutput, expected: _Expected, name: tuple[str, ...], array: Any
 ) -> None:
-    """Check an array of positions, whose other sizes stay the same for a request."""
     field = ".".join(name)
     if not isinstance(array, np.ndarray) or array.ndim < 1:
         raise _wrong(output, field, "an array of positions")
@@ -313,11 +311,7 @@ def _check_part_array(
 
 
 def _check_reports(batch: EngineCoreOutputs) -> None:
-    """Check the reports of an engine: finite numbers, none of them negative.
-
-    Raises:
-        WireError: one has something else.
-    """
+    """Check the reports of an engine: finite numbers, none of them negative."""
     if not math.isfinite(batch.timestamp):
         raise WireError("timestamp: expected a finite number")
     if batch.scheduler_stats is not None:

@@ -128,13 +128,11 @@ def _torch() -> Any:
 
 @functools.cache
 def _dtypes() -> dict[str, torch.dtype]:
-    """Return the dtypes that travel, by name."""
     return {name: getattr(_torch(), name) for name in _TENSOR_DTYPES}
 
 
 @functools.cache
 def _tensor_names() -> dict[torch.dtype, str]:
-    """Return the names of the dtypes that travel."""
     return {dtype: name for name, dtype in _dtypes().items()}
 
 

@@ -71,7 +71,6 @@ def _continue_after_parent() -> None:
 def _imported(
     run: Callable[..., None] | None, name: str
 ) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return `child.serve` and the function that it is to run, by default that of a name."""
     from hardpoint.host.system.threads import short_spin  # noqa: PLC0415 - needs the parent's path
 
     with short_spin():
@@ -84,7 +83,6 @@ def _imported(
 
 
 def _prepare(interpreter: dict[str, Any]) -> int:
-    """Set `sys.path`, `sys.argv` and signals as in the parent; return the parent's process id."""
     sys.path[:] = interpreter["path"]
     sys.argv[:] = interpreter["argv"]
     # Blocked and ignored signals are inherited, and a child relies on these.
@@ -116,7 +114,6 @@ def _read(channel: socket.socket, size: int, deadline: float) -> bytes:
 
 
 def _text(value: object) -> str:
-    """Return the text of an exception or a note, also if its `__str__` raises."""
     try:
         return str(value)[:_MAX_CHARACTERS]
     except BaseException as error:

@@ -45,7 +45,6 @@ class Arrivals:
     """The calls of the ranks that have met in a folder, which may be removed."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the counts of all groups of the folder."""
         self._groups: defaultdict[str, dict[int, memoryview]] = defaultdict(dict)
         for path in folder.glob(f"{_PREFIX}*"):
             group, _, rank = path.name.removeprefix(_PREFIX).rpartition("-")

@@ -42,7 +42,6 @@ class ParentWatch:
         Args:
             channel: the launch socket.
             parent: process id of the parent.
-            report: sends the parent an error.
             folder: folder of the parent's sockets, removed when the parent has ended; empty for
                 none.
         """
@@ -99,7 +98,6 @@ def serve(channel: socket.socket, parent: int, data: bytes, run: Run, report: Re
 
 
 def _become_main(main_objects: bytes) -> None:
-    """Replace `__main__` by a module that holds objects of the parent's `__main__`."""
     # It has no file: a process that is spawned from here would run that file again.
     module = ModuleType("__main__", "Objects of the program that started this process.")
     sys.modules["__hardpoint_main__"] = sys.modules["__main__"]

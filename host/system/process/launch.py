@@ -162,7 +162,6 @@ _FLAG_LETTERS = {
 
 
 def _flags() -> list[str]:
-    """Return the command line options of this interpreter."""
     counts = {letter: int(getattr(sys.flags, flag)) for flag, letter in _FLAG_LETTERS.items()}
     flags = [f"-{letter * count}" for letter, count in counts.items() if count > 0]
     for name, value in sys._xoptions.items():

@@ -109,7 +109,6 @@ class ChildProcess:
         """Take over a child and the parent's end of its launch socket, both from `spawn`.
 
         Args:
-            popen: the child.
             channel: the launch socket.
             output: what it writes to stderr; None if it has the program's own.
         """
@@ -323,7 +322,6 @@ class ChildProcess:
         self._channel.setblocking(False)
 
     def _reported_failure(self) -> HardpointError | None:
-        """Return the error that the child has reported."""
         self._receive()
         failure = FailureReport.of(bytes(self._received))
         return None if failure is None else failure.error(self.label)
@@ -349,7 +347,6 @@ def _release(
     grace_s: float,
     output: ErrorOutput | None,
 ) -> None:
-    """End a child and close its descriptors."""
     if os.getpid() != owner:
         popen.returncode = 0  # a fork cannot wait for it
         output = None
@@ -372,7 +369,6 @@ def _release(
 def _exit_code(
     popen: subprocess.Popen[bytes], pidfd: int | None, timeout_s: float | None
 ) -> int | None:
-    """Wait for the exit of a child; return its code, or None after the timeout."""
     if pidfd is not None and popen.returncode is None:  # `Popen.wait` sleeps up to 50 ms at a time
         poller = select.poll()
         poller.register(pidfd, select.POLLIN)
@@ -386,7 +382,6 @@ def _exit_code(
 
 
 def _open_pidfd(pid: int) -> int | None:
-    """Return a pidfd, None where the system has none."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -404,7 +399,6 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _inherited_output(stream: TextIO | None, descriptor: int) -> int | None:
-    """Return None, for the child to inherit it, or /dev/null if this program does not have it."""
     # Another file may have got its descriptor, and the engine would write its log into that.
     return None if stream is not None and _is_open(descriptor) else subprocess.DEVNULL
 

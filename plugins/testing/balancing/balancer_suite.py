@@ -307,7 +307,6 @@ class LoadBalancerSuite(GeneralComponentSuite, LiveComponentSuite):
         views: Sequence[ScriptedEngine],
         request: EngineCoreRequest,
     ) -> int:
-        """Return the checked choice of a balancer."""
         chosen = balancer.choose(request, views)
         given = (request.request_id, [engine.rank for engine in views])
         place: int = declared_result(INDEX, LoadBalancer, "choose", chosen, given)
@@ -322,7 +321,6 @@ class LoadBalancerSuite(GeneralComponentSuite, LiveComponentSuite):
         prompt: Iterable[int],
         session: str | None = None,
     ) -> ScriptedEngine:
-        """Send a new request where the balancer chooses; return the engine."""
         request = self._request(name, user, prompt, session)
         place = self._choose(balancer, list(engines.views), request)
         return engines.send(request, engines.views[place].rank)
@@ -345,7 +343,6 @@ class LoadBalancerSuite(GeneralComponentSuite, LiveComponentSuite):
         return chosen
 
     def _played(self, balancer: LoadBalancer, step: int = 1) -> Iterator[int]:
-        """Yield the ranks that a balancer chooses for some requests."""
         engines = ScriptedEngines()
         for number in range(0, 64 * step, step):
             name, user = f"r{number}", f"{number % 5}"
@@ -358,7 +355,6 @@ class LoadBalancerSuite(GeneralComponentSuite, LiveComponentSuite):
     def _check_shares(
         self, rule: Rule, chosen: Counter[int], engines: ScriptedEngines, what: str
     ) -> None:
-        """Check that each engine got at least a quarter of its share."""
         share = chosen.total() / len(engines.views)
         for engine in engines.views:
             if (got := chosen[engine.rank]) < share / 4:
@@ -384,7 +380,6 @@ def _prompt(number: int, first: int = 0) -> list[int]:
 
 
 def _state(engine: ScriptedEngine) -> dict[str, Any]:
-    """Return the public attributes of an engine."""
     return {
         name: set(value) if isinstance(value, set) else value
         for name, value in vars(engine).items()

@@ -114,7 +114,6 @@ def _check(request: CheckRequest, send: Send) -> None:
 
 
 def _package(value: str) -> str:
-    """Return the package whose code counts as the plugin's."""
     module = value.partition(":")[0]
     if not module.startswith("hardpoint."):
         return module.partition(".")[0]

@@ -31,7 +31,6 @@ def arguments_of(declared: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, 
 
 
 def _values(info: types.Type) -> st.SearchStrategy[object] | None:
-    """Return a strategy for one type; None if there is none."""
     match info:
         case types.Metadata(type=inner):
             return _values(inner)
@@ -60,7 +59,6 @@ def _collections(
 
 
 def _values_of_scalar(info: types.Type) -> st.SearchStrategy[object] | None:
-    """Return a strategy for a type without parts; None if there is none."""
     match info:
         case types.BoolType():
             return st.booleans()

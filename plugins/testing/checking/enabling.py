@@ -144,7 +144,6 @@ def describe_cost(
 
 
 def _example(suite: Any) -> Any:
-    """Return the simplest arguments that the suite draws; nothing if there are none."""
     strategy = getattr(suite, "arguments", None)
     if strategy is None:
         return {}

@@ -112,7 +112,6 @@ def make_suite(
 
 
 def _place(suite: Any, target: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes that give a store on files a folder of its own."""
     kit = getattr(hardpoint.testing, "KVStoreSuite")  # noqa: B009 - it is imported on first use
     fields = target.Options.__struct_fields__
     if suite.place_options is not kit.place_options or "path" not in fields or "path" in options:
@@ -125,7 +124,6 @@ def _place(suite: Any, target: Any, options: Mapping[str, Any]) -> dict[str, Any
 
 
 def _missing(suite: type, kind: PluginKind, given: Mapping[str, Any]) -> list[str]:
-    """Return the names of the samples that are not given."""
     kit = getattr(hardpoint.testing, kind.suite)
     declared = {
         name
@@ -143,8 +141,6 @@ def _missing(suite: type, kind: PluginKind, given: Mapping[str, Any]) -> list[st
 
 
 def _skipping(suite: type, missing: str) -> Any:
-    """Return the attribute, or method, that skips the test that uses it."""
-
     def skip(self: Any, *_args: Any) -> Any:  # noqa: ARG001
         pytest.skip(f"{NEEDS}`{missing}`: write a test, or name a suite ({GUIDE})")
 

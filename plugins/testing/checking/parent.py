@@ -132,7 +132,6 @@ class _Run:
     began: float = field(default_factory=time.monotonic)
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Start the child, yield its records and those of what it did not come to."""
         read, write = os.pipe()
         log = Path(self.request.folder) / "output"
         environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TMPDIR": self._temporary()}
@@ -171,7 +170,6 @@ class _Run:
         return str(folder)
 
     def _lines(self, pipe: IO[bytes]) -> Iterator[dict[str, Any]]:
-        """Yield the child's records until it ends, or its time is over."""
         received = b""
         while (left := self.began + self.request.limits.seconds - time.monotonic()) > 0:
             if not select.select([pipe], [], [], left)[0]:
@@ -186,7 +184,6 @@ class _Run:
                 break
 
     def _note(self, record: dict[str, Any]) -> dict[str, Any] | None:
-        """Note a record; return it if it is for the caller."""
         match record["record"]:
             case "plan":
                 self.planned = dict(record["checks"])
@@ -219,7 +216,6 @@ class _Run:
         return f"its process ended with exit code {code}"
 
     def _rest(self, problem: str, log: Path) -> Iterator[dict[str, Any]]:
-        """Yield records of what the child did not come to, and the result."""
         last = ""
         if problem:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()

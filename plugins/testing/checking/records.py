@@ -55,7 +55,6 @@ class CheckRecorder:
         """Create a recorder.
 
         Args:
-            send: gets each record.
             expected: reasons of expected failures by test.
             name: what to check again, for replays.
             has_own_suite: whether the author's suite gives options, arguments, files and samples,
@@ -103,7 +102,6 @@ class CheckRecorder:
         )
 
     def _judge(self, name: str, report: pytest.TestReport) -> tuple[str, str, str]:
-        """Return the outcome of a check, the reason and the evidence."""
         expected = getattr(report, "wasxfail", None)
         if report.passed:
             reason = f"it was expected to fail: {expected}" if expected is not None else ""
@@ -137,14 +135,12 @@ class CheckRecorder:
 
 
 def _claim(test: Any, name: str) -> str:
-    """Return the first paragraph of a test's docstring, or its name without underscores."""
     doc = inspect.getdoc(test) or ""
     paragraph = " ".join(doc.partition("\n\n")[0].split())
     return paragraph or name.removeprefix("test_").replace("_", " ")
 
 
 def _figures() -> str:
-    """Return the figures of the running test."""
     found = EVIDENCE
     parts = [f"{found.num_cases} cases"] if found.num_cases else []
     parts += [

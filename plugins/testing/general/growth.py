@@ -95,7 +95,6 @@ def _first_uses(use: Callable[[int], object], uses: int) -> int:
 
 
 def _stage(use: Callable[[int], object], first: int, uses: int) -> int:
-    """Use it, at most so many times; return how many."""
     deadline = time.monotonic() + _MOST_SECONDS
     for number in range(uses):
         use(first + number)
@@ -105,7 +104,6 @@ def _stage(use: Callable[[int], object], first: int, uses: int) -> int:
 
 
 def _sizes(component: Any) -> dict[str, int]:
-    """Return the sizes of what may grow, by description."""
     attributes = {
         f"elements of its attribute {name!r}": count_elements(value)
         for name, value in getattr(component, "__dict__", {}).items()
@@ -117,7 +115,6 @@ def _sizes(component: Any) -> dict[str, int]:
 def _grown(
     before: Mapping[str, int], after: Mapping[str, int], uses: int, bytes_per_use: int
 ) -> dict[str, int]:
-    """Return the sizes that grew by more than a use may leave, and their growth."""
     grown = {}
     for name, more in more_than(before, after).items():
         if name.startswith("bytes"):
@@ -137,7 +134,6 @@ def _described(grown: Mapping[str, int], before: Mapping[str, int]) -> str:
 
 
 def _place(trace: tracemalloc.Snapshot | None) -> str:
-    """Return where most of the memory of the last stage was allocated."""
     if trace is None:
         return ""
     changes = tracemalloc.take_snapshot().compare_to(trace, "lineno")

@@ -185,7 +185,6 @@ class FileWatch:
     _is_hooked = False
 
     def __init__(self) -> None:
-        """Create a watch; `watching` starts it."""
         self._paths: set[str] = set()
 
     @contextmanager

@@ -180,7 +180,6 @@ def _check_released(before: Mapping[str, int], kinds: tuple[str, ...]) -> None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in plain data that may be paths."""
     if isinstance(value, str) and len(value) > 1:
         yield value
     elif isinstance(value, Mapping):

@@ -74,7 +74,6 @@ class _Prompt:
     arguments: Any = None
 
     def chunks(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """Return the hidden states, cut."""
         ends = [0]
         for size in self.cuts:
             ends.append(min(ends[-1] + size, len(hidden)))
@@ -232,7 +231,6 @@ class PoolerSuite(TimedSuite):
         self._search(LAST.text, 40, check, prompt=self._prompts())
 
     def _prompts(self) -> st.SearchStrategy[_Prompt]:
-        """Return a strategy for prompts, some of them of many tokens."""
         token = st.integers(0, 3) | st.integers(0, self.vocab_size - 1)
         return st.builds(
             _Prompt,
@@ -290,7 +288,6 @@ class PoolerSuite(TimedSuite):
             )
 
     def _hidden(self, prompt: _Prompt, size: int | None = None) -> torch.Tensor:
-        """Return hidden states of a prompt, which depend on tokens and places."""
         rows = [(31 * place + token) % 997 for place, token in enumerate(prompt.token_ids)]
         return _table(size or self.hidden_size)[rows].to(self.device, self.dtype)
 
@@ -307,7 +304,6 @@ class PoolerSuite(TimedSuite):
             self._timed(state.update, hidden)
 
     def _result(self, pooler: Pooler, prompt: _Prompt, chunks: Sequence[torch.Tensor]) -> Any:
-        """Return the result of a prompt, given its chunks."""
         state = self._start(pooler, prompt)
         given = prompt.arguments
         with self._unchanged(READS_ONLY, "update() or finish()", arguments=given):

@@ -82,7 +82,6 @@ class _TapRequest:
     arguments: Any = None
 
     def spans(self) -> list[tuple[int, int]]:
-        """Return the chunks of its tokens, first and end."""
         ends = sorted({min(sum(self.cuts[:count]), self.num_tokens) for count in range(4)})
         return [span for span in itertools.pairwise([*ends, self.num_tokens]) if span[0] < span[1]]
 
@@ -127,7 +126,6 @@ class _Call:
         return found if found is not values else values.clone()
 
     def of_new_tap(self) -> _Call:
-        """Return the same call of a new tap."""
         tap = self.suite._make(self.hidden_size)
         return _Call(self.suite, tap, self.method, self.site, self.hidden_size)
 
@@ -291,12 +289,10 @@ class ActivationTapSuite(TimedSuite):
         )
 
     def _methods(self) -> list[str]:
-        """Return the methods that the class overrides."""
         names = ("read", "change")
         return [name for name in names if getattr(self.tap, name) != getattr(ActivationTap, name)]
 
     def _try_wide(self) -> None:
-        """Call a tap of `wide_size`, which raises if options or files are of another size."""
         tap = self._make(self.wide_size)
         (request, *_) = self._sampled(WIDE, self._request(), 1)
         for site, method in itertools.product(self._sites(request), self._methods()):
@@ -346,8 +342,6 @@ class ActivationTapSuite(TimedSuite):
         check: Callable[[_Call, list[_TapRequest]], object],
         hidden_size: int | None = None,
     ) -> None:
-        """Check calls of each method at each site of requests with drawn arguments."""
-
         def check_calls(requests: list[_TapRequest]) -> None:
             size = hidden_size or self.hidden_size
             tap = self._make(size)
@@ -363,7 +357,6 @@ class ActivationTapSuite(TimedSuite):
         return list(self.tap.sites(request.arguments))
 
     def _effect(self, arguments: Any, requests: list[_TapRequest]) -> dict[TapSite, torch.Tensor]:
-        """Return the hidden states of each site as they are changed."""
         tap, found = self._make(), {}
         requests = [replace(request, arguments=arguments) for request in requests]
         for site in self.tap.sites(arguments):
@@ -392,7 +385,6 @@ class ActivationTapSuite(TimedSuite):
         span: tuple[int, int] | None = None,
         hidden_size: int | None = None,
     ) -> torch.Tensor:
-        """Return hidden states of requests, or of a span of one, which depend on the place."""
         parts = []
         for request in requests:
             first, end = span or (0, request.num_tokens)
@@ -403,7 +395,6 @@ class ActivationTapSuite(TimedSuite):
 
 
 def _has_effect(call: _Call, request: _TapRequest) -> bool:
-    """Return whether a call changes hidden states, or reads what depends on them."""
     found = call([request])
     if found is None:
         return False
@@ -414,7 +405,6 @@ def _has_effect(call: _Call, request: _TapRequest) -> bool:
 
 
 def _compared(found: torch.Tensor, expected: torch.Tensor, is_exact: bool) -> str:
-    """Return how two results differ; empty if they do not, or within the tolerance."""
     if found.shape != expected.shape:
         return f"{list(found.shape)}, expected {list(expected.shape)}"
     first, second = found.double().nan_to_num(), expected.double().nan_to_num()

@@ -266,7 +266,6 @@ class KVConnectorSuite(ComponentSuite):
         *,
         is_quiet: bool = True,
     ) -> Iterator[ConnectorSession]:
-        """Open an engine with the connector for the body."""
         config = session_config(self._engine_config(folder), is_quiet=is_quiet) | dict(extra or {})
         disturb = functools.partial(self.disturb, folder)
         logger = logging.getLogger("hardpoint")
@@ -305,7 +304,6 @@ class KVConnectorSuite(ComponentSuite):
             )
 
     def _tokens_without(self, add: Add) -> Sequence[int]:
-        """Return the tokens of a request in an engine without a connector."""
         key = add.family, add.length
         if key not in self._expected:
             with tempfile.TemporaryDirectory() as folder:
@@ -320,7 +318,6 @@ class KVConnectorSuite(ComponentSuite):
         """Check all that a session has seen.
 
         Args:
-            session: whose requests have ended.
             is_quiet: whether there must not be any fault.
         """
         assert session.watch is not None
@@ -364,7 +361,6 @@ class KVConnectorSuite(ComponentSuite):
             self._check_results(session, is_quiet=False)
 
     def _check_disturb(self) -> None:
-        """Check that the storage is where `disturb` finds it."""
         if type(self).disturb is not KVConnectorSuite.disturb:
             return
         with self._folder() as folder, self._session(folder) as session:
@@ -380,7 +376,6 @@ class KVConnectorSuite(ComponentSuite):
                 time.sleep(0.02)
 
     def _check_fault(self, fault: str) -> None:
-        """Store some prompts, let the storage fail, and compute them and longer ones."""
         first = [Add(0, 21, 2), Add(1, _PROMPT, 2), Add(2, BLOCK_SIZE + 1, 1)]
         later = [Add(0, _PROMPT, 2), Add(1, _PROMPT, 2), Add(2, 2 * BLOCK_SIZE + 1, 2)]
         # The second one shares what the first one loads, and completes a block by itself.
@@ -461,7 +456,6 @@ _DOES = {
 
 
 def _filled_in(value: Any, folder: str) -> Any:
-    """Return a configuration with "{folder}" replaced in all texts."""
     if isinstance(value, str):
         return value.replace("{folder}", folder)
     if isinstance(value, Mapping):

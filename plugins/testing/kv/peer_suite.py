@@ -97,7 +97,6 @@ class PeerKVStoreSuite(KVStoreSuite):
         """Return a function that checks two engines.
 
         Args:
-            check: is called with them.
             may_report: whether the stores may report that a peer gives no answer.
         """
 
@@ -113,7 +112,6 @@ class PeerKVStoreSuite(KVStoreSuite):
     def _pair(
         self, folder: Path, sizes: Sequence[int]
     ) -> Iterator[tuple[_PeerEngine, _PeerEngine]]:
-        """Open the stores of two engines."""
         if not issubclass(self.store, PeerKVStore):
             raise Violation(f"{self.store.__name__} is no PeerKVStore", "test it by KVStoreSuite")
         keys = make_keys(_COUNT)
@@ -250,9 +248,7 @@ class _PeerSession(StoreSession):
         Args:
             store: an open one.
             sizes: sizes of the parts of its buffers.
-            blocks: what was stored in it.
             offered: what the engines have offered, under the same keys.
-            seconds: in which a call has to return.
         """
         super().__init__(store, sizes, blocks, seconds)
         self._peer_store = store
@@ -260,12 +256,9 @@ class _PeerSession(StoreSession):
 
     @property
     def peers(self) -> Any:
-        """The peers that the store names."""
         return self._peer_store.peers
 
     def offer(self, index: int, seconds: float) -> bool:
-        """Offer a block; return whether there was room."""
-
         def offer(key: bytes, buffer: BlockBuffer) -> Any:
             return self._peer_store.offer(key, buffer, seconds)
 
@@ -273,15 +266,12 @@ class _PeerSession(StoreSession):
         return self._send("offer", offer, index, 0)
 
     def fetch(self, peer: str, index: int, seconds: float) -> bool:
-        """Fetch a block; return whether it was there."""
-
         def fetch(key: bytes, buffer: BlockBuffer) -> Any:
             return self._peer_store.fetch(peer, key, buffer, seconds)
 
         return self._receive("fetch", fetch, index, self._offered)
 
     def renew(self, index: int, peer: str | None = None) -> None:
-        """Renew a lease."""
         with self.calling(f"renew of key {index}"):
             self._peer_store.renew([self._blocks.keys[index]], peer)
 

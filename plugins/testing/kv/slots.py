@@ -122,7 +122,6 @@ def _next(value: int, token: int) -> int:
 
 
 def _slots(plan: AttentionStep, index: int, count: int) -> list[int]:
-    """Return the slots of the first tokens of a sequence."""
     size = plan.block_size
     blocks = plan.block_table[index, : -(-count // size)].tolist()
     return [blocks[position // size] * size + position % size for position in range(count)]

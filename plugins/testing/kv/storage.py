@@ -76,7 +76,6 @@ class UnreliableStore(KVStore):
     options: Options
 
     def __init__(self, context: plugins.KVStoreContext) -> None:
-        """Find the storage."""
         super().__init__(context)
         self._storage = storage_at(self.options.place)
 

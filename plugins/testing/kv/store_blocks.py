@@ -58,7 +58,6 @@ class WatchedBuffer:
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """Allocate parts of these sizes."""
         self.size = sum(sizes)
         self._memory = bytearray(_GUARD + _SCRIBBLE * self.size + _GUARD)
         whole = memoryview(self._memory)[len(_GUARD) : len(_GUARD) + self.size]
@@ -94,7 +93,6 @@ class StoredBlocks:
     """
 
     def __init__(self, keys: Sequence[bytes]) -> None:
-        """Begin with an empty place."""
         self.keys = keys
         self.kept: set[int] = set()
         self._refused: set[int] = set()

@@ -41,11 +41,9 @@ class Place:
         """Open nothing yet.
 
         Args:
-            open_store: opens a store in the place.
             sizes: sizes of the parts of its buffers.
             keys: keys of the blocks.
             rank: rank of the store.
-            seconds: in which a call has to return.
         """
         self.blocks = StoredBlocks(keys)
         self._open_store, self._sizes, self._rank = open_store, sizes, rank

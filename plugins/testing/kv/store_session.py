@@ -55,7 +55,6 @@ class StoreSession:
         Args:
             store: an open one.
             sizes: sizes of the parts of its buffers.
-            blocks: what was stored where it keeps its blocks.
             seconds: after which a future has to be done.
         """
         self._store = store
@@ -92,7 +91,6 @@ class StoreSession:
     def _send(
         self, method: str, call: Callable[[bytes, BlockBuffer], Any], index: int, version: int
     ) -> bool:
-        """Give the store a version of a block; return what it answers."""
         buffer = WatchedBuffer(self._sizes)
         given = block_bytes(index, version, buffer.size)
         buffer.fill(given)
@@ -215,7 +213,6 @@ class StoreSession:
             del self._calls[thread]
 
     def _answer(self, result: Any, what: str) -> bool:
-        """Return the answer of a call, waiting for its future."""
         answer = result
         if isinstance(result, Future):
             try:
@@ -248,7 +245,6 @@ class StoreSession:
         raise CONTENT.violation(f"{what} gave {self._describe_parts(index, data, versions)}")
 
     def _describe_parts(self, index: int, data: bytes, versions: Sequence[int]) -> str:
-        """Return from where the parts of a wrong block may be."""
         parts, start = [], 0
         for number, size in enumerate(self._sizes):
             part = slice(start, start + size)

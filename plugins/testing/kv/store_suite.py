@@ -84,7 +84,6 @@ class StoreCall:
     version: int = 0
 
     def __repr__(self) -> str:
-        """Return it as a call."""
         given = [str(key) for key in self.keys]
         if self.method == "store":
             given.append(f"version={self.version}")
@@ -348,7 +347,6 @@ class KVStoreSuite(ComponentSuite):
     def _place(
         self, sizes: Sequence[int], keys: Sequence[bytes] = (), **options: Any
     ) -> Iterator[Place]:
-        """Open a store in a place of its own, and close it."""
         with self._place_folder() as folder:
             given = {**self._place_options(folder), **options}
             open_store = functools.partial(self._open, given)
@@ -494,7 +492,6 @@ class KVStoreSuite(ComponentSuite):
             place.run(use)
 
     def _check_no_room(self) -> None:
-        """A store without room for a single block refuses blocks, or to be opened."""
         limits = self.limit_options(sum(self.sizes[1]), 0) or {}
         try:
             with self._place(self.sizes[1], **limits) as place:

@@ -55,7 +55,6 @@ class Watch:
     """
 
     def __init__(self, connector: type[KVConnector]) -> None:
-        """Watch the halves that are made while `installed`."""
         self._connector = connector
         self._types: Any = connector
         self._lock = threading.Lock()

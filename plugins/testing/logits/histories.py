@@ -75,7 +75,6 @@ class SimulatedBatch:
     """A worker's batch without a model: rows, moves and pipeline are the engine's own."""
 
     def __init__(self, subject: Subject) -> None:
-        """Create an empty batch."""
         self.subject = subject
         self.pipeline = subject.build()
         self.running: list[_HistoryRequest] = []

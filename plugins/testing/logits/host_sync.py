@@ -49,19 +49,16 @@ class no_values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # noqa: N8
     """
 
     def __init__(self) -> None:
-        """Create the context."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._last = ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Record the operation, and run it."""
         self._last = func.overloadpacket._qualified_op_name.replace("::", ".")
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
-        """Translate an error raised in the context."""
         super().__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
         if exc is None:
             return

@@ -394,7 +394,6 @@ class LogitsProcessorSuite(GeneralSuite):
         check: Callable[..., None],
         **strategies: st.SearchStrategy[Any],
     ) -> None:
-        """Search with `check(subject, **drawn)`."""
         self._search(rule, examples, partial(check, self._subject), **strategies)
 
     def _nothing_drawn(self) -> Violation:

@@ -393,7 +393,6 @@ class AttentionBackendSuite(ComponentSuite):
         return first_device(self.backend, self.device)
 
     def _coded_dtypes(self) -> list[str]:
-        """Return the backend's `cache_dtypes` but "auto", those that the engine knows."""
         found = self._make(self.block_sizes[0]).cache_dtypes
         return [name for name in CODE_DTYPES if name in found]
 
@@ -410,7 +409,6 @@ class AttentionBackendSuite(ComponentSuite):
     def _specs(
         self, heads: tuple[int, int], head_size: int, block_size: int, cache_dtype: str
     ) -> list[KVSpec]:
-        """Return a layer, and the same with values in keys, if the backend has it."""
         spec = KVSpec(*heads, head_size, 0.4)
         if not self._make(block_size, cache_dtype=cache_dtype).shares_values:
             return [spec]
@@ -440,7 +438,6 @@ class AttentionBackendSuite(ComponentSuite):
         layers: int = 1,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Search for steps whose result differs from plain attention."""
         counts = st.dictionaries(
             st.sampled_from(names), st.integers(1, 7) | st.integers(1, 20), min_size=1
         )
@@ -572,7 +569,6 @@ class AttentionBackendSuite(ComponentSuite):
 
     @torch.inference_mode()
     def _check_rows(self, dtype: torch.dtype, case: RowsCase) -> None:
-        """Compute the last rows of a sequence one by one, together, and in a chunk."""
         backend, device = self._make(case.block_size, dtype, case.cache_dtype), self._device()
         length = case.before + case.count
         size = -(-length // case.block_size) + -(-4 * case.others // case.block_size)
@@ -619,7 +615,6 @@ class AttentionBackendSuite(ComponentSuite):
     def _check_blocks(
         self, block_size: int, spec: KVSpec, dtype: torch.dtype, cache_dtype: str
     ) -> None:
-        """Compute a sequence, copy its blocks to another cache, and continue in that."""
         backend, device = self._make(block_size, dtype, cache_dtype), self._device()
         check_views(backend, spec, tensors_of)
         old = SequenceBlocks(NUM_BLOCKS, block_size, device, shuffled=True)

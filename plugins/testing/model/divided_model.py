@@ -81,7 +81,6 @@ class DividedModel:
         """Check that ranks of the last stage compute what the whole does, those of others the same.
 
         Args:
-            ranks: results of the ranks of all stages.
             hidden: hidden states of the whole model.
             logits: logits of the whole model's last step.
         """

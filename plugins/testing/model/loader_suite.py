@@ -349,7 +349,6 @@ class WeightLoaderSuite(TimedSuite):
 
     @contextmanager
     def _checkpoint(self) -> Iterator[Checkpoint]:
-        """Write the checkpoint into a folder that is deleted afterwards."""
         with tempfile.TemporaryDirectory() as name:
             path, tensors = self.write(Path(name))
             yield Checkpoint(path, tensors)
@@ -454,7 +453,6 @@ class WeightLoaderSuite(TimedSuite):
                     path.write_bytes(content)
 
     def _check_damaged(self, checkpoint: Checkpoint, expected: ModelConfig, what: str) -> None:
-        """Check that a damaged checkpoint is rejected, or gives nothing wrong."""
         self._recognises(f"the checkpoint with {what}", checkpoint.path)
         try:
             loader = self._make(checkpoint)
@@ -599,7 +597,6 @@ def _cuts(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, Cut]]:
 
 
 def _other_files(folder: Path) -> dict[str, Path]:
-    """Write files and folders of no model format; return them by description."""
     (folder / "empty").mkdir()
     (folder / "notes").mkdir()
     (folder / "notes" / "README.md").write_text("# Notes\n")
@@ -634,7 +631,6 @@ def _is_dense(tensor: Any) -> bool:
 
 
 def _summary(item: Any) -> str:
-    """Return an item of a loader as text, a tensor without its values."""
     if isinstance(item, tuple):
         return f"({', '.join(map(_summary, item))})"
     if isinstance(item, torch.Tensor):

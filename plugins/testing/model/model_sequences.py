@@ -28,7 +28,6 @@ class ModelSequences:
     """
 
     def __init__(self, model: Model, attention: QueryAttention) -> None:
-        """Begin without sequences; `attention` is that of one query."""
         self._model = model
         self._histories = [WholeHistory(spec, attention) for spec in model.kv_specs()]
         self._states = SequenceStates(model)
@@ -152,7 +151,6 @@ class SequenceStates:
     """Runs the recurrences of a model, all sequences of a step at once."""
 
     def __init__(self, model: Model) -> None:
-        """Begin without sequences."""
         self._specs, self._device = model.state_specs(), model.context.device
         self._states: dict[tuple[int, str], list[torch.Tensor]] = {}
         self._called: set[int] = set()

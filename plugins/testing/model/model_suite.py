@@ -368,8 +368,6 @@ class ModelSuite(ComponentSuite):
         """Load the weights, in the order of the mapping; raise a Violation if that fails.
 
         Args:
-            model: to load.
-            weights: by name.
             matrices: matrices of few bits, in the place of the weights of that name.
         """
         taken = []
@@ -408,7 +406,6 @@ class ModelSuite(ComponentSuite):
         return loaded[0]
 
     def _hidden(self, model: Model, steps: Iterable[Mapping[str, Sequence[int]]]) -> torch.Tensor:
-        """Return the hidden states of all steps, one after the other."""
         sequences = self._sequences(model)
         return torch.cat([sequences.step(step) for step in steps])
 
@@ -416,7 +413,6 @@ class ModelSuite(ComponentSuite):
         return ModelSequences(model, self.attention)
 
     def _tokens(self, name: str, count: int) -> list[int]:
-        """Return the first tokens of a sequence."""
         generator = torch.Generator().manual_seed(ord(name[0]))
         tokens = torch.randint(0, self.config.vocab_size, (256,), generator=generator)
         found: list[int] = tokens[:count].tolist()
@@ -447,7 +443,6 @@ class ModelSuite(ComponentSuite):
                 )
 
     def _check_effects(self) -> None:
-        """Check that a change of each weight changes the logits, or keys of the cache."""
         # A bias of all keys changes no logits, because it cancels out in the softmax. Those of an
         # encoder change the embeddings of an image.
         weights = self._weights(self._make())
@@ -477,7 +472,6 @@ class ModelSuite(ComponentSuite):
                     )
 
     def _results(self, model: Model) -> list[torch.Tensor]:
-        """Return hidden states and logits of a step."""
         hidden = self._hidden(model, [{"a": self._tokens("a", 5), "b": self._tokens("b", 2)}])
         return [hidden, model.compute_logits(hidden)]
 
@@ -516,7 +510,6 @@ class ModelSuite(ComponentSuite):
             pytest.skip(f"the model refuses {division}: {refusals[0]}")
 
     def _effects(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the logits of a step, the keys of its layers, and embeddings of an image."""
         model = self._load(self._make(), weights)
         sequences = self._sequences(model)
         logits = model.compute_logits(sequences.step({"a": self._tokens("a", 16)}))

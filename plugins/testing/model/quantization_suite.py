@@ -188,7 +188,6 @@ class QuantizationSuite(GeneralComponentSuite):
             )
 
     def _check_made(self, rule: Rule, check: Callable[[Quantization, torch.Tensor], None]) -> None:
-        """Run a check for a weight of each shape."""
         if self.max_error is None:
             pytest.skip("max_error is None: the scheme only reads")
 
@@ -201,7 +200,6 @@ class QuantizationSuite(GeneralComponentSuite):
     def _check_samples(
         self, rule: Rule, check: Callable[[Quantization, QuantizedSample], None]
     ) -> None:
-        """Run a check for each sample."""
         samples = self.samples()
         if not samples:
             pytest.skip("there are no samples: the scheme only quantises")
@@ -213,8 +211,6 @@ class QuantizationSuite(GeneralComponentSuite):
         self._run_checks(rule.text, *checks)
 
     def _check_matrices(self, rule: Rule, check: Callable[[QuantizedMatrix], None]) -> None:
-        """Run a check for each matrix that is made or read."""
-
         def run(make: Callable[[], QuantizedMatrix]) -> None:
             check(make())
 
@@ -252,7 +248,6 @@ class QuantizationSuite(GeneralComponentSuite):
     def _quantized(
         self, weight: torch.Tensor, scheme: Quantization | None = None
     ) -> QuantizedMatrix:
-        """Return the matrix that is made of a weight."""
         matrix = (scheme or self._make()).quantize(weight)
         return checked(matrix, "quantize", weight.shape)
 
@@ -445,7 +440,6 @@ class QuantizationSuite(GeneralComponentSuite):
             )
 
     def _compare_layers(self, weight: Weight, numbers: torch.Tensor) -> int:
-        """Compare layers with those of the dequantised matrix; return whether two ranks can."""
         shape = (numbers.shape[0], numbers.shape[1])
         scheme = self._make()
         reads = isinstance(weight, QuantizedWeight)

@@ -187,5 +187,4 @@ def build_layers(shape: tuple[int, int], ops: Ops, tensor: Communicator) -> Quan
 
 
 def _half(count: int, tensor: Communicator) -> range:
-    """Return this rank's part of a number of rows or columns."""
     return range(count * tensor.rank // tensor.size, count * (tensor.rank + 1) // tensor.size)

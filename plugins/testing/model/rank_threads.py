@@ -72,7 +72,6 @@ class ThreadExchange:
     """The tensors that ranks exchange, and the ranks that wait for them."""
 
     def __init__(self, size: int) -> None:
-        """Begin with nothing given."""
         self.size = size
         self._changed = threading.Condition()
         self._round: dict[int, tuple[str, torch.Tensor]] = {}
@@ -143,7 +142,6 @@ class ThreadExchange:
             self._check()
 
     def _find_deadlock(self) -> None:
-        """Abort if all ranks that have not ended wait for one another."""
         waiting = self._waiting
         if len(waiting) + len(self._ended) < self.size:
             return

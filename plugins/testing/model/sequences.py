@@ -52,7 +52,6 @@ class SequenceBlocks:
     def __init__(
         self, num_blocks: int, block_size: int, device: torch.device, *, shuffled: bool
     ) -> None:
-        """Start with free blocks, handed out in ascending or in shuffled order."""
         self._block_size = block_size
         self._device = device
         self._free = list(range(num_blocks))
@@ -315,12 +314,9 @@ class WholeHistory:
         """Return the attention of a step, with the mistakes that the arguments ask for.
 
         Args:
-            counts: the step.
             q: its queries.
-            spec: spec of the layer.
             cached: whether it sees the tokens of earlier steps.
             kv_heads: the key head of each query head.
-            read: how keys and values are read.
             ahead: how many later tokens each token sees; None: those of the step.
             moves: whether windows move with the last token that is seen.
         """

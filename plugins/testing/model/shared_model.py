@@ -55,7 +55,6 @@ class Division:
     expert: bool = False
 
     def __str__(self) -> str:
-        """Return the settings."""
         settings = {"tensor": self.tensor, "pipeline": self.stages}
         parts = [f"parallel.{name} = {size}" for name, size in settings.items() if size > 1]
         return ", ".join([*parts, "parallel.expert = true"] if self.expert else parts)
@@ -83,7 +82,6 @@ class RankResult:
     logits: torch.Tensor | None
 
     def __str__(self) -> str:
-        """Return which rank it is."""
         return f"rank {self.rank} of stage {self.stage}"
 
 
@@ -134,7 +132,6 @@ def check_coverage(whole: Mapping[str, Sequence[int]], ranks: Sequence[RankResul
 
 
 def _hole(missing: torch.Tensor) -> tuple[int, int, int]:
-    """Return a dimension, and the first range of it that is missing."""
     places = missing.nonzero()
     for dim in range(missing.dim()):
         indices = sorted(set(places[:, dim].tolist()))

@@ -121,7 +121,6 @@ def check_in_place(ops: Ops, logits: torch.Tensor, name: str, what: str, *argume
 
 
 def _row_of(logits: torch.Tensor, row: int) -> str:
-    """Return text for a row in a message."""
     left = int((logits[row] > -math.inf).sum())
     return f"row {row} of {len(logits)}, in which {left} of {logits.shape[1]} tokens are left"
 

@@ -33,7 +33,6 @@ Case = tuple[Ops, torch.dtype, int, int]
 
 
 def _tensors(suite: OpsSuite, sizes: Sequence[int] | None = None) -> Iterator[Case]:
-    """Yield new operations for each dtype, width and number of rows."""
     for dtype, size, rows in itertools.product(suite.dtypes, sizes or suite.sizes, suite.rows):
         torch.manual_seed(size * 100 + rows)
         with closing(suite._make(dtype)) as ops:
@@ -45,7 +44,6 @@ def _codes(suite: OpsSuite) -> Iterator[Case]:
 
 
 def _logits(suite: OpsSuite) -> Iterator[tuple[Ops, torch.Tensor]]:
-    """Yield new operations, and logits of each size and kind."""
     device = first_device(suite.ops, suite.device)
     for vocab_size, rows in itertools.product(suite.vocab_sizes, suite.rows):
         with closing(suite._make(suite.dtypes[0])) as ops:

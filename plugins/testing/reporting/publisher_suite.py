@@ -163,7 +163,6 @@ class KVEventPublisherSuite(GeneralComponentSuite):
         return component.publish(read_only(_batch(number)))
 
     def _use(self, publisher: KVEventPublisher) -> None:
-        """Publish a batch, and close it."""
         call(EVENTS, publisher.publish, read_only(_batch(0)))
         call(CLOSE, publisher.close)
 
@@ -245,7 +244,6 @@ class KVEventPublisherSuite(GeneralComponentSuite):
 
 
 def _batch(number: int) -> KVEventBatch:
-    """Return a batch whose timestamp is its number."""
     block_hash = abs(number).to_bytes(32, "big")
     stored = BlockStored([block_hash], None, [number % 7, 1, 2, 3], 4)
     return _TrackedBatch(float(number), [stored, BlockRemoved([block_hash])])

@@ -182,7 +182,6 @@ _REPORTS = st.builds(
 
 
 def _engine(total: int) -> list[Any]:
-    """Return the report of an engine whose totals are all the same."""
     scheduler = SchedulerStats(
         num_running=1,
         num_waiting=0,
@@ -334,7 +333,6 @@ class StatSinkSuite(GeneralComponentSuite, LiveComponentSuite):
         return None
 
     def _use(self, sink: StatSink) -> None:
-        """Call every method once, and close it."""
         call(STATISTICS, sink.record, read_only(_batch(0)))
         call(STATISTICS, sink.report)
         call(EXPOSITION, sink.exposition, read_only(_report(0)))
@@ -419,7 +417,6 @@ def _series_text(series: tuple[str, tuple[tuple[str, str], ...]]) -> str:
 
 
 def _report(number: int) -> PluginReport:
-    """Return the report of an engine with a plugin, different for each number."""
     return PluginReport(
         meters={"top_k": PluginMeter(steps=number, rows=2 * number, seconds=0.1 * number)},
         health=Health({"top_k": number}, {}),
@@ -428,7 +425,6 @@ def _report(number: int) -> PluginReport:
 
 
 def _batch(number: int) -> IterationStats:
-    """Return the statistics of a busy step, different for each number."""
     return _TrackedStats(
         num_prompt_tokens=7,
         num_generation_tokens=3,

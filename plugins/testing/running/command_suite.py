@@ -259,7 +259,6 @@ class CommandSuite(ConformanceSuite):
             raise DEFINITION.violation(f"its summary has several lines: {command.summary!r}")
 
     def _parser(self) -> argparse.ArgumentParser:
-        """Return a parser as the program makes it."""
         program = argparse.ArgumentParser(prog="hardpoint", allow_abbrev=False)
         commands = program.add_subparsers(dest="command")
         parser = commands.add_parser(self.command.name, help=self.command.summary)
@@ -279,7 +278,6 @@ class CommandSuite(ConformanceSuite):
         return self._parser().parse_args([self.command.name, *line])
 
     def _garbage(self) -> Iterator[list[str]]:
-        """Yield command lines with an unknown option, and with unusual values of each option."""
         valid = list(self.arguments[0]) if self.arguments else []
         yield [*valid, "--no-such-option"]
         for action in _actions(self._parser()):
@@ -298,7 +296,6 @@ _CONFIGURATION = (
 
 
 def _actions(program: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the arguments of the command, those of its own commands included."""
     for action in program._actions:
         if isinstance(action, argparse._SubParsersAction):
             for parser in action.choices.values():
@@ -308,7 +305,6 @@ def _actions(program: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 @contextlib.contextmanager
 def _quiet(output: io.StringIO | None = None) -> Iterator[None]:
-    """Catch what is printed, and let standard input be empty."""
     output = output or io.StringIO()
     given = sys.stdin
     sys.stdin = io.StringIO()

@@ -71,7 +71,6 @@ class ExecutorSession:
         """Build the executor.
 
         Args:
-            parallel: how many ranks there are.
             build: `build(ExecutorContext, **fields)` does it.
             order: for its workers, until `close`.
             all_report: whether each rank reports of each step.
@@ -289,7 +288,6 @@ def is_running(process: int) -> bool:
 
 
 def _plan(step: int, counts: Mapping[str, int]) -> SchedulerOutput:
-    """Return a plan in which each request is new."""
     requests = tuple(
         NewRequest(
             source=EngineCoreRequest(

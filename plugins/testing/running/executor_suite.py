@@ -247,14 +247,12 @@ class ExecutorSuite(ComponentSuite):
     def _new(
         self, size: tuple[int, int], order: Order | None = None, *, all_report: bool = False
     ) -> ExecutorSession:
-        """Return an executor that has not been started."""
         tensor, pipeline = size
         config = ParallelConfig(tensor=tensor, pipeline=pipeline, communicator=self.communicator)
         return ExecutorSession(config, self._build, order, all_report=all_report)
 
     @contextmanager
     def _fresh(self, size: tuple[int, int]) -> Iterator[ExecutorSession]:
-        """Start an executor for the body."""
         session = self._new(size)
         try:
             try:
@@ -306,7 +304,6 @@ class ExecutorSuite(ComponentSuite):
         return served
 
     def _size(self) -> tuple[int, int]:
-        """Return the first size of more than one rank, or another one if there is none."""
         sizes = self._sizes()
         return next((size for size in sizes if size != (1, 1)), sizes[0])
 
@@ -385,8 +382,6 @@ class ExecutorSuite(ComponentSuite):
             _check_levels(results, count, 0, rules.ERRORS, "stop_profile after calls that failed")
 
     def _step_errors(self) -> Sequence[Callable[[], None]]:
-        """Return a check for each method, each rank, and of the other ranks waiting or not."""
-
         def check(method: str, index: int, *, others_wait: bool) -> Callable[[], None]:
             return lambda: self._check_step_error(method, index, others_wait=others_wait)
 
@@ -488,7 +483,6 @@ class ExecutorSuite(ComponentSuite):
             raise rules.RESULTS.violation(f"{method} was not called in rank {rank}")
 
     def _lose(self, session: ExecutorSession, rank: int) -> None:
-        """End a worker as a crash would, or skip the test."""
         process = session.process_of(rank)
         if type(self).lose_worker is not ExecutorSuite.lose_worker:
             self.lose_worker(session.executor, rank)
@@ -517,7 +511,6 @@ class ExecutorSuite(ComponentSuite):
             )
 
     def _check_later(self, session: ExecutorSession, lost: BaseException) -> None:
-        """Check that calls after a loss raise its error."""
         later = in_thread(lambda: session.executor.collective_rpc("stop_profile"))
         what = "a collective_rpc after the loss of a worker"
         self._check_ended(later, what)
@@ -620,7 +613,6 @@ def _holdings() -> dict[str, set[Any]]:
 
 
 def _more(before: Mapping[str, set[Any]], after: Mapping[str, set[Any]]) -> list[str]:
-    """Return the resources that there are more of, with the numbers."""
     return [
         f"{name} ({len(held)}, before {len(before[name])})"
         for name, held in after.items()

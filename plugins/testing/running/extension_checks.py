@@ -323,7 +323,6 @@ class _Context:
         return typed.convert(_shortest(types.type_info(type_)), type_, path="", error=RequestError)
 
     async def body_parts(self, request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
-        """Yield the body of a request."""
         async for part in request.stream():
             yield part[:max_bytes]
 
@@ -339,7 +338,6 @@ class _Context:
         """Allow any size."""
 
     def options(self, request: Request, asked: Any) -> RequestOptions:  # noqa: ARG002
-        """Return no options."""
         return {}
 
     async def while_connected(
@@ -349,7 +347,6 @@ class _Context:
         *,
         generates: bool = False,  # noqa: ARG002
     ) -> T:
-        """Return the result of work for a client that stays."""
         return await work
 
 
@@ -357,7 +354,6 @@ def _check_route(route: Route, seconds: float) -> None:
     """Check the answer of a route to each of its methods.
 
     Args:
-        route: the route.
         seconds: after which it is not waited for any longer; it may wait for others.
 
     Raises:
@@ -428,7 +424,6 @@ async def _ask_route(route: Route, method: str, what: str, sent: list[dict[str, 
 
 
 def _scope(method: str, path: str) -> dict[str, Any]:
-    """Return the scope of a request."""
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -447,7 +442,6 @@ def _scope(method: str, path: str) -> dict[str, Any]:
 
 
 def _needs_server(error: BaseException | None) -> bool:
-    """Return whether an error comes of what there is only in a server."""
     while error is not None:
         if isinstance(error, _AbsentError):
             return True
@@ -456,7 +450,6 @@ def _needs_server(error: BaseException | None) -> bool:
 
 
 def _shortest(info: types.Type) -> Any:
-    """Return plain data of a type, with as little in it as there may be."""
     match info:
         case types.Metadata():
             return _shortest(info.type)

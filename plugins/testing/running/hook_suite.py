@@ -335,7 +335,6 @@ def _started(config: EngineConfig) -> dict[str, Any]:
 
 
 def _calls(config: EngineConfig) -> list[tuple[str, dict[str, Any]]]:
-    """Return valid calls of every hook but cli_commands and server_extensions."""
     record = StepRecord(
         step=1,
         timestamp=0.5,
@@ -360,7 +359,6 @@ def _calls(config: EngineConfig) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _requests(child: int = 0) -> list[EngineCoreRequest]:
-    """Return requests with few and with many fields."""
     plain = SamplingParams(max_tokens=4, seed=1)
     rich = SamplingParams(max_tokens=1, seed=2, temperature=0.0, n=2, stop=["x"], logprobs=1)
     return [
@@ -386,8 +384,6 @@ def _requests(child: int = 0) -> list[EngineCoreRequest]:
 
 
 def _outputs() -> list[RequestOutput]:
-    """Return last outputs of every reason, of one and of several completions."""
-
     def completion(index: int, reason: str) -> CompletionOutput:
         text, ids = ("", []) if reason == "error" else ("ab", [97, 98])
         return CompletionOutput(index=index, text=text, token_ids=ids, finish_reason=reason)

@@ -144,7 +144,6 @@ class Operation:
     values: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        """Return it as text for messages."""
         given = f", x = {list(self.values)} by rank" if self.values else ""
         return f"{self.name} of {list(self.shape)} {self.dtype}{given}"
 
@@ -424,7 +423,6 @@ def _later(communicator: Communicator, log: RankLog, ended: float) -> Ending:
 
 
 def _not_aborted(call: str, communicator: Communicator, source: int = 0) -> str:
-    """Make a call; return what it did, nothing if it raised CommunicationAbortedError."""
     x = torch.zeros(communicator.size, device=communicator.context.device)
     arguments = (source,) if call in ("broadcast", "recv", "send") else ()
     try:
@@ -492,7 +490,6 @@ def more_than(before: Mapping[str, set[Any]]) -> list[str]:
 
 
 def _segments_of_others() -> set[str]:
-    """Return the shared segments that other processes of this machine have mapped."""
     found: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         if maps.parent.name != str(os.getpid()):

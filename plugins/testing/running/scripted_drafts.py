@@ -108,7 +108,6 @@ class _Script:
             self._replies[tuple(prompt)].append(reply)
 
     def after(self, prompt: Sequence[int], output: Sequence[int], count: int) -> list[int]:
-        """Return so many drafts of one request."""
         done, known = list(output), list[int]()
         for reply in self._replies.get(tuple(prompt), ()):
             if reply[: len(done)] == done:
@@ -136,11 +135,9 @@ class _EngineDrafts(AdmissionGate, DraftTokens, RequestLifecycle):
         self._requests: dict[str, Request] = {}
 
     def gate(self, request: Request) -> None:
-        """Keep the request, whose output grows."""
         self._requests[request.request_id] = request
 
     def drafts(self) -> Mapping[str, Sequence[int]]:
-        """Return the drafts after the output of each request."""
         return {
             name: self._script.after(
                 request.source.prompt_token_ids, request.output_token_ids, self.num_draft_tokens
@@ -149,7 +146,6 @@ class _EngineDrafts(AdmissionGate, DraftTokens, RequestLifecycle):
         }
 
     def ended(self, request_id: str) -> None:
-        """Forget a request."""
         self._requests.pop(request_id, None)
 
 
@@ -163,7 +159,6 @@ class _ReportedDrafts(AdmissionGate, PlanData, StepObserver, DraftTokens, Reques
         self._reported: dict[str, list[int]] = {}
 
     def gate(self, request: Request) -> None:
-        """Let workers know the request from its first plan on."""
         self._live.add(request.request_id)
 
     def begin(self, plan: SchedulerOutput) -> bytes | None:
@@ -176,7 +171,6 @@ class _ReportedDrafts(AdmissionGate, PlanData, StepObserver, DraftTokens, Reques
         plan: SchedulerOutput,  # noqa: ARG002
         result: ModelRunnerOutput,
     ) -> Mapping[str, RequestFault]:
-        """Read the drafts of the worker."""
         for report in result.part_reports.get(self._name, {}).values():  # of the rank that samples
             self._reported = msgspec.msgpack.decode(report, type=dict[str, list[int]])
         return {}
@@ -187,7 +181,6 @@ class _ReportedDrafts(AdmissionGate, PlanData, StepObserver, DraftTokens, Reques
         return {name: tokens for name, tokens in reported.items() if name in self._live}
 
     def ended(self, request_id: str) -> None:
-        """Forget a request."""
         self._live.discard(request_id)
         self._reported.pop(request_id, None)
 
@@ -201,7 +194,6 @@ class _WorkerDrafts(WorkerStep):
         self._drafts: dict[str, list[int]] = {}
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:
-        """Follow new requests, and those that run again after a preemption."""
         live = set(msgspec.msgpack.decode(data, type=list[str]))
         self._known = {name: known for name, known in self._known.items() if name in live}
         for new in plan.new_requests:
@@ -209,7 +201,6 @@ class _WorkerDrafts(WorkerStep):
                 self._known[name] = new.source.prompt_token_ids, list(new.output_token_ids)
 
     def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None:
-        """Draft what follows the new tokens."""
         self._drafts = {}
         for name, tokens in token_ids.items():
             prompt, output = self._known[name]
@@ -217,6 +208,5 @@ class _WorkerDrafts(WorkerStep):
             self._drafts[name] = self._script.after(prompt, output, self._count)
 
     def report(self) -> bytes:
-        """Return the drafts."""
         drafts, self._drafts = self._drafts, {}
         return msgspec.msgpack.encode(drafts)

@@ -73,7 +73,6 @@ class _EmbeddingsPlanner(RequestFilter, RequestLifecycle, BlockKey, PlanData):
         self._values: dict[str, dict[int, int]] = {}
 
     def uses(self, request: EngineCoreRequest) -> bool:
-        """Return whether a request has embeddings."""
         return EMBEDDINGS_TAG in request.tags
 
     def check(self, request: EngineCoreRequest) -> None:
@@ -91,11 +90,9 @@ class _EmbeddingsPlanner(RequestFilter, RequestLifecycle, BlockKey, PlanData):
             ) from None
 
     def refused(self, request_id: str) -> None:
-        """Forget a request."""
         self._values.pop(request_id, None)
 
     def block_key(self, request: EngineCoreRequest, span: range) -> bytes | None:
-        """Return the embeddings of a span."""
         if EMBEDDINGS_TAG not in request.tags:
             return None
         try:
@@ -121,7 +118,6 @@ class _EmbeddingsPlanner(RequestFilter, RequestLifecycle, BlockKey, PlanData):
         return msgspec.msgpack.encode(data) if data else None
 
     def ended(self, request_id: str) -> None:
-        """Forget a request."""
         self._values.pop(request_id, None)
 
 
@@ -130,11 +126,9 @@ class _EmbeddingsWorker(WorkerStep, InputEmbeddings):
         self._values: Mapping[str, Mapping[int, int]] = {}
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
-        """Take the embeddings of a step."""
         self._values = msgspec.msgpack.decode(data, type=dict[str, dict[int, int]])
 
     def embedded(self, embedded: torch.Tensor, rows: StepRows) -> torch.Tensor:
-        """Return the embedded tokens, some of them replaced."""
         embedded = embedded.clone()
         for name, start in zip(rows.request_ids, rows.starts, strict=False):
             for index, value in self._values.get(name, {}).items():
@@ -166,39 +160,28 @@ class _AdaptersPlanner(RequestFilter, ResourceCost, RequestLifecycle, BlockKey, 
         self._numbers: dict[str, int] = {}
 
     def uses(self, request: EngineCoreRequest) -> bool:
-        """Return whether a request has an adapter."""
         return ADAPTER_TAG in request.tags
 
     def check(self, request: EngineCoreRequest) -> None:
-        """Read the number of a request.
-
-        Raises:
-            RequestError: it is not a number.
-        """
         tag = request.tags[ADAPTER_TAG]
         if not tag.isdecimal() or len(tag) > 4:
             raise RequestError(f"tags.{ADAPTER_TAG}: expected a number from 0 to 9999, got {tag!r}")
         self._numbers[request.request_id] = int(tag)
 
     def refused(self, request_id: str) -> None:
-        """Forget a request."""
         self._numbers.pop(request_id, None)
 
     def cost(self, request: Request) -> Mapping[str, int]:  # noqa: ARG002
-        """Return a slot."""
         return {"adapter slots": 1}
 
     def block_key(self, request: EngineCoreRequest, span: range) -> bytes | None:
-        """Return the adapter with the first block, which the others depend on."""
         return request.tags[ADAPTER_TAG].encode() if self.uses(request) and not span.start else None
 
     def begin(self, plan: SchedulerOutput) -> bytes | None:
-        """Return the numbers of a step, by request."""
         names = plan.num_scheduled_tokens.keys() & self._numbers.keys()
         return msgspec.msgpack.encode({name: self._numbers[name] for name in names})
 
     def ended(self, request_id: str) -> None:
-        """Forget a request."""
         self._numbers.pop(request_id, None)
 
 
@@ -207,7 +190,6 @@ class _AdaptersWorker(WorkerStep, LinearProducts):
         self._numbers: Mapping[str, int] = {}
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
-        """Take the numbers of a step."""
         self._numbers = msgspec.msgpack.decode(data, type=dict[str, int])
 
     def linear(
@@ -217,7 +199,6 @@ class _AdaptersWorker(WorkerStep, LinearProducts):
         y: torch.Tensor,
         rows: StepRows,
     ) -> torch.Tensor:
-        """Return a product with the number of each request added to its rows."""
         y = y.clone()
         for index, name in enumerate(rows.request_ids):
             y[rows.starts[index] : rows.starts[index + 1]] += self._numbers[name]

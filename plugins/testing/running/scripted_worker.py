@@ -93,7 +93,6 @@ class WorkerScript:
     """The calls that the workers of an executor got, and the orders to them."""
 
     def __init__(self, folder: Path) -> None:
-        """Use a folder that is there."""
         self._folder = folder
 
     def note(self, rank: int, method: str, what: str = "") -> None:
@@ -152,7 +151,6 @@ class StepHistory:
     """The tokens of a worker, which show the steps that it ran before, and in what order."""
 
     def __init__(self) -> None:
-        """Nothing has run."""
         self._value = 17
 
     def initialize(self, num_blocks: int) -> None:
@@ -179,7 +177,6 @@ class ScriptedWorker:
     """A rank without a model."""
 
     def __init__(self, launch: WorkerLaunch) -> None:
-        """Note that it was opened, and where."""
         data = msgspec.msgpack.decode(launch.data, type=tuple[str, int, bool])
         folder, self._output_rank, self._reports = data
         self.rank, self._world_size = launch.rank, launch.world_size
@@ -299,7 +296,6 @@ class ScriptedWorker:
 
     @contextmanager
     def _called(self, method: str, *args: Any) -> Iterator[None]:
-        """Note a call, and follow the script."""
         if not self._busy.acquire(blocking=False):
             text = f"{method} of rank {self.rank} was called while another call of it ran"
             self._script.note(self.rank, "defect", text)

@@ -63,7 +63,6 @@ class TestServer:
     __test__ = False  # pytest would take it for tests
 
     def __init__(self, url: str, log: list[str]) -> None:
-        """Answer at a URL."""
         self.url = url
         self._log = log
 
@@ -148,7 +147,6 @@ def serve(
 
 
 def _import_path() -> str:
-    """Return where this process imports from, and where it has imported this package from."""
     return os.pathsep.join([*sys.path, str(Path(__file__).parents[3])])
 
 
@@ -175,7 +173,6 @@ def _wait(process: subprocess.Popen[str], log: list[str]) -> str:
 
 
 def _connect(url: str, process: subprocess.Popen[str], log: list[str]) -> None:
-    """Wait until a server answers connections."""
     address = urllib.parse.urlsplit(url)
     deadline = time.monotonic() + _START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:

@@ -180,7 +180,6 @@ class EvictionPolicySuite(GeneralComponentSuite):
         policy.released(range(count))
 
         def work() -> None:
-            """Take and evict some of many candidates, then release them again."""
             for first in range(0, 400, 8):
                 policy.taken(range(first, first + 4))
                 evicted = policy.evict(4)

@@ -116,7 +116,6 @@ def find_unsupported(scheduler: type[Scheduler], options: Mapping[str, Any]) -> 
 def _rejection_message(
     scheduler: type[Scheduler], options: Mapping[str, Any], *names: str
 ) -> str | None:
-    """Return the scheduler's message if it rejects these features together, else None."""
     settings: dict[str, Any] = {"blocks": 32, "options": options}
     request: dict[str, Any] = {}
     for name in names:

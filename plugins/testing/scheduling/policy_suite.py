@@ -203,7 +203,6 @@ class SchedulingPolicySuite(GeneralComponentSuite, LiveComponentSuite):
         return rules.request_lists(self.tags, self._plugin_args(), max_size)
 
     def _plugin_args(self) -> st.SearchStrategy[dict[str, Any]]:
-        """Return a strategy for the prepared `plugin_args` of a request."""
         if self.arguments is None:
             return st.just({})
         key = policy_arguments(self._make()).key

@@ -104,7 +104,6 @@ def _arguments(given: Mapping[str, Any]) -> str:
 
 
 def _add(simulator: SchedulerSimulator, fields: Mapping[str, Any], lines: list[str]) -> None:
-    """Add a request, under the id of a finished one if its fields ask for it."""
     ident = _IDS[len(simulator.requests)]
     if fields.get("reuse_id"):
         ident = next((name for name in simulator.requests if simulator.can_reuse_id(name)), ident)

@@ -291,7 +291,6 @@ class SchedulerSimulator(SimulatorState):
         """Check a plan, and note it.
 
         Args:
-            plan: the plan.
             unfinished: the requests that had not finished when it was made.
         """
         late = set(self.unfinished) - set(unfinished)
@@ -333,7 +332,6 @@ class SchedulerSimulator(SimulatorState):
             self.connector.check_admitted(n.source.request_id for n in plan.new_requests)
 
     def _sent(self, plan: SchedulerOutput) -> SchedulerOutput:
-        """Return a plan as the worker gets it, with the jobs of the connector."""
         if self.connector is None:
             return plan
         return msgspec.structs.replace(plan, kv_connector_metadata=self.connector.jobs_of(plan))
@@ -346,7 +344,6 @@ class SchedulerSimulator(SimulatorState):
             del self._proposed[name]
 
     def _propose_drafts(self, result: ModelRunnerOutput) -> None:
-        """Propose drafts for the requests that got tokens."""
         drafts: dict[str, list[int]] = {}
         for request_id in result.sampled_token_ids:
             request = self.unfinished.get(request_id)
@@ -365,7 +362,6 @@ class SchedulerSimulator(SimulatorState):
         return guesses
 
     def _fits_cache(self, request: ExpectedRequest) -> bool:
-        """Return whether the whole cache has enough blocks for a request's maximum length."""
         length = len(request.source.prompt_token_ids) + len(request.reply.tokens)
         length += self.limits.num_lookahead_tokens + self.limits.num_draft_tokens
         return self.kv_cache.blocks_needed(length) <= self.kv_cache.num_usable_blocks

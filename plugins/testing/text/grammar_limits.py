@@ -106,13 +106,11 @@ def _times(sample: GrammarSample, root: GrammarState, tokens: SampleTokens) -> I
 
 
 def _return_free_memory() -> None:
-    """Give the system what was freed, or new objects could be placed there and not be seen."""
     gc.collect()
     with suppress(AttributeError, OSError):  # another C library than GNU's
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _memory_kib() -> float:
-    """Return the resident memory of this process in KiB."""
     pages = int(_STATM.read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1024

@@ -38,7 +38,6 @@ class GrammarSession:
     def __init__(
         self, backend: GrammarBackend, samples: Sequence[GrammarSample], tokens: SampleTokens
     ) -> None:
-        """Compile nothing yet."""
         self.backend, self.samples, self.tokens = backend, samples, tokens
         self.vocab_size = len(tokens.vocabulary.tokens) + BEYOND
         self.end = tokens.vocabulary.special_ids.get(END)

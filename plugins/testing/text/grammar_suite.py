@@ -496,7 +496,6 @@ class GrammarSuite(GeneralComponentSuite):
         return backend
 
     def _check_raises(self, structured: StructuredOutputs, rule: Rule, reason: str) -> None:
-        """Check that a description is refused by a ValueError that gives the reason."""
         text = described(structured)
         try:
             self._session.backend.compile(structured)

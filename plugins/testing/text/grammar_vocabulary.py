@@ -108,7 +108,6 @@ class SampleTokens:
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """Index a vocabulary."""
         self.vocabulary = vocabulary
         self.texts = [token.decode("latin-1") for token in vocabulary.tokens]
         for token in vocabulary.special:

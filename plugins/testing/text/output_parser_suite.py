@@ -350,7 +350,6 @@ class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
 
     @cached_property
     def _subject(self) -> OutputParser:
-        """The instance under test."""
         return self._make()
 
     def _make(self) -> OutputParser:
@@ -362,7 +361,6 @@ class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
 
     @cached_property
     def _fragments(self) -> list[Piece]:
-        """Parts of the samples, and characters that formats are made of."""
         pieces = [p for sample in self.samples for p in self._pieces(sample.text)]
         parts: list[Piece] = []
         for piece in pieces:
@@ -371,7 +369,6 @@ class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
         return [*dict.fromkeys([*parts, *characters, "é", "🙂", "</", "\\u00", "1,"])]
 
     def _pieces(self, text: str, size: int | None = None) -> list[Piece]:
-        """Return a text in pieces of so many characters at most, and its special tokens."""
         pieces: list[Piece] = []
         for part in self._parts(text):
             if isinstance(part, int):
@@ -382,7 +379,6 @@ class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
         return pieces
 
     def _parts(self, text: str) -> Iterator[Piece]:
-        """Yield the special tokens in a text that the parser takes, and the text between."""
         taken = self._subject.token_ids
         special = {t: i for t, i in self._tokenizer.special_tokens.items() if i in taken}
         while text:
@@ -397,7 +393,6 @@ class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
             text = text[at + len(token) :]
 
     def _by_token(self, text: str) -> list[Piece]:
-        """Return a text as it comes from the tokenizer, token by token."""
         taken = self._subject.token_ids
         stream = self._tokenizer.decode_stream([], skip_special_tokens=False)
         ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -570,7 +565,6 @@ def _is_beginning(events: Sequence[OutputEvent], whole: Sequence[OutputEvent]) -
 
 
 def _calls(events: Sequence[OutputEvent]) -> list[tuple[str, Any]]:
-    """Return name and arguments of each complete call."""
     calls: list[tuple[str, Any]] = []
     name, text = "", ""
     for event in events:

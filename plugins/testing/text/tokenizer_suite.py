@@ -381,7 +381,6 @@ class TokenizerSuite(GeneralComponentSuite):
 
     @cached_property
     def _subject(self) -> Tokenizer:
-        """The instance under test."""
         return self._make()
 
     @cached_property
@@ -394,7 +393,6 @@ class TokenizerSuite(GeneralComponentSuite):
 
     @property
     def _size(self) -> int | None:
-        """`vocab_size`; None if it is left out."""
         try:
             return self._subject.vocab_size
         except NotImplementedError:
@@ -402,7 +400,6 @@ class TokenizerSuite(GeneralComponentSuite):
 
     @cached_property
     def _vocabulary(self) -> Vocabulary | None:
-        """`vocabulary()`; None if it is left out."""
         try:
             return self._subject.vocabulary()
         except NotImplementedError:
@@ -439,7 +436,6 @@ class TokenizerSuite(GeneralComponentSuite):
         return self._decoded(self._encoded(text, add_special_tokens=special), skip=special)
 
     def _results(self, tokenizer: Tokenizer, text: str, skip: bool) -> Any:
-        """Return the results of all methods for a text."""
         ids = tokenizer.encode(text)
         text = tokenizer.decode(ids, skip_special_tokens=skip)
         return ids, text, _streamed(tokenizer, [], ids, skip)
@@ -473,7 +469,6 @@ class TokenizerSuite(GeneralComponentSuite):
             )
 
     def _check_tokens(self, vocabulary: Vocabulary) -> None:
-        """Check types and numbers."""
         size = self._size
         if not isinstance(vocabulary, Vocabulary):
             raise rules.TOKEN_BYTES.violation(
@@ -496,7 +491,6 @@ class TokenizerSuite(GeneralComponentSuite):
             )
 
     def _check_special_bytes(self, vocabulary: Vocabulary) -> None:
-        """Check that exactly the tokens that decode skips are special."""
         names = {token: text for text, token in self._subject.special_tokens.items()}
         for token in sorted({*names, *vocabulary.special}):
             is_special = token in vocabulary.special
@@ -516,7 +510,6 @@ class TokenizerSuite(GeneralComponentSuite):
                 )
 
     def _check_texts_of_tokens(self, vocabulary: Vocabulary) -> None:
-        """Check that tokens of whole characters are decoded to them."""
         ordinary = sorted({*range(len(vocabulary.tokens))}.difference(vocabulary.special))
         first = self._encoded("a")
         before = self._decoded(first, False)
@@ -595,7 +588,6 @@ def _bytes_of(vocabulary: Vocabulary, ids: list[int]) -> bytes:
 
 
 def _is_same_but_for_a_space(joined: str, text: str) -> bool:
-    """Return whether a text is the other one, or has one more space at an end."""
     return joined in (text, f" {text}", f"{text} ")
 
 

@@ -79,7 +79,6 @@ def start(settings: dict[str, Any]) -> Callable[[bytes], bytes]:
 
 
 def _loaded(path: str, settings: dict[str, Any]) -> Processor:
-    """Return the processor of a model, from its file."""
     specification = importlib.util.spec_from_file_location("image_processor", path)
     assert specification is not None
     assert specification.loader is not None
@@ -134,7 +133,6 @@ def _rgb(image: Any) -> Any:
 
 
 def _turned(image: Any, orientation: Any) -> Any:
-    """Return an image as its EXIF orientation shows it."""
     from PIL.Image import Transpose  # noqa: PLC0415
 
     turns = {

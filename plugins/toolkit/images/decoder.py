@@ -49,11 +49,7 @@ class ImageDecoder:
     """
 
     def __init__(self, limits: ImagesConfig, media: MediaFormat | None = None) -> None:
-        """Start nothing.
-
-        Args:
-            media: has the processor of a model; None leaves the pixels as they are.
-        """
+        """`media`: has the processor of a model; None leaves the pixels as they are."""
         self._limits, self._media = limits, media
         self._size = 0 if media is None else math.prod(media.item_shape)
         processor = None if media is None else (media.processor, dict(media.processor_settings))

@@ -56,7 +56,6 @@ class _Target:
 
     @property
     def authority(self) -> str:
-        """The host as the header Host has it."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
 
@@ -136,7 +135,6 @@ class Fetcher:
         raise _RefusedError(f"it leads to more than {_MAX_REDIRECTS} others, one after the other")
 
     def _target(self, url: str) -> _Target:
-        """Return where a URL leads, if that is allowed."""
         if len(url) > _MAX_URL:
             raise _RefusedError(f"expected a URL of at most {_MAX_URL} characters")
         if not url.isascii() or "\\" in url or any(c <= " " or c == "\x7f" for c in url):
@@ -172,7 +170,6 @@ class Fetcher:
         return host
 
     def _get(self, target: _Target, deadline: float) -> bytes | str:
-        """Return the content of a target, or the URL that it redirects to."""
         with contextlib.ExitStack() as stack:
             connection = stack.enter_context(self._connected(target, deadline))
             connection.settimeout(_left(deadline))
@@ -206,7 +203,6 @@ class Fetcher:
         return content
 
     def _connected(self, target: _Target, deadline: float) -> socket.socket:
-        """Return a connection to an address of the target's host, all of which are permitted."""
         addresses = _within(deadline, lambda: list(self._resolve(target.host, target.port)))
         # A name that is not there and one that leads inside look the same from outside.
         if not addresses or not all(map(self._permits, addresses)):
@@ -224,7 +220,6 @@ class Fetcher:
 
 
 def _is_of(host: str, pattern: str) -> bool:
-    """Return whether a host is the one of a pattern, or of `*.` and a name one below it."""
     return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern
 
 

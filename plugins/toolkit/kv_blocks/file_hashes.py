@@ -78,14 +78,12 @@ def hash_file(path: Path, folder: Path | None, stop: threading.Event | None = No
 
 
 def _state(path: Path, status: os.stat_result) -> str:
-    """Return a text that changes whenever the file does."""
     # The time of change is the system's own; that of modification can be set to any value.
     times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
     return f"{path.resolve()} {status.st_size} {times} {status.st_dev}:{status.st_ino}"
 
 
 def _read(folder: Path) -> dict[str, str]:
-    """Return the kept hashes; none if there is no such file of this user."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with open(os.open(folder / _FILE, flags), "rb") as file:

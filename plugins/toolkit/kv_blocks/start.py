@@ -117,8 +117,6 @@ class WeightsHash:
         """Begin; before the workers do.
 
         Args:
-            loader: loader of the weights.
-            config: its folder keeps the hashes of files.
             user: the setting that needs it, for messages.
             describe_fault: as in `EngineHalfContext`.
 

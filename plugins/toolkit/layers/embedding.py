@@ -115,7 +115,6 @@ class Embedding:
         self._rows = lambda ids: gather_rows(weight, ids)
 
     def _use_codes(self, codes: torch.Tensor) -> bool:
-        """Use a packed table; return whether its rows can be read."""
         self._rows = self._context.ops.embedding(codes, self._shape)
         self._codes = None if self._rows is None else codes
         return self._codes is not None

@@ -70,5 +70,4 @@ def _parted(rows: torch.Tensor, like: tuple[torch.Tensor, ...]) -> list[torch.Te
 
 
 def _with_rows(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Return x with so many rows, the last of them zero."""
     return torch.cat([x, x.new_zeros(count - len(x), x.shape[1])]) if count > len(x) else x

@@ -160,7 +160,6 @@ class RMSNorm:
             name: the Hugging Face name without `.weight`.
             size: the last dimension.
             eps: is added to the mean square.
-            context: the context of the model.
             offset: is added to the weight; the sum is kept in float32.
         """
         self._name = f"{name}.weight"
@@ -224,7 +223,6 @@ class Vector:
         Args:
             name: the whole Hugging Face name.
             size: number of elements in the checkpoint.
-            context: the context of the model.
             dtype: dtype that it is kept in; None is the context's.
             mine: the elements that this rank has; None is all.
         """

@@ -48,7 +48,6 @@ class Linear:
         Args:
             parts: (Hugging Face name without `.weight`, rows), stacked in this order.
             columns: number of columns of W.
-            context: the context of the model.
             bias: whether there is a b.
             out_dtype: dtype of y; None is the context's.
             row_ranges: the rows of each part that this rank has; its y has these alone, part
@@ -97,7 +96,6 @@ class Linear:
         *,
         bias: bool,
     ) -> int:
-        """Add the tensors of the matrices; return how many rows this rank has of them together."""
         start = 0
         for name, rows, mine in stored:
             self._add(f"{name}.weight", (rows, columns), start, mine)
@@ -115,14 +113,12 @@ class Linear:
         columns: int,
         column_range: range | None,
     ) -> None:
-        """Show step parts the matrices whose product they may change."""
         places = [(name, rows, mine) for name, rows, several in stored for mine in several]
         for (name, _), (place, rows, mine) in zip(self._parts, places, strict=False):
             shape, own = (rows, columns), column_range or range(columns)
             self._hooks.matrices[name] = LinearMatrix(place, shape, mine, own)
 
     def _add(self, name: str, whole: tuple[int, ...], start: int, mine: Sequence[range]) -> None:
-        """Add a tensor, of which this rank has the rows `mine`, from row `start` of the matrix."""
         count = sum(map(len, mine))
         self._slices[name] = (start, count)
         self._whole[name] = whole
@@ -194,7 +190,6 @@ class Linear:
         return self._context.parallel.tensor.all_reduce(y) if self._reduces else y
 
     def _loaded(self, name: str) -> None:
-        """Prepare the product once all parts are there."""
         self._missing.discard(name)
         if self._missing:
             return
@@ -209,7 +204,6 @@ class Linear:
         self._missing = set(self._slices)  # they may be loaded again
 
     def _starts(self) -> dict[str, int]:
-        """Return the first row of each matrix, by the name of a packed one that starts with it."""
         return {
             f"{name.removesuffix('.weight')}.packed": start
             for name, (start, _) in self._slices.items()
@@ -315,13 +309,11 @@ class Linear:
         return self._context.ops.linear(packed, shape, bias, out_dtype=self._out_dtype)
 
     def _bias_of(self, rows: range, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the bias of some rows; None if there is none, or another rank adds it."""
         if bias is None or not self._adds_bias or len(rows) == len(bias):
             return bias if self._adds_bias else None
         return bias[rows.start : rows.stop].clone()
 
     def _side_by_side(self, products: list[Product], rows: int) -> Product:
-        """Return the product whose results are those of some, and zeros after their `rows`."""
         missing = self._rows - rows  # of the last ranks of a divided vocabulary
         if len(products) == 1 and not missing:
             return products[0]
@@ -346,7 +338,6 @@ def _stacked(
 
     Args:
         name: name of the matrix.
-        rows: number of rows of each of the others.
         ranges: ranges of rows of each of the others.
     """
     starts = [sum(rows[:index]) for index in range(len(rows))]

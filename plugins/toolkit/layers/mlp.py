@@ -64,7 +64,6 @@ class GatedMLP:
             name: the Hugging Face name, before `.gate_proj.weight`.
             hidden: size of x and y.
             width: rows of the gate, and of what it is multiplied with.
-            context: the context of the model.
             gate: `Ops.silu_and_mul` or `Ops.gelu_and_mul`.
             bias: whether the matrices have biases.
             reduce: whether y is the sum over all ranks; otherwise the caller adds up the parts.
@@ -152,7 +151,6 @@ class MixtureOfExperts:
             name: the Hugging Face name, before that of the router and `.experts.0`.
             hidden: size of x and y.
             experts: how many there are, and of what size.
-            context: the context of the model.
         """
         self._config = experts
         self._communicator = context.parallel.tensor
@@ -354,7 +352,6 @@ class _ExpertMatrix(Linear):
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The packed matrix."""
         assert self._packed is not None
         return next(iter(self._packed.values()))
 

@@ -109,7 +109,6 @@ class RotaryEmbedding:
 def _rotation(
     hf: Mapping[str, Any], head_size: int, source: str, max_model_len: int, *, is_partial: bool
 ) -> _Rotation:
-    """Return the rotation of a config."""
     fields = ConfigFields(hf, source)
     parameters = _parameters(hf, fields)
     notes = _lost_theta(fields, parameters["rope_theta"])
@@ -139,7 +138,6 @@ def _rotation(
 
 
 def _rotary_size(factor: Any, head_size: int, fields: ConfigFields) -> int:
-    """Return how many elements of a head are rotated, from `partial_rotary_factor`."""
     name = "partial_rotary_factor"
     size = head_size if factor is None else int(fields.positive(name, factor) * head_size)
     if size > head_size or size < 2 or size % 2:
@@ -196,7 +194,6 @@ def _longrope(
 
 
 def _parameters(hf: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
-    """Return the RoPE parameters, with `rope_theta` of the config if they have none."""
     parameters = fields.rope_parameters()
     stated = (values.get("rope_theta") for values in (parameters, hf))
     theta = next((theta for theta in stated if theta is not None), _DEFAULT_THETA)
@@ -225,7 +222,6 @@ def _lost_theta(fields: ConfigFields, theta: float) -> tuple[str, ...]:
 def _scaled(
     parameters: dict[str, Any], hf: Mapping[str, Any], head_size: int, fields: ConfigFields
 ) -> tuple[torch.Tensor, float]:
-    """Compute a scaled variant with functions of transformers."""
     kind = parameters["rope_type"]
     try:  # on use: importing transformers takes seconds, and few models need it
         from transformers import LlamaConfig  # noqa: PLC0415

@@ -90,7 +90,6 @@ def _of_best_groups(scores: torch.Tensor, groups: int, chosen: int, *, summed: i
 
     Args:
         scores: they are not changed.
-        groups: number of groups.
         chosen: how many of them keep their scores.
         summed: how many scores of a group are summed, the largest ones.
     """

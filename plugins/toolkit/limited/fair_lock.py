@@ -17,7 +17,6 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        """Begin with no thread that waits."""
         self._lock, self._is_taken = threading.Lock(), False
         self._waiting: dict[str, deque[threading.Lock]] = {}  # a lock opens when its turn comes
         self._began: dict[str, int] = {}  # number of each owner's last turn

@@ -94,11 +94,6 @@ class LimitedProcess:
             self._end()
 
     def _start(self) -> None:
-        """Start the process and wait until it is ready.
-
-        Raises:
-            HardpointError: it cannot be started.
-        """
         self._is_idle = False
         if not sys.executable:
             raise HardpointError(

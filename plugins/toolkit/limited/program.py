@@ -89,7 +89,6 @@ def _limit_memory(max_bytes: int) -> None:
 
 
 def _continue_after_parent() -> None:
-    """Let the system continue this process, if it is stopped, when its parent has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT))
 

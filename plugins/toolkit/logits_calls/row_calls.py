@@ -119,7 +119,6 @@ class RowwiseProcessor(AdaptedProcessor, LogitsProcessor):
     """Base of the processors that call an external one row by row."""
 
     def __init__(self, context: LogitsContext) -> None:
-        """Create the component with an empty result cache."""
         super().__init__(context)
         self._results = ResultCache()
 

@@ -17,7 +17,6 @@ class HandedOver:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Record the layout of `tensor`."""
         self._tensor = tensor
         self._before = _layout(tensor)
 

@@ -128,7 +128,6 @@ class OpenOutput:
         return taken
 
     def _void(self, text: str) -> OutputEvent:
-        """Return the event of text of a call that failed."""
         return (
             MalformedText(text, self.failed) if "tools" in self.request.roles else ContentText(text)
         )
@@ -172,7 +171,6 @@ class Body(ABC):
     is_start: ClassVar[bool] = False
 
     def __init__(self, output: OpenOutput) -> None:
-        """Begin."""
         self.output = output
 
     def open(self, events: list[OutputEvent]) -> None:  # noqa: B027 - most need none
@@ -232,7 +230,6 @@ class AfterCall(Content):
     """
 
     def __init__(self, output: OpenOutput) -> None:
-        """Begin without any."""
         super().__init__(output)
         self._space: list[str] | None = None if output.failed else []
 
@@ -272,7 +269,6 @@ class Beginning(Body):
     begins: ClassVar[Mapping[str, str]]
 
     def __init__(self, output: OpenOutput) -> None:
-        """Begin without any."""
         super().__init__(output)
         self._space: list[str] = []
 
@@ -321,7 +317,6 @@ class Whole(Body):
     """Text that is needed as a whole: `finish` gets it when the body ends."""
 
     def __init__(self, output: OpenOutput) -> None:
-        """Begin with none."""
         super().__init__(output)
         self._parts: list[str] = []
 
@@ -367,7 +362,6 @@ class ToolName(Body):
     longest: ClassVar[int] = 256
 
     def __init__(self, output: OpenOutput) -> None:
-        """Begin with no name."""
         super().__init__(output)
         self._text = ""
 

@@ -105,13 +105,7 @@ class ChainedState:
     """The state of two parsers: the second one looks for calls in the content of the first one."""
 
     def __init__(self, parser: OutputParser, reasoning: OutputState, tools: OutputState) -> None:
-        """Parse an output by two states.
-
-        Args:
-            parser: parser of the reasoning.
-            reasoning: its state.
-            tools: state of a parser of tool calls, which gets the content.
-        """
+        """`tools`: state of a parser of tool calls, which gets the content."""
         self._ids, self._calls = parser.token_ids, parser.markers().calls
         self._reasoning, self._tools = reasoning, tools
 

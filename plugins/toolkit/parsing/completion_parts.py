@@ -122,7 +122,6 @@ class CompletionParts:
             self._space, self._in_content = [], True
 
     def _is_left_out(self, event: OutputEvent) -> bool:
-        """Return whether an event belongs to a call after the only one that there may be."""
         if isinstance(event, ToolCallBegin):
             self._in_extra_call = self.has_calls and not self._parallel
         if not self._in_extra_call or not isinstance(event, _OF_CALLS):

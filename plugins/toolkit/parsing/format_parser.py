@@ -168,7 +168,6 @@ class FormatParser(OutputParser):
 
     @functools.cached_property
     def _boundaries(self) -> list[int]:
-        """The special tokens of the chat templates, and those that end a text."""
         tokenizer = self.context.tokenizer
         templates = "".join(tokenizer.chat_templates.values())
         named = (token for text, token in tokenizer.special_tokens.items() if text in templates)
@@ -353,7 +352,6 @@ def _compile(states: Mapping[str, ParserState], tokenizer: Tokenizer) -> dict[st
 
 
 def _pattern(marker: str) -> str:
-    """Return a pattern of a marker, or of a beginning of it at the end of the text."""
     pattern = re.escape(marker[-1])
     for character in marker[-2::-1]:
         pattern = rf"{re.escape(character)}(?:{pattern}|\Z)"
@@ -372,7 +370,6 @@ class _FormatState:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the state is one of reasoning."""
         return isinstance(self._body, Reasoning) and "reasoning" in self._output.request.roles
 
     def feed(self, text: str) -> Sequence[OutputEvent]:
@@ -386,7 +383,6 @@ class _FormatState:
         return events
 
     def _step(self, text: str, at: int, events: list[OutputEvent]) -> int:
-        """Take text up to the next marker, and the marker; return where the rest begins."""
         search = self._state.search
         found = search(text, at) if search else None
         end = found.start() if found else len(text)
@@ -407,7 +403,6 @@ class _FormatState:
         return found.end()
 
     def _feed_body(self, text: str, at: int, end: int, events: list[OutputEvent]) -> int:
-        """Give the body text; return where it ended, which leads to the next state."""
         body, piece = self._body, text[at:end]
         if body.is_call:
             taken = self._output.feed_call(body, piece, events)
@@ -448,20 +443,17 @@ class _FormatState:
         return events
 
     def _flush(self) -> list[OutputEvent]:
-        """Take the text that waited to become a marker."""
         events: list[OutputEvent] = []
         text, self._held = self._held, ""
         self._feed_plain(text, events)
         return events
 
     def _feed_plain(self, text: str, events: list[OutputEvent]) -> None:
-        """Take text that has no markers."""
         at = 0
         while at < len(text):
             at = self._feed_body(text, at, len(text), events)
 
     def finish(self) -> Sequence[OutputEvent]:
-        """Take what waited, and end."""
         events = self._flush()
         if not self._output.failed:
             self._body.close(events, cut=True)

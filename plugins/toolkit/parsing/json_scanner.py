@@ -81,11 +81,7 @@ class JsonText:
     """
 
     def __init__(self, stop_depth: int = 0) -> None:
-        """Expect a value.
-
-        Args:
-            stop_depth: `feed` stops before and after each member's value of objects so deep.
-        """
+        """`stop_depth`: `feed` stops before and after each member's value of objects so deep."""
         self._stop_depth = stop_depth
         self._open: list[str] = []
         self.expected = _Expected.VALUE
@@ -208,7 +204,6 @@ class JsonText:
         return at + 1, None
 
     def _end(self, text: str, at: int) -> tuple[int, Stop | None]:
-        """Take the closing bracket of the innermost list or object, if it may be here."""
         if self.expected is _Expected.KEY or text[at] != self._open[-1]:
             return at, Stop.ERROR
         self._open.pop()
@@ -254,7 +249,6 @@ class JsonText:
     }
 
     def _tells(self) -> bool:
-        """Return whether the innermost value is one that `feed` stops at."""
         return len(self._open) == self._stop_depth > 0 and self._open[-1] == "}"
 
     def _value_ended(self) -> Stop | None:
@@ -294,7 +288,6 @@ class CallOrJson:
     in_reasoning = False
 
     def __init__(self, calls: OutputState) -> None:
-        """Parse calls by `calls`."""
         self._calls = calls
         self._is_json: bool | None = None  # unknown before the first character
 

@@ -51,7 +51,6 @@ class JsonArguments(Body):
     """
 
     def __init__(self, output: OpenOutput) -> None:
-        """Expect an object."""
         super().__init__(output)
         self._json = JsonText()
         self._is_open = False  # whether the value has begun
@@ -126,7 +125,6 @@ class JsonCalls(Body):
     argument_keys: Collection[str] = ("arguments", "parameters")
 
     def __init__(self, output: OpenOutput) -> None:
-        """Expect an object or a list."""
         super().__init__(output)
         self._json: JsonText | None = None
         self._is_list = False
@@ -175,7 +173,6 @@ class JsonCalls(Body):
         return at
 
     def _keep(self, piece: str, events: list[OutputEvent]) -> None:
-        """Keep or pass on a piece of a member."""
         if self._capture == "arguments" and self._begun:
             events.append(ToolCallArguments(piece))
             return
@@ -186,7 +183,6 @@ class JsonCalls(Body):
             self._value.append(piece)
 
     def _stopped(self, stop: Stop | None, text: str, at: int, events: list[OutputEvent]) -> str:
-        """Go on after a stop; return what is wrong, if anything is."""
         assert self._json is not None
         if stop is Stop.ERROR:
             return f"expected {self._json.expected}"

@@ -123,7 +123,6 @@ _TYPES = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "bool
 
 
 def _type_of(json: str) -> str:
-    """Return the type of a value in JSON."""
     return _TYPES.get(json[0], "number" if set(".eE") & set(json) else "integer")
 
 

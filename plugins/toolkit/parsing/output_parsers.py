@@ -59,8 +59,6 @@ class OutputParsers:
         """Use a parser for each kind; one of both roles may be given twice.
 
         Args:
-            tokenizer: whose special tokens they take.
-            by_kind: the parsers.
             own: those of them that are of one request alone, and are closed with it.
             fallback: see the attribute.
 

@@ -138,7 +138,6 @@ class _Texts:
         self._known: dict[int, str] = {}
 
     def token(self, token: TokenTrace, step: StepTrace | None) -> TokenTrace:
-        """Return a trace of a token with its texts."""
         return _replace(
             token,
             text=self._of(token.token_id),

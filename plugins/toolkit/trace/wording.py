@@ -108,7 +108,6 @@ def step_lines(steps: Sequence[StepTrace]) -> list[str]:
 
 
 def _likeness(index: int, step: StepTrace) -> tuple[object, ...]:
-    """Return a key that is equal for steps that computed a token each, one after the other."""
     plain = StepTrace(step=0, num_requests=step.num_requests, num_tokens=1)
     is_plain = msgspec.structs.replace(step, step=0, num_computed=0) == plain
     if not is_plain:

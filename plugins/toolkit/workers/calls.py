@@ -84,7 +84,6 @@ class WorkerServer:
     """Runs encoded calls on a worker; the calls come one at a time."""
 
     def __init__(self, worker: Worker) -> None:
-        """Serve a worker."""
         self._worker = worker
         self._plans: OrderedDict[int, SchedulerOutput] = OrderedDict()
 
@@ -169,7 +168,6 @@ def _text(error: BaseException) -> str:
 
 
 def _error(failure: _Failure) -> Exception:
-    """Return an error of the class that was raised, if it is one of Hardpoint or of Python."""
     for index, name in enumerate(failure.types):
         module, _, cls = name.partition(":")
         known: Any = None

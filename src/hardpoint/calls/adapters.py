@@ -49,7 +49,6 @@ class AdapterGroup:
     """The adapters (LoRA) of an LLM: `llm.adapters`."""
 
     def __init__(self, engine: LLMEngine) -> None:
-        """Load adapters into an engine."""
         self._engine = engine
         self._folders = TensorFolders(_PREFIX, "tensors")
 
@@ -154,7 +153,6 @@ class AsyncAdapterGroup:
     """The adapters (LoRA) of an AsyncLLM: `llm.adapters`."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        """Load adapters into an engine."""
         self._engine = engine
         self._folders = TensorFolders(_PREFIX, "tensors")
 
@@ -250,7 +248,6 @@ def _load_arguments(folders: TensorFolders, lora: Any, tensors: Any, config: Any
 
 
 def _ticket() -> int:
-    """Return a ticket that no engine has given out, the same for all of them."""
     return secrets.randbits(_TICKET_BITS) | 1 << _TICKET_BITS
 
 
@@ -298,14 +295,12 @@ def _plain(lora: Any, field: str) -> dict[str, Any]:
 
 
 def _placed(lora: LoRARequest) -> LoRARequest:
-    """Return an adapter with the absolute path of its folder, which means one in every process."""
     if not lora.path:
         return lora
     return msgspec.structs.replace(lora, path=absolute_path(lora.path))
 
 
 def _unscaled(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an adapter with the scale of a loaded one."""
     return plain | {"scale": 1.0}
 
 
@@ -314,7 +309,6 @@ def _number(lora_id: Any) -> dict[str, Any]:
 
 
 def _adapters_in(options: Mapping[str, Any]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Return the adapters of options, one for all or one per prompt, and the different ones."""
     given = options.get(_OPTION)
     loras: list[Any] = list(given or ()) if is_list(given) else [given]
     listed: list[dict[str, Any]] = []
@@ -330,8 +324,6 @@ def _resolved(
     listed: list[dict[str, Any]],
     contents: Sequence[str],
 ) -> Mapping[str, Any]:
-    """Return options with the hashes of the contents of adapters."""
-
     def resolved(lora: LoRARequest | None) -> LoRARequest | None:
         if lora is None:
             return None

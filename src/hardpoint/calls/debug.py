@@ -26,7 +26,6 @@ class DebugGroup(SyncCaller):
     """Traces and profiles of an LLM: `llm.debug`."""
 
     def __init__(self, engine: LLMEngine, requests: SyncRequests) -> None:
-        """Trace requests, and profile the workers of an engine."""
         self._engine, self._requests = engine, requests
 
     @takes_options
@@ -63,7 +62,6 @@ class AsyncDebugGroup(AsyncCaller):
     """Traces and profiles of an AsyncLLM: `llm.debug`."""
 
     def __init__(self, engine: AsyncEngine, requests: AsyncRequests) -> None:
-        """Trace requests, and profile the workers of an engine."""
         self._engine, self._requests = engine, requests
 
     @takes_options
@@ -97,7 +95,6 @@ class AsyncDebugGroup(AsyncCaller):
 
 
 def _params(engine: LLMEngine | AsyncEngine, given: SamplingParams | None) -> SamplingParams:
-    """Return parameters that ask for a trace, with one output at the end."""
     params = engine.default_sampling_params() if given is None else given
     check_generates(params)
     if not isinstance(params, SamplingParams):

@@ -134,7 +134,6 @@ def engines_of(
 
 
 def _is_several(config: EngineConfig) -> bool:
-    """Return whether there are several engines, or one that others replace or join."""
     return config.parallel.data > 1 or config.engine.restart != "never" or _joins(config)
 
 
@@ -152,7 +151,6 @@ class EngineHandle(SyncControlCalls):
     """
 
     def __init__(self, engine: LLMEngine, rank: int) -> None:
-        """Stand for the engine of a rank."""
         self._engine = engine
         self.rank = rank
 
@@ -169,7 +167,6 @@ class AsyncEngineHandle(AsyncControlCalls):
     """One of the engines of an AsyncLLM (`parallel.data`), as EngineHandle."""
 
     def __init__(self, engine: AsyncEngine, rank: int) -> None:
-        """Stand for the engine of a rank."""
         self._engine = engine
         self.rank = rank
 
@@ -189,11 +186,9 @@ class EngineGroup(Sequence[EngineHandle], SyncCaller):
     """
 
     def __init__(self, engine: LLMEngine) -> None:
-        """Control the engines of a frontend."""
         self._engine = engine
 
     def __len__(self) -> int:
-        """Return the number of engines."""
         return len(self._engine.ranks)
 
     @overload
@@ -205,7 +200,6 @@ class EngineGroup(Sequence[EngineHandle], SyncCaller):
         return [EngineHandle(self._engine, rank) for rank in self._engine.ranks][index]
 
     def __iter__(self) -> Iterator[EngineHandle]:
-        """Iterate over the engines of now."""
         return iter(self[:])
 
     @property
@@ -329,15 +323,9 @@ class AsyncEngineGroup(Sequence[AsyncEngineHandle], AsyncCaller):
     """
 
     def __init__(self, engine: AsyncEngine, change: Change) -> None:
-        """Control the engines of a frontend.
-
-        Args:
-            change: changes settings and plugins in all processes.
-        """
         self._engine, self._change = engine, change
 
     def __len__(self) -> int:
-        """Return the number of engines."""
         return len(self._engine.ranks)
 
     @overload
@@ -349,7 +337,6 @@ class AsyncEngineGroup(Sequence[AsyncEngineHandle], AsyncCaller):
         return [AsyncEngineHandle(self._engine, rank) for rank in self._engine.ranks][index]
 
     def __iter__(self) -> Iterator[AsyncEngineHandle]:
-        """Iterate over the engines of now."""
         return iter(self[:])
 
     @property

@@ -22,7 +22,6 @@ class OpenRequests:
     """The requests whose streams are open, by the user's id; each may be forked."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Know none."""
         self._clock = clock
         self._families: dict[str, RequestForks] = {}
         self._num_open = collections.Counter[str]()

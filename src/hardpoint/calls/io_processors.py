@@ -60,7 +60,6 @@ class OpenIOProcessor:
     """One IO processor; its calls wait for one another, and for no other processor's."""
 
     def __init__(self, processor: IOProcessor, tokenizers: Sequence[Tokenizer]) -> None:
-        """Own a guarded processor, and its tokenizers."""
         self.name = processor.name
         self._processor, self._tokenizers = processor, tokenizers
         self._lock, self._thread = threading.Lock(), ThreadPoolExecutor(1, f"{_FIELD}-{self.name}")

@@ -24,7 +24,6 @@ class ModelGroup:
     """The model of an LLM: `llm.model`."""
 
     def __init__(self, engine: LLMEngine, requests: SyncRequests) -> None:
-        """Describe the model that an engine runs."""
         self._engine, self._requests = engine, requests
 
     @property
@@ -61,7 +60,6 @@ class AsyncModelGroup:
     """The model of an AsyncLLM: `llm.model`."""
 
     def __init__(self, engine: AsyncEngine, requests: AsyncRequests) -> None:
-        """Describe the model that an engine runs."""
         self._engine, self._requests = engine, requests
 
     @property

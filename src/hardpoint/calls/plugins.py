@@ -41,11 +41,6 @@ class PluginGroup(SyncCaller):
     """The plugins of an LLM: `llm.plugins`."""
 
     def __init__(self, engine: LLMEngine, requests: SyncRequests) -> None:
-        """Change and call the plugins of an engine.
-
-        Args:
-            requests: runs the prompts of IO processors.
-        """
         self._engine, self._requests = engine, requests
 
     @property
@@ -160,12 +155,6 @@ class AsyncPluginGroup(AsyncCaller):
     """The plugins of an AsyncLLM: `llm.plugins`."""
 
     def __init__(self, engine: AsyncEngine, requests: AsyncRequests, change: Change) -> None:
-        """Change and call the plugins of an engine.
-
-        Args:
-            requests: runs the prompts of IO processors.
-            change: changes settings and plugins in all processes.
-        """
         self._engine, self._requests, self._change = engine, requests, change
         self._policies = asyncio.Lock()
 

@@ -303,7 +303,6 @@ class AsyncRequests:
     async def _output(
         self, prompt: Prompt, params: Params, extras: RequestExtras, where: str
     ) -> AnyOutput:
-        """Return the output of one prompt, which `where` names in messages."""
         outputs = self._engine.generate(prompt, _whole(params), None, extras)
         try:
             async with contextlib.aclosing(outputs):
@@ -334,9 +333,6 @@ def _pooled(output: Any, where: str) -> PoolingRequestOutput:
 
     Args:
         where: names the prompt in messages.
-
-    Raises:
-        HardpointError: it has none.
     """
     assert isinstance(output, PoolingRequestOutput), "the request pools"
     if (rejected := rejection(output)) is not None:

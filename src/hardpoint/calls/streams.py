@@ -72,7 +72,6 @@ class OutputStream(Iterator[RequestOutput]):
     """
 
     def __init__(self, calls: OpenCalls, request_id: str, family: RequestForks) -> None:
-        """Own a request that was added, of a family that may be forked."""
         self._family = family
         self._calls, self._id = calls, request_id
         self._outputs = calls.outputs([request_id])

@@ -50,11 +50,7 @@ class WeightUpdateGroup:
     """The weights of an LLM: `llm.weights`."""
 
     def __init__(self, engine: LLMEngine, files: WeightFiles) -> None:
-        """Update the weights of an engine.
-
-        Args:
-            files: the files that updates write; the caller removes them.
-        """
+        """`files`: the files that updates write; the caller removes them."""
         self._engine, self._files = engine, files
 
     @property
@@ -118,11 +114,7 @@ class AsyncWeightUpdateGroup:
     """The weights of an AsyncLLM: `llm.weights`."""
 
     def __init__(self, engine: AsyncEngine, files: WeightFiles) -> None:
-        """Update the weights of an engine.
-
-        Args:
-            files: the files that updates write; the caller removes them.
-        """
+        """`files`: the files that updates write; the caller removes them."""
         self._engine, self._files, self._lock = engine, files, asyncio.Lock()
 
     @property
@@ -179,7 +171,6 @@ class AsyncWeightUpdateGroup:
 def _arguments(
     load: LoadConfig, mode: PauseModeName, *, recompute: bool
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the arguments of the calls that prepare, poll and use weights."""
     ticket = {"ticket": secrets.randbits(_TICKET_BITS)}
     use = {**ticket, "mode": str(mode), "recompute": recompute}
     return {**use, "updates": list(load.updates), "version": load.version}, ticket, use
@@ -220,7 +211,6 @@ class WeightFiles:
     """
 
     def __init__(self) -> None:
-        """Write nothing yet."""
         self.lock = threading.Lock()
         self._folders = TensorFolders(_PREFIX, "weights")
 
@@ -285,11 +275,6 @@ def _names(path: str) -> set[str]:
 
 
 def _following(version: str) -> str:
-    """Return the number after a version.
-
-    Raises:
-        RequestError: it is no number.
-    """
     if not version.isdecimal():
         raise RequestError(
             f"version: expected one, since the current version {version!r} is no number"
@@ -379,7 +364,6 @@ class TensorFolders:
 
 
 def _place(size: int) -> Path | None:
-    """Return the folder of shared memory if it has room; None is that of temporary files."""
     with contextlib.suppress(OSError):
         if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > size:
             return _MEMORY

@@ -133,7 +133,6 @@ class OpenConversations:
         self._idle: collections.OrderedDict[History, float] = collections.OrderedDict()
 
     def __len__(self) -> int:
-        """Return how many are open."""
         with self.lock:
             self._expire()
             return len(self._open)

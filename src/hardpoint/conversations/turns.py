@@ -112,7 +112,6 @@ class _ConversationBase:
         return _Turn(self._history, token_ids, params, self._keep)
 
     def _keep(self, params: SamplingParams) -> None:
-        """Let parameters hold for later turns."""
         self._params = params
 
 
@@ -133,9 +132,7 @@ class _Turn:
         """Start without outputs.
 
         Args:
-            history: history in which it runs.
             token_ids: all tokens before its answer.
-            params: its parameters.
             accept: called with them once the engine has taken it.
         """
         self.params = params
@@ -165,7 +162,6 @@ class _Turn:
         return output
 
     def __enter__(self) -> _Turn:
-        """Return itself."""
         return self
 
     def __exit__(
@@ -206,7 +202,6 @@ class Conversation(_ConversationBase):
         """Open a history once the parameters are checked.
 
         Args:
-            opened: opens it.
             encode: returns a text's tokens, called with whether it begins the conversation.
             stream: begins a request.
         """
@@ -263,7 +258,6 @@ class Conversation(_ConversationBase):
         self._history.end(_CLOSED)
 
     def __enter__(self) -> Conversation:
-        """Return itself."""
         return self
 
     def __exit__(
@@ -272,7 +266,6 @@ class Conversation(_ConversationBase):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close."""
         self.close()
 
 
@@ -296,7 +289,6 @@ class AsyncConversation(_ConversationBase):
         """Open a history once the parameters are checked.
 
         Args:
-            opened: opens it.
             encode: returns a text's tokens, called with whether it begins the conversation.
             generate: begins a request of an id.
             abort: ends the requests of an id.
@@ -404,7 +396,6 @@ class AsyncConversation(_ConversationBase):
             await self._abort(self.request_id)
 
     async def __aenter__(self) -> AsyncConversation:
-        """Return itself."""
         return self
 
     async def __aexit__(
@@ -413,7 +404,6 @@ class AsyncConversation(_ConversationBase):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close."""
         await self.aclose()
 
     def _set_ended(self) -> None:

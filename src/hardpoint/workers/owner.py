@@ -59,7 +59,6 @@ class OwnedWeights(AsyncWeightUpdateGroup):
     """The weights of the engines of the process that owns them."""
 
     def __init__(self, engine: AsyncEngine, files: WeightFiles, shared: SharedEngines) -> None:
-        """Update the weights, and notify all frontends."""
         super().__init__(engine, files)
         self._shared = shared
 
@@ -140,11 +139,7 @@ class Workers:
     def __init__(
         self, engine: OwnerLLM, config_sources: ConfigSources, max_per_minute: int
     ) -> None:
-        """Own the engines.
-
-        Args:
-            max_per_minute: how often it is tried to replace workers that ended.
-        """
+        """`max_per_minute`: how often it is tried to replace workers that ended."""
         self.engine = engine
         self._sources = config_sources
         self._config = engine.config
@@ -231,7 +226,6 @@ class Workers:
         return self._code
 
     async def _watch(self) -> None:
-        """Replace workers that end, and notify the others of changes of the engines."""
         view = self.engine.shared.view
         while self._running or self._due:
             await asyncio.sleep(_POLL_S)
@@ -253,7 +247,6 @@ class Workers:
         return self._is_ending or self.engine.dead_error is not None
 
     async def _ended(self, index: int, process: CommandWorkerProcess, link: Link) -> None:
-        """Take a worker that has ended off, and start another one."""
         code = process.returncode or 0
         failure = process.failure()
         del self._running[index]

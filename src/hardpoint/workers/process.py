@@ -83,7 +83,6 @@ class SharedFaults(Companion):
     """The faults of plugins that other frontends of the same engines have recorded."""
 
     def __init__(self, opening: Opening) -> None:
-        """Begin without any."""
         del opening
         self._health: PluginHealth | None = None
 
@@ -116,7 +115,6 @@ class RelayedEngines(AsyncEngineGroup):
     """The engines of a worker, which their owner changes for all frontends."""
 
     def __init__(self, engine: AsyncEngine, change: Change, ask: Ask) -> None:
-        """Call the owner of the engines by `ask`."""
         super().__init__(engine, change)
         self._ask = ask
 
@@ -133,7 +131,6 @@ class RelayedWeights(AsyncWeightUpdateGroup):
     """The weights of a worker's engines, which their owner updates for all frontends."""
 
     def __init__(self, engine: AsyncEngine, files: WeightFiles, ask: Ask) -> None:
-        """Call the owner of the engines by `ask`."""
         super().__init__(engine, files)
         self._ask = ask
 
@@ -164,7 +161,6 @@ class RelayedPlugins(AsyncPluginGroup):
     def __init__(
         self, engine: AsyncEngine, requests: AsyncRequests, change: Change, ask: Ask
     ) -> None:
-        """Call the owner of the engines by `ask`."""
         super().__init__(engine, requests, change)
         self._ask = ask
 

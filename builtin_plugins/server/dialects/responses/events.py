@@ -332,7 +332,6 @@ class ResponseAnswer(ItemAnswer):
         return self._ended(completion)
 
     def _ended(self, completion: CompletionOutput) -> ResponseObject:
-        """Return the response, whose last output has come."""
         is_complete = _is_complete(completion)
         ended = msgspec.structs.replace(
             self._response,

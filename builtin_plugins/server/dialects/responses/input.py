@@ -240,11 +240,7 @@ class ItemConverter:
     """Makes a conversation of items; those of one turn of the assistant become one message."""
 
     def __init__(self, instructions: str | None, before: Sequence[InputItem] = ()) -> None:
-        """Begin, with the system message that instructions make.
-
-        Args:
-            before: items of the previous response, and those that it answers.
-        """
+        """`before`: items of the previous response, and those that it answers."""
         self.messages: list[dict[str, Any]] = []
         self._has_previous = bool(before)
         self._names: dict[str, str] = {}

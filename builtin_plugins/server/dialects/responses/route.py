@@ -316,7 +316,6 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
     id_prefix = "resp_"
 
     def __init__(self, service: Service) -> None:
-        """Serve what the service does."""
         super().__init__(service)
         owned = service.response_store
         self._stored = None if owned is None else StoredResponses(service, owned)
@@ -425,7 +424,6 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         body: ResponsesRequest,
         before: Sequence[InputItem],
     ) -> Callable[[ResponseObject], Awaitable[None]] | None:
-        """Return the function that stores the response; None if it is not to be stored."""
         stored, client = self._stored, asked.call.client
         if stored is None or body.store is False:
             return None
@@ -438,7 +436,6 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
 
 
 def _response(asked: ParsedRequest[ResponsesRequest], params: SamplingParams) -> ResponseObject:
-    """Return the response that has no answer yet."""
     body = asked.body
     (text,) = echoed([body.text])
     (reasoning,) = echoed([body.reasoning])

@@ -91,7 +91,6 @@ class StoredResponses:
     """The responses of a server whose plugins bring a store."""
 
     def __init__(self, service: Service, owned: Owned) -> None:
-        """Use a store; `owned` holds a `ResponseStore`."""
         self._service, self._owned = service, owned
         self._store: ResponseStore = owned.part
 
@@ -259,7 +258,6 @@ class StoredResponses:
 
 
 def _with_id(item: InputItem) -> dict[str, Any]:
-    """Return an item as plain data, with an id."""
     plain: dict[str, Any] = msgspec.to_builtins(item)
     kept = {name: value for name, value in plain.items() if value is not None}
     if "id" not in kept:

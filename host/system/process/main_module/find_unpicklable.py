@@ -32,7 +32,6 @@ def find_unpicklable(obj: Any, is_picklable: Callable[[Any], bool]) -> tuple[str
 
 
 def _parts(where: str, obj: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an object, each after a description of its place."""
     if isinstance(obj, FunctionType):
         yield from _used_by(where, obj)
     elif isinstance(obj, type):
@@ -56,7 +55,6 @@ def _parts(where: str, obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _fields(where: str, struct: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the types and defaults of a struct's fields."""
     try:
         fields = msgspec.structs.fields(struct)
     except NameError:  # a type that does not exist: the struct itself is the cause
@@ -74,7 +72,6 @@ def _attributes(where: str, attributes: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _used_by(where: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the defaults, closure cells and globals that a function uses."""
     for part in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield f"a default of {where}", part
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -88,6 +85,5 @@ def _used_by(where: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that a function's code looks up, with those of nested functions."""
     inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*inner)

@@ -73,7 +73,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not 
     """cloudpickle with support for msgspec, `NewType` and textual annotations."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return the reduce value of an object, or NotImplemented for the default."""
         if isinstance(obj, msgspec.StructMeta):
             return NotImplemented if _importable(obj) else _reduce_struct(obj)
         if isinstance(obj, msgspec.Meta):
@@ -142,7 +141,6 @@ def _fill_class(cls: type, state: tuple[Callable[..., Any], Any, dict[str, Any]]
 
 
 def _importable(obj: Any) -> bool:
-    """Return whether another process can import an object by its module and name."""
     found: Any = sys.modules.get(obj.__module__) if obj.__module__ != "__main__" else None
     for step in obj.__qualname__.split("."):
         found = getattr(found, step, None)

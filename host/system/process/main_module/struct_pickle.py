@@ -153,12 +153,10 @@ class _Deferred:
     target: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
-        """Call the target."""
         return self.target(*args)
 
 
 def _options_of(struct: type[msgspec.Struct], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of the class statement."""
     options = {name: getattr(struct.__struct_config__, name) for name in _OPTIONS}
     if options["tag"] is None:
         options["tag"] = False

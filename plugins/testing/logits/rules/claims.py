@@ -195,11 +195,9 @@ class GuardedTokenIds(Sequence[int]):
         return self._read()[index]
 
     def __len__(self) -> int:
-        """Return the length, or raise."""
         return len(self._read())
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate, or raise."""
         return iter(self._read())
 
     def _read(self) -> Sequence[int]:

@@ -33,7 +33,6 @@ class Effects:
     """
 
     def __init__(self, subject: Subject) -> None:
-        """Start with nothing seen."""
         cls = subject.cls
         self._subject = subject
         self._takes_arguments = cls.Arguments is not LogitsPlugin.Arguments

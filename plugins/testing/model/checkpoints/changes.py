@@ -213,7 +213,6 @@ def _make_other(path: Path, reader: Reader, before: tuple[ModelConfig, Tensors])
 
 
 def _largest(path: Path) -> Path:
-    """Return the file of a checkpoint that has most of the weights."""
     return max(files_of(path), key=lambda file: file.stat().st_size)
 
 

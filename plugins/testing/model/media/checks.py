@@ -28,7 +28,6 @@ _SIZES = ((1, 1), (40, 3), (9, 64), (64, 9))
 
 
 def _examples_of(media: MediaFormat) -> list[Image]:
-    """Return images of several sizes."""
     drawn = np.random.default_rng(len(media.modalities))
     return [
         Image(width, height, drawn.integers(0, 256, 3 * width * height, np.uint8).tobytes())
@@ -43,7 +42,6 @@ def encoded(model: Model, media: MediaFormat) -> list[torch.Tensor]:
 
 
 def _processed(media: MediaFormat, images: Sequence[Image]) -> list[ProcessedImage]:
-    """Return images as the program of a format processes them, in a process of its own."""
     with contextlib.closing(ImageReader(ImagesConfig(), media=media)) as reader:
         named = [(f"an image of {image.width} x {image.height}", image) for image in images]
         found: list[ProcessedImage] = [call(PROCESS, reader.read, [one])[0] for one in named]
@@ -51,7 +49,6 @@ def _processed(media: MediaFormat, images: Sequence[Image]) -> list[ProcessedIma
 
 
 def _item(model: Model, media: MediaFormat, image: ProcessedImage) -> torch.Tensor:
-    """Return a processed image as the encoder gets it."""
     numbers = torch.frombuffer(bytearray(image.data), dtype=torch.uint8)
     return numbers.view(media.item_shape).to(model.context.device)
 

@@ -60,7 +60,6 @@ class _Counted:
     admitted: Leaves
 
     def comparable(self) -> dict[str, Any]:
-        """Return everything that was counted, by its description."""
         found: dict[str, Any] = {**self.totals[1], **self.admitted}
         for name, steps in self.figures.items():
             for number, leaves in enumerate(steps, 1):
@@ -176,7 +175,6 @@ def _origin(values: Sequence[Any]) -> Any:
 
 
 def _is_short(first: Any, last: Any, other: Any) -> bool:
-    """Return whether an amount has not come as far as another one, from the same first value."""
     if not all(map(_is_number, (first, last, other))):
         return False
     return bool(other < last) if last > first else bool(last < first and other > last)
@@ -194,7 +192,6 @@ def _count(
     lost: Sequence[int] = (),
     preempts: bool = False,
 ) -> _Counted:
-    """Let requests run in new halves, one after another; return what these have counted."""
     clock = ScriptedClock(now=1000.0)
     with opened(clock=clock, lost=lost) as session:
         session.idle = lambda: clock.advance(_IDLE_SECONDS)
@@ -217,7 +214,6 @@ def _count(
 
 
 def _named(scripts: Sequence[RequestScript]) -> Iterator[tuple[str, RequestScript]]:
-    """Yield ids and scripts of the requests that run, none of them with drafts."""
     for wave in range(_WAVES):
         for script in scripts:
             name = f"{script.request.request_id} of wave {wave}"
@@ -226,7 +222,6 @@ def _named(scripts: Sequence[RequestScript]) -> Iterator[tuple[str, RequestScrip
 
 
 def _totals(half: EngineHalf, calls: Calls) -> Leaves:
-    """Return statistics and answers of a half, by path."""
     stats = SchedulerStats(
         num_running=0, num_waiting=0, kv_cache_usage=0.0, prefix_cache=PrefixCacheStats()
     )

@@ -131,7 +131,6 @@ class StepPartHalves(GeneralComponentSuite, LiveComponentSuite):
     def _build_engine_half(
         self, worker: WorkerHalf | None = None, clock: Callable[[], float] = time.monotonic
     ) -> tuple[StepPart, EngineHalf | None]:
-        """Return a part and its half, whose calls of workers `worker` answers."""
         part, half = self._build_half(
             "engine_half",
             EngineHalfContext,
@@ -208,12 +207,10 @@ class OpenedSession:
         self._make, self._open, self._named = make, open_session, named
 
     def __enter__(self) -> StepPartSession:
-        """Build the halves; return the session."""
         self._halves = self._make()
         return self._open(self._halves, **self._named)
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Close the halves."""
         if kind is None:
             self._halves.close()
         else:

@@ -112,7 +112,6 @@ def compare_by_place(
 
 
 def _are_close(one: np.ndarray, other: np.ndarray) -> bool:
-    """Return whether values are the same but for the order in which sums are computed."""
     return np.allclose(one, other, rtol=1e-3, atol=1e-3)
 
 

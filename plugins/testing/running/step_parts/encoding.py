@@ -47,7 +47,6 @@ class FeaturePlans:
     """Chooses the features that steps encode, as a scheduler does, and frees them."""
 
     def __init__(self, half: EngineHalf) -> None:
-        """Follow the cache of a half."""
         self._cache, self._limit = half.encoder_cache, half.max_encoder_tokens
         self._kept: dict[str, set[tuple[str, int]]] = {}  # holders of what was allocated
         self._encoding: set[str] = set()
@@ -92,7 +91,6 @@ class FeaturePlans:
         return chosen
 
     def _schedule(self, request: Request, index: int) -> None:
-        """Add a feature to the step, and allocate it, unless the step has it."""
         feature = request.source.features[index]
         if feature.identifier in self._encoding:
             self._holds(request, index)

@@ -55,7 +55,6 @@ class ScriptedComponents:
     """The factory of a suite: its own components, else those that are installed."""
 
     def __init__(self, own: Classes, config: EngineConfig) -> None:
-        """Prefer those of `own`, by kind and name."""
         self._scripted, self._installed = own, installed_components(config)
         self._faults = fault_counter(config)
 
@@ -276,8 +275,6 @@ def _check_cut(given: GivenPrompt, fields: Collection[str], vocab_size: int) -> 
 def _refusal(
     half: FrontendHalf, request: EngineCoreRequest, reasoning: ReasoningMarkers | None
 ) -> str | None:
-    """Return the text with which a half refuses a request; None if it does not."""
-
     def prepare() -> str | None:
         try:
             half.prepare(request, reasoning)

@@ -133,8 +133,6 @@ def _placed(
 
 
 def _answer(half: FrontendHalf, prompt: Mapping[str, Any]) -> Any:
-    """Return the prompt that a half reads, or the text of its refusal."""
-
     def read_prompt() -> Any:
         try:
             return half.read_prompt(prompt, BytesReader())

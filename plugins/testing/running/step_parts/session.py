@@ -155,9 +155,7 @@ class StepPartSession:
         """Begin without requests.
 
         Args:
-            half: half of the part.
             vocab_size: vocabulary size of the model.
-            limits: limits of a gate.
             worker: calls the worker half of the part; None if it has none.
             lost: numbers of plans that are lost, before or after their mask in turn.
             watch: whether to compare what the half is given before and after each call.
@@ -216,7 +214,6 @@ class StepPartSession:
             self._call(rules.WEIGHTS, "weights_changed")
 
     def _add(self, script: RequestScript) -> None:
-        """Let a request arrive."""
         name, trace = script.request.request_id, CallTrace()
         self.traces[name] = trace
         if not self.is_used_by(script.request):
@@ -263,7 +260,6 @@ class StepPartSession:
             self._used.subtract(live.trace.cost)
 
     def _admit(self) -> None:
-        """Ask the gates of requests that wait, and run those with room."""
         for live in list(self._waiting):
             if not live.ready and not self._ask_gate(live):
                 continue
@@ -307,7 +303,6 @@ class StepPartSession:
         return all(self._used[name] + n <= capacity[name] for name, n in cost.items())
 
     def _run_plan(self) -> bool:
-        """Plan, execute and process one step; return whether it computed anything."""
         self._features.begin()
         batch = [live for live in self._running.values() if self._encode(live)]
         for live in batch:
@@ -346,7 +341,6 @@ class StepPartSession:
         return bool(batch)
 
     def _encode(self, live: _Live) -> bool:
-        """Choose the features that the step encodes for a request; return whether it may run."""
         if live.request.source.features:
             positions = range(live.num_computed, live.request.num_tokens)
             chosen = self._features.choose(live.request, positions)
@@ -363,7 +357,6 @@ class StepPartSession:
     def _run_worker(
         self, plan: SchedulerOutput, data: bytes | None, output: ModelRunnerOutput
     ) -> tuple[Mapping[str, Rows], Mapping[str, PositionRows]]:
-        """Run a step in the worker half; return the rows of each request that it has changed."""
         if self._worker is None:
             return {}, {}
         users = [self._running[name] for name in plan.num_scheduled_tokens if name != _OTHER]
@@ -408,7 +401,6 @@ class StepPartSession:
         )
 
     def _take_drafts(self) -> None:
-        """Ask the part for the drafts of the next step."""
         drafts = self._call(rules.DRAFTS, "drafts")
         users = {live.request_id for live in (*self._waiting, *self._running.values())}
         users.update(self._finished)
@@ -529,7 +521,6 @@ class StepPartSession:
         own: Any,
         by_position: Mapping[str, PositionRows],
     ) -> None:
-        """Keep the rows of a request, without those of rejected drafts, by index and position."""
         first = len(live.request.output_token_ids)
         for index in range(len(sampled)):
             allows_all = own is None or len(self._allowed(own, index)) == self._vocab_size
@@ -541,7 +532,6 @@ class StepPartSession:
                 live.trace.rows_by_position[place] = values
 
     def _keep_figures(self, live: _Live, num_sampled: int) -> None:
-        """Keep the figures and arrays of a request after a step."""
         figures = self._call(rules.FIGURES, "figures", live.request_id)
         rules.check_figures(figures)
         live.trace.figures.append(dict(figures))
@@ -553,7 +543,6 @@ class StepPartSession:
                 live.trace.arrays.setdefault((name, position), row.tobytes())
 
     def _sample(self, live: _Live, rows: Mapping[str, Any]) -> list[int]:
-        """Return the accepted drafts and one more token that the mask allows."""
         if live.script.outputs is not None:
             return self._sample_by_index(live, rows)
         drawn = random.Random(f"{live.script.seed} {live.num_steps} tokens")
@@ -566,7 +555,6 @@ class StepPartSession:
         return [*accepted, drawn.choice(self._allowed(own, len(accepted)))]
 
     def _allowed(self, own: Any, index: int) -> list[int]:
-        """Return the tokens that a row of a request's mask allows."""
         return rules.allowed_tokens(own, index, self._vocab_size)
 
     def _sample_by_index(self, live: _Live, rows: Mapping[str, Any]) -> list[int]:
@@ -630,7 +618,6 @@ def without_features(script: RequestScript) -> RequestScript:
 
 
 def _engines_own(given: Sequence[Any]) -> list[Any]:
-    """Return arguments without the fields of a result that a part sets in its `result`."""
     return [
         dataclasses.replace(
             one,

@@ -461,7 +461,6 @@ class StepPartSuite(StepPartHalves):
             pytest.skip("undecidable with these requests: none ran for long enough")
 
     def _has_users(self) -> bool:
-        """Return whether a request can be drawn for which `uses` returns anything but False."""
         with suppress(Exception), self._opened() as session:  # the sessions of the search report it
             try:
                 find(self.requests(), session.is_used_by, settings=_LOOK)
@@ -484,7 +483,6 @@ class StepPartSuite(StepPartHalves):
         )
 
     def _scripts(self, max_size: int, min_size: int = 1) -> st.SearchStrategy[list[RequestScript]]:
-        """Return a strategy for scripts with ids of their own."""
         scripts = st.lists(self._script(), min_size=min_size, max_size=max_size)
         return scripts.map(lambda drawn: [with_id(x, f"r{n}") for n, x in enumerate(drawn)])
 
@@ -525,7 +523,6 @@ class StepPartSuite(StepPartHalves):
         return found
 
     def _running(self, scripts: Sequence[RequestScript]) -> list[RequestScript]:
-        """Return the scripts that run in the part."""
         found = []
         for number, script in enumerate(scripts):
             tried = with_id(script, f"t{number}", arrives=0, ends="finish")

@@ -51,8 +51,6 @@ class WorkerSteps:
         """Begin without requests.
 
         Args:
-            half: half of the part.
-            part: name of the part.
             vocab_size: vocabulary size of the model.
             watch: whether to compare plans and other arguments before and after each call.
         """
@@ -204,7 +202,6 @@ class WorkerSteps:
             step.keep(what, returned, copies[-1])
 
     def _read_result(self, names: Collection[str], output: ModelRunnerOutput) -> None:
-        """Let the half read the tokens of its requests, and report."""
         if self._overrides("sampled"):
             tokens = output.sampled_token_ids
             self._call("sampled", {name: tokens[name] for name in tokens if name in names})
@@ -283,17 +280,14 @@ class _Step:
         self.by_position: dict[str, PositionRows] = {name: {} for name in names}
 
     def add(self, other: _Step) -> None:
-        """Add what a half has changed in other values of the same requests."""
         for name in self.names:
             self.changed[name] |= other.changed[name]
             self.by_position[name] |= other.by_position[name]
 
     def rows(self) -> StepRows:
-        """Return whose tokens the rows are."""
         return StepRows(list(self.names), [0, *itertools.accumulate(self._sizes)])
 
     def names_of_rows(self) -> list[str]:
-        """Return the request of each row."""
         pairs = zip(self.names, self._sizes, strict=True)
         return [name for name, size in pairs for _ in range(size)]
 
@@ -307,7 +301,6 @@ class _Step:
         return torch.from_numpy(np.stack(rows))
 
     def keep(self, what: str, values: torch.Tensor, given: torch.Tensor) -> None:
-        """Keep the values of the requests for which a half has changed those that were given."""
         plain, end = values.to(torch.float32), 0
         for name, count in zip(self.names, self._sizes, strict=True):
             start, end = end, end + count

@@ -86,7 +86,6 @@ def check_keys(make: Make, sources: Sequence[EngineCoreRequest]) -> None:
 def _check_priority_ignored(
     make: Make, sources: Sequence[EngineCoreRequest], keys: Sequence[Any]
 ) -> None:
-    """Check that keys do not depend on priorities."""
     other = _policy(make)
     changed = [msgspec.structs.replace(s, priority=1 - 2 * s.priority) for s in sources]
     for request, key in zip(_make_requests(other, changed), keys, strict=True):
@@ -280,7 +279,6 @@ def check_speed(make: Make, sources: Sequence[EngineCoreRequest], budget: float)
 
 
 def _policy(make: Make) -> SchedulingPolicy:
-    """Return a policy whose return values are checked."""
     return monitor_policy(make())[0]
 
 
@@ -294,7 +292,6 @@ def _named(sources: list[EngineCoreRequest]) -> list[EngineCoreRequest]:
 def _make_requests(
     policy: SchedulingPolicy, sources: Sequence[EngineCoreRequest], wave: int = 0
 ) -> list[Request]:
-    """Return requests with their arguments for a policy."""
     convert, requests = policy_arguments(policy), []
     for index, source in enumerate(sources):
         named = msgspec.structs.replace(source, request_id=f"{source.request_id}.{wave}")
@@ -304,13 +301,11 @@ def _make_requests(
 
 
 def _add(policy: SchedulingPolicy, request: Request) -> tuple[Any, Any]:
-    """Add a request as a scheduler does; return its key and group."""
     policy.added(request)
     return policy.key(request), policy.group(request)
 
 
 def _run(policy: SchedulingPolicy, request: Request, max_tokens: int) -> None:
-    """Schedule tokens of a request as a scheduler does."""
     count = min(max_tokens, request.num_tokens - request.num_computed_tokens)
     request.status = RequestStatus.RUNNING
     policy.scheduled(request, count)

@@ -71,7 +71,6 @@ def pause_never_idle(state: SimulatorState, steps: int) -> Violation:
 
 
 def _held_requests(state: SimulatorState) -> set[str]:
-    """Return the unfinished requests that get no tokens during the current pause."""
     if state.paused is PauseState.UNPAUSED:
         return set()
     hold_all = state.paused is PauseState.PAUSED_ALL
@@ -83,7 +82,6 @@ def _held_requests(state: SimulatorState) -> set[str]:
 
 
 def _pending_work(state: SimulatorState) -> str | None:
-    """Return a message on the work that the pause does not hold; None if there is none."""
     now, unfinished = state.clock.now, state.unfinished
     if state.ledger.unreported_finished:
         return f"the ends of {sorted(state.ledger.unreported_finished)} are not reported"
@@ -160,7 +158,6 @@ def check_all_finished(state: SimulatorState) -> None:
 
 
 def _uncertain(state: SimulatorState) -> set[str]:
-    """Return the unfinished requests that the scheduler may have finished already."""
     return {name for name, request in state.unfinished.items() if request.may_have_finished}
 
 
@@ -201,7 +198,6 @@ def _check_policy_requests(state: SimulatorState) -> None:
 
 
 def _check_policy_tokens(state: SimulatorState, plan: SchedulerOutput) -> None:
-    """Check that scheduled() got the plan's tokens, and no others."""
     unplanned = (
         {*state.policy_monitor.tokens} - set(plan.num_scheduled_tokens) - plan.preempted_request_ids
     )
@@ -214,7 +210,6 @@ def _check_policy_tokens(state: SimulatorState, plan: SchedulerOutput) -> None:
 
 
 def _check_tables(state: SimulatorState) -> None:
-    """Check the worker's block tables against the KV cache manager's, within the window."""
     size = state.settings.block_size
     for request_id, row in state.worker.rows.items():
         holder = state.kv_cache.holders.get(request_id)
@@ -265,7 +260,6 @@ def _check_reasons(state: SimulatorState, plan: SchedulerOutput) -> None:
 
 
 def _check_reason(state: SimulatorState, request: ExpectedRequest, reason: WaitReason) -> None:
-    """Check that a wait reason is possible for a request in this state."""
     name, source, script = request.request_id, request.source, request.script
     possible = {
         WaitingFor.POLICY: "admit" in state.policy_monitor.methods,

@@ -26,7 +26,6 @@ class FakeBlocks:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """Start without content."""
         self.num_blocks = num_blocks
         self.contents: dict[int, int] = {}
         self.clock = ScriptedClock(now=100.0)

@@ -82,7 +82,6 @@ class ScriptedConnector:
     """
 
     def __init__(self) -> None:
-        """Create a connector without scripts."""
         self._planned: dict[int, TransferJobs] = {}  # by step
         self.allocated: set[str] = set()
         self._notified: set[str] = set()
@@ -188,7 +187,6 @@ class ScriptedGrammars:
     """Grammars that are ready, or fail, after a scripted number of polls."""
 
     def __init__(self) -> None:
-        """Create grammars without scripts."""
         self._scripts: dict[str, Compile] = {}
         self._polls: dict[str, int] = {}
 
@@ -255,7 +253,6 @@ class WorkerTransfers:
     """
 
     def __init__(self, memory: KVMemory) -> None:
-        """Create it without jobs."""
         self._memory = memory
         self._loads: list[_RunningLoad] = []
         self._saves: list[_RunningSave] = []
@@ -307,7 +304,6 @@ class WorkerTransfers:
                 result.kv_saved |= {save.job.request_id}
 
     def _load(self, load: LoadJob, step: int) -> set[int]:
-        """Write the loaded tokens; return the blocks that failed to load."""
         source = load.request.source
         tokens = load.request.token_ids(0, load.end)
         if len(tokens) < load.end:

@@ -66,7 +66,6 @@ class KVMemory:
     """
 
     def __init__(self, block_size: int) -> None:
-        """Create an empty memory."""
         self.block_size = block_size
         self.last_delivered_step = 0
         self._slots: dict[tuple[int, int], _Slot] = {}

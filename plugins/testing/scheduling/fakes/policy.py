@@ -30,7 +30,6 @@ class PolicyMonitor:
     """
 
     def __init__(self, policy: SchedulingPolicy, methods: frozenset[str]) -> None:
-        """Create a monitor without requests."""
         self.methods = methods
         self._convert = policy_arguments(policy)
         self._arguments: dict[str, tuple[EngineCoreRequest, Any]] = {}

@@ -260,7 +260,6 @@ def expected_reply(
 
 
 def _repeats(tokens: list[int], detection: RepetitionDetection) -> bool:
-    """Return whether the newest tokens are copies of one pattern."""
     for length in range(detection.min_pattern, detection.max_pattern + 1):
         tail = tokens[-length * detection.min_count :]
         if len(tail) == length * detection.min_count and tail == tail[:length] * (

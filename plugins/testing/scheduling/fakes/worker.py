@@ -202,7 +202,6 @@ class SimulatedWorker:
         self.rows[request_id] = WorkerRow(new.source, token_ids, tables, new.num_computed_tokens)
 
     def _has_no_fault(self, request_id: str) -> bool:
-        """Return whether a row did not fail, in a step whose result may not be delivered yet."""
         return not self.rows[request_id].failed
 
     def _span(self, plan: SchedulerOutput, request_id: str) -> _Span:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.plugins import ComponentAdapter, Phase, PrepareContext
-from hardpoint.plugins.component import Source
 from hardpoint.toolkit.logits_calls import (
     CallSignature,
     ExternalProcessor,
@@ -15,7 +14,7 @@ from hardpoint.toolkit.logits_calls import (
 )
 
 if TYPE_CHECKING:
-    from hardpoint.plugins.component.base import Component
+    from hardpoint.plugins.component.base import Component, Source
 
 
 class Transformers(ComponentAdapter):

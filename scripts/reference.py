@@ -197,7 +197,7 @@ def lost_links(pages: dict[str, str]) -> Iterator[str]:
             if target in pages or not target:
                 if section and section not in _anchors(pages[target or name]):
                     yield f"{name}: no section {section!r} in {target or name}"
-            elif not target.startswith("http") and not (DEFAULT_FOLDER / target).exists():
+            elif not target.startswith("http") and not (DEFAULT_FOLDER / target).resolve().exists():
                 yield f"{name}: the link to {target} has no target"
 
 

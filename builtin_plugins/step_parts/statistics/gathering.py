@@ -14,12 +14,13 @@ from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    FinishedRequest,
     FinishReason,
     IterationStats,
     PrefixCacheStats,
     SchedulerStats,
 )
-from hardpoint.plugins.requests.stats import FinishedRequest, RequestMetrics
+from hardpoint.plugins.requests import RequestMetrics
 from hardpoint.plugins.step_part import OutputObserver
 from hardpoint.typed import read_only
 

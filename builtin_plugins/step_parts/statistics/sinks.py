@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import IterationStats, StatSink, StatSinkContext
-from hardpoint.plugins.step_part import FaultCounter, PreparedPartChange
+from hardpoint.plugins.step_part import PreparedPartChange
 
 if TYPE_CHECKING:
     from hardpoint.plugins.requests.stats import PluginReport
-    from hardpoint.plugins.step_part.components import ComponentFactory
+    from hardpoint.plugins.step_part.components import ComponentFactory, FaultCounter
 
 KIND = "stat_sinks"
 

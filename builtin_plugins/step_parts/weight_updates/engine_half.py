@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,10 +22,8 @@ from hardpoint.plugins import (
     SchedulerStats,
     WeightLoader,
 )
-from hardpoint.plugins.config_tables import LoadConfig
-from hardpoint.plugins.requests.resumed import ResumedOutputs, WeightRun
+from hardpoint.plugins.requests import WeightRun
 from hardpoint.plugins.step_part import EngineHalfContext
-from hardpoint.plugins.step_part.engine import StepBorder
 from hardpoint.toolkit.updated_weights import UpdatedWeights
 
 from .messages import (
@@ -39,6 +37,10 @@ from .messages import (
     UseArguments,
     UseWeights,
 )
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.requests.resumed import ResumedOutputs
+    from hardpoint.plugins.step_part.engine import StepBorder
 
 _GIVEN_UP = "the update of the weights was given up"
 
@@ -72,7 +74,7 @@ class VersionedRequests(EngineHalf):
         self._version = config.load.version
         self._prepared: PrepareArguments | None = None
         self._live: dict[str, _TokenVersions] = {}
-        self.is_active = config.load != LoadConfig(use=config.load.use)
+        self.is_active = config.load != type(config.load)(use=config.load.use)
         self._methods: Mapping[str, tuple[type, Callable[[Any], Any]]] = {
             "prepare": (PrepareArguments, self._prepare),
             "poll": (PollArguments, self._poll),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from hardpoint.errors import HardpointError
 from hardpoint.plugins import WeightLoader, WorkerHalf
-from hardpoint.plugins.step_part.worker import PreparedModel
 from hardpoint.toolkit.updated_weights import UpdatedWeights
 
 from .messages import AskWeights, Call, DropWeights, ReadWeights, UseWeights
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.step_part.worker import PreparedModel
 
 NOT_PREPARED = "no weights are prepared: prepare them first"
 

@@ -159,7 +159,7 @@ MOVED_NAMES = {
         "KVConnectorScheduler": "hardpoint.plugins.kv_connector",
         **dict.fromkeys(("Added", "Moved"), f"{_CONTRACT}.sampling.rows"),
         **dict.fromkeys(("BlockHistory", "CachedBlocks"), f"{_CONTRACT}.kv_cache.eviction"),
-        **dict.fromkeys(("EncoderCache", "Grammars", "SchedulerLimits"), f"{_CONTRACT}.scheduling"),
+        **dict.fromkeys(("EncoderCache", "SchedulerLimits"), f"{_CONTRACT}.scheduling"),
         "ReasoningPosition": f"{_CONTRACT}.requests",
         "NO_DRAFT": f"{_CONTRACT}.requests:SchedulerOutput.NO_DRAFT",
         "Worker": "hardpoint.plugins.executor",

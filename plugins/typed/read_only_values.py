@@ -64,7 +64,12 @@ def read_only(value: T) -> T:
 
 _SCALARS = {int, float, str, bytes, bool, type(None)}
 _CONTAINERS = (list, dict, set, msgspec.Struct)
-_EMPTY: dict[type, Callable[[], Any]] = {list: ReadOnlyList, dict: ReadOnlyDict}
+_EMPTY: dict[type, Callable[[], Any]] = {
+    list: ReadOnlyList,
+    dict: ReadOnlyDict,
+    ReadOnlyList: ReadOnlyList,
+    ReadOnlyDict: ReadOnlyDict,
+}
 
 
 @functools.cache

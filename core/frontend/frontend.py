@@ -151,7 +151,7 @@ class Frontend:
 
     def process_outputs(self, batch: EngineCoreOutputs) -> ProcessedBatch:
         """Process a batch of outputs; those of requests with a sink go to it."""
-        if self.observers:
+        if self.observers.exist:
             self.observers.begin(batch)
         return self._dispatch(self.output.process(batch.outputs))
 

@@ -198,7 +198,8 @@ class LLMEngine(EngineOwner):
         self._check_open()
         if timeout is not None:
             timeout = convert(timeout, Seconds, path="timeout", error=RequestError)
-        if observers := self._frontend.observers:
+        observers = self._frontend.observers
+        if observers.exist:
             self._call_observers(observers.report_if_due)
         waits = self.has_unfinished_requests() and not self.is_paused
         deadlines = self._frontend.deadlines
@@ -221,7 +222,7 @@ class LLMEngine(EngineOwner):
         if outputs is None and not is_limited:
             during = self._client.activity.snapshot().during
             raise EngineTimeoutError(f"the engine gave no outputs within {timeout:g} s{during}")
-        if observers and outputs is not None and outputs.outputs:
+        if observers.exist and outputs is not None and outputs.outputs:
             self._call_observers(observers.flush)
         return [one for batch in processed for one in batch.request_outputs]
 

@@ -66,7 +66,8 @@ class StepFaults:
     def check_slow(self) -> None:
         """Count the plugins that took too long since the last call; called once per step."""
         for calls in self._timed:
-            if calls.seconds and (seconds := calls.take_seconds()) > self._slow_seconds:
+            seconds, calls.seconds = calls.seconds, 0.0
+            if seconds > self._slow_seconds:
                 message = slow_message(calls.source, seconds, self._slow_seconds)
                 _count(self._slow, calls.source.name, message)
 

@@ -12,7 +12,7 @@ import signal
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -70,10 +70,20 @@ def faults_as(
     try:
         yield
     except BaseException as cause:
-        raise_unless_fault(cause)
-        if isinstance(cause, passing):
-            raise
-        raise error(f"{message} failed: {describe(cause)}") from cause
+        raise_as(error, message, cause, passing)
+
+
+def raise_as(
+    error: type[HardpointError],
+    message: str,
+    cause: BaseException,
+    passing: tuple[type[BaseException], ...] = (),
+) -> NoReturn:
+    """Raise an exception as `faults_as` does, without a frame in each call that succeeds."""
+    raise_unless_fault(cause)
+    if isinstance(cause, passing):
+        raise cause
+    raise error(f"{message} failed: {describe(cause)}") from cause
 
 
 def close_if_failed(undo: contextlib.ExitStack, close: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from hardpoint.plugins.step_part import StepPart
 from hardpoint.plugins.text.arguments import ComponentWithArguments
 from hardpoint.typed import prepared_type
 
-from .blame import faults_as, text_of
+from .blame import raise_as, text_of
 
 _NAMED_ONLY = "; or add `named_only = True` to the class: then requests that give arguments use it"
 _UNPREPARED = ComponentWithArguments.prepare.__func__  # type: ignore[attr-defined]
@@ -84,8 +84,10 @@ def convert_arguments(
     Raises:
         RequestError: they do not fit, or the component's own check failed.
     """
-    with faults_as(RequestError, f"{source}: its Arguments", passing=(RequestError,)):
+    try:
         return typed.convert(given, type_, path=path, error=RequestError, str_keys=True)
+    except BaseException as cause:
+        raise_as(RequestError, f"{source}: its Arguments", cause, (RequestError,))
 
 
 def prepare_arguments(
@@ -104,14 +106,14 @@ def prepare_arguments(
         RequestError: it refused the request, failed, or returned something else.
         PluginFaultError: a component that it called failed.
     """
-    passing = (RequestError, PluginFaultError)  # of the tokenizer, for example
-    with faults_as(RequestError, f"{source}: its prepare", passing=passing):
-        try:
-            prepared: typed.Arguments = cls.prepare(arguments, context)
-        except RequestError:
-            raise
-        except ValueError as error:
-            raise RequestError(f"{path}: {text_of(error)}") from error
+    try:
+        prepared: typed.Arguments = cls.prepare(arguments, context)
+    except (RequestError, PluginFaultError):  # of the tokenizer, for example
+        raise
+    except ValueError as error:
+        raise RequestError(f"{path}: {text_of(error)}") from error
+    except BaseException as cause:
+        raise_as(RequestError, f"{source}: its prepare", cause)
     expected: type[typed.Arguments] = prepared_type(cls)
     if not isinstance(prepared, expected):
         raise RequestError(

@@ -7,6 +7,7 @@ it through the base class, as in `list.append(it, x)`. A copy, by any means, is 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -42,23 +43,33 @@ def read_only(value: T) -> T:
     """
     frozen: Any = value
     if isinstance(value, list):
-        flat = _SCALARS.issuperset(map(type, value))  # one call, since lists of tokens are long
-        frozen = ReadOnlyList(value if flat else map(read_only, value))
+        if not _SCALARS.issuperset(map(type, value)):  # one call, since lists of tokens are long
+            frozen = [v if type(v) in _SCALARS else read_only(v) for v in value]
+        frozen = ReadOnlyList(frozen)
     elif isinstance(value, dict):
-        flat = _SCALARS.issuperset(map(type, value.values()))
-        frozen = ReadOnlyDict(value if flat else {k: read_only(v) for k, v in value.items()})
+        if not _SCALARS.issuperset(map(type, value.values())):
+            frozen = {k: v if type(v) in _SCALARS else read_only(v) for k, v in value.items()}
+        frozen = ReadOnlyDict(frozen)
     elif isinstance(value, set):
         frozen = frozenset(value)
     elif isinstance(value, msgspec.Struct):
         fields = {name: getattr(value, name) for name in value.__struct_fields__}
         for name, field in fields.items():
-            if type(field) not in _SCALARS:
-                fields[name] = read_only(field)
+            if isinstance(field, _CONTAINERS):
+                empty = None if field else _EMPTY.get(type(field))
+                fields[name] = read_only(field) if empty is None else empty()
         frozen = _frozen(type(value))(**fields)
     return frozen  # type: ignore[no-any-return]
 
 
 _SCALARS = {int, float, str, bytes, bool, type(None)}
+_CONTAINERS = (list, dict, set, msgspec.Struct)
+_EMPTY: dict[type, Callable[[], Any]] = {
+    list: ReadOnlyList,
+    dict: ReadOnlyDict,
+    ReadOnlyList: ReadOnlyList,
+    ReadOnlyDict: ReadOnlyDict,
+}
 
 
 @functools.cache

@@ -104,7 +104,7 @@ class PooledRequests(FrontendHalf):
         if request.second_type_start is not None:
             _check_types(request)
         if (params := request.pooling_params) is None:
-            for path, _ in self._named(given, KIND):
+            for path, _ in self._named(given, KIND) if given else ():
                 raise RequestError(f"{path}: expected none, for the request does not pool")
             if request.second_type_start is not None:
                 raise RequestError(

@@ -111,7 +111,7 @@ class OutputProcessor:
                 sought,
                 self._flaw_of_answer(request, None if sought is None else sought.answer),
             )
-        if self._observers:
+        if self._observers.exist:
             state.observed = self._observers.add(request, arrived)
         self._states[request_id] = state
         if request_id != parent.internal_id:
@@ -207,7 +207,7 @@ class OutputProcessor:
         if request_id != state.parent.internal_id:
             _remove(self._by_parent, state.parent.internal_id, request_id)
         _remove(self._by_external, state.parent.request_id, request_id)
-        if self._observers:
+        if self._observers.exist:
             state.metrics = self._observers.end(state.observed, reason)
 
     def abort(
@@ -251,7 +251,7 @@ class OutputProcessor:
                     self._process_one(state, output, processed)
                     continue
                 shown = state.advance(output.new_token_ids)
-                if observers:
+                if observers.exist:
                     observers.update(state.observed, output, state.num_tokens)
                 if shown is not None:
                     add((state.parent, shown))
@@ -270,7 +270,7 @@ class OutputProcessor:
             self._reject(state, output, processed)
             return
         state.update(output)
-        if self._observers:
+        if self._observers.exist:
             self._observers.update(state.observed, output, state.num_tokens)
         if (reason := state.finish_reason) is not None:
             self._finish(state, output, reason, processed)

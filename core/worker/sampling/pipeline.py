@@ -72,8 +72,10 @@ class LogitsPipeline:
 
     def runner(self, name: str, generation: int) -> ProcessorRunner | None:
         """Return the runner of a name that requests of a generation use; None without one."""
-        named = (one for one in self.runners if one.name == name and one.serves(generation))
-        return next(named, None)
+        for runner in self.runners:
+            if runner.name == name and runner.serves(generation):
+                return runner
+        return None
 
     def _runner_of(self, name: str, request: LogitsRequest) -> ProcessorRunner:
         runner = self.runner(name, request.generation)
@@ -160,7 +162,7 @@ class LogitsPipeline:
             runners = [runner for runner in self.runners if runner.name in used]
             self._advancing = [runner for runner in runners if runner.advances]
             self._observing = [runner for runner in runners if runner.observes]
-            active = (runner.active_rows(requests, self._version) for runner in runners)
+            active = [runner.active_rows(requests, self._version) for runner in runners]
             self._active = [rows for rows in active if rows is not None]
         return self._active
 

@@ -59,9 +59,11 @@ class BoundHalf(Generic[HalfT]):
     Attributes:
         name: name of the part.
         half: the half, with the defaults of the hooks that it does not have.
+        original: the half as the part made it.
         source: names the part in messages.
         moves_blocks: see `StepPart.moves_blocks`.
         part: the part.
+        calls: record and time its methods.
         state: its state, for the log.
         key: names the half among those of all generations of the plugins: of one that a live change
             has brought, its name with the generation.
@@ -78,9 +80,10 @@ class BoundHalf(Generic[HalfT]):
     def __init__(self, part: StepPart, half: object, calls: PluginCalls) -> None:
         self._implemented = self.hooks.implemented(half)
         self.half: HalfT = self.hooks.completed(half)
+        self.original = half
         self.name, self.source = part.name, calls.source
         self.moves_blocks = part.moves_blocks
-        self.part, self._calls = part, calls
+        self.part, self.calls = part, calls
         self.state = StateAtFault(part, calls.source)
         self.key, self.since = part.name, 0
         self.until: int | None = None
@@ -110,7 +113,7 @@ class BoundHalf(Generic[HalfT]):
 
     def run(self, method: str, *args: Any, function: Callable[..., Any] | None = None) -> Any:
         """Call a method of the half, or `function` in its place."""
-        return self._calls.run(method, function or getattr(self.half, method), *args)
+        return self.calls.run(method, function or getattr(self.half, method), *args)
 
     def close(self) -> None:
         """Close the half and the part."""
@@ -209,6 +212,7 @@ class BoundPart(BoundHalf[EngineHalf]):
 
     Attributes:
         users: ids of live requests that use it.
+        selects: whether only some requests use it, those of which `uses` returns True.
         ended: ids of those that have ended, by the last step whose plan may have them.
         required: what a request has to give to use the part: the key of its arguments, and
             `INCLUDE` of the part's name.
@@ -235,6 +239,7 @@ class BoundPart(BoundHalf[EngineHalf]):
         """
         super().__init__(part, half, faults.calls("step_parts", source))
         self.users = set[str]()
+        self.selects = self.overrides("uses")
         self.ended: dict[str, int] = {}
         self._scope, self._faults = part.fault_scope, faults
         self.capacity = dict(self.half.capacity)
@@ -295,7 +300,7 @@ def call_for(part: BoundPart, method: str, *args: Any) -> Any:
         RequestError: it refuses the request, or failed.
     """
     try:
-        return part.run(method, *args)
+        return part.calls.run(method, getattr(part.half, method), *args)
     except RequestError:
         raise
     except BaseException as cause:

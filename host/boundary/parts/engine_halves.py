@@ -79,7 +79,10 @@ class EngineHalves:
         self._planned = 0  # the last step
         self._scheduler: Scheduler | None = None
         self._faults: dict[str, RequestFault] = {}
-        self.gates, self.transfers = PartGates(self.of), part_transfers(parts, self._faults)
+        self.gates, self.transfers = (
+            PartGates(self._by_request.get),
+            part_transfers(parts, self._faults),
+        )
         self._find_active()
         self._publishing = [part for part in self._parts if part.overrides("publish")]
 
@@ -187,8 +190,10 @@ class EngineHalves:
             self._again.add(name)
         try:
             given = {*request.plugin_args, *map(INCLUDE, request.params.include)}
-            for part in [p for p in serving if p.half.is_active and p.required <= given]:
-                if call_for(part, "uses", request) if part.overrides("uses") else True:
+            for part in [
+                p for p in serving if p.required <= given and getattr(p.original, "is_active", True)
+            ]:
+                if not part.selects or call_for(part, "uses", request):
                     users.append(part)
                     if part.overrides("check"):
                         call_for(part, "check", request)
@@ -203,7 +208,7 @@ class EngineHalves:
             for part in users:
                 part.users.add(request.request_id)
             self._find_active()
-        return without_data(request)
+        return without_data(request) if request.features else request
 
     def refused(self, request_id: str) -> None:
         """Notify the parts that a request was not added after all."""
@@ -313,7 +318,7 @@ class EngineHalves:
         if self._asked:
             self.add_figures(plan, outputs)
         for part in self._publishing:
-            if part.half.is_active:
+            if getattr(part.original, "is_active", True):
                 self._checked(part, plan, "publish", lambda _: None, outputs)
 
     def add_figures(self, plan: SchedulerOutput, outputs: Mapping[int, EngineCoreOutputs]) -> None:

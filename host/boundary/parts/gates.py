@@ -33,7 +33,8 @@ _Costs: TypeAlias = list[tuple[BoundPart, Mapping[str, int]]]
 class PartGates:
     """The gates and resources of the parts, for a scheduler; see `Gates` of the contract."""
 
-    def __init__(self, parts_of: Callable[[str], Sequence[BoundPart]]) -> None:
+    def __init__(self, parts_of: Callable[[str], Sequence[BoundPart] | None]) -> None:
+        """Ask the parts that `parts_of` returns for the id of a request; None if it uses none."""
         self._parts_of = parts_of
         self._used: dict[str, Counter[str]] = {}  # by part
         self._num_passed: dict[str, int] = {}  # parts of each request whose gate it has passed
@@ -42,12 +43,13 @@ class PartGates:
 
     def holds(self, request: Request) -> bool:
         """Return whether a part has a gate for a request, or counts what it costs."""
-        parts = self._parts_of(request.request_id)
+        if not (parts := self._parts_of(request.request_id)):
+            return False
         return any(part.overrides("gate") or part.overrides("cost") for part in parts)
 
     def wait_reason(self, request: Request) -> WaitReason | None:
         """Return why a request that has not run is not ready; None if it is."""
-        parts = self._parts_of(request.request_id)
+        parts = self._parts_of(request.request_id) or ()
         for place in range(self._num_passed.get(request.request_id, 0), len(parts)):
             part = parts[place]
             if part.overrides("gate"):
@@ -100,10 +102,10 @@ class PartGates:
     def _cost_of(self, request: Request) -> _Costs:
         """Return the costs of a request; the parts are asked once."""
         if (costs := self._costs.get(request.request_id)) is None:
-            parts = self._parts_of(request.request_id)
+            if not (parts := self._parts_of(request.request_id)):
+                return []
             costs = [(p, _checked_cost(p, request)) for p in parts if p.overrides("cost")]
-            if parts:
-                self._costs[request.request_id] = costs
+            self._costs[request.request_id] = costs
         return costs
 
 
@@ -189,8 +191,6 @@ def part_transfers(
 
 def without_data(request: EngineCoreRequest) -> EngineCoreRequest:
     """Return a request without what the encoder gets, as schedulers and workers have it."""
-    if not request.features:
-        return request
     features = [msgspec.structs.replace(feature, data=None) for feature in request.features]
     return msgspec.structs.replace(request, features=features)
 

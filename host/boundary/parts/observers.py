@@ -29,6 +29,7 @@ class Observers:
     """Calls all observers, guarded. Without any, it is false, and need not be called.
 
     Attributes:
+        exist: whether there are any.
         interval_seconds: time between two reports; None without any.
         has_exports: whether `exposition` may return a text.
     """
@@ -46,7 +47,7 @@ class Observers:
             faults: counts their faults, and those of the components that they drive.
             clock: seconds.
         """
-        self._observers = list(observers)
+        self._observers, self.exist = list(observers), bool(observers)
         self._updates = [observer.update for _, observer, _ in observers]
         self._faults, self._clock = faults or StepFaults(), clock
         self._reported_at = clock()
@@ -54,7 +55,7 @@ class Observers:
         self.interval_seconds = min((one for one in intervals if one is not None), default=None)
 
     def __bool__(self) -> bool:
-        return bool(self._observers)
+        return self.exist
 
     @property
     def has_exports(self) -> bool:

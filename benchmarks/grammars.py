@@ -1,7 +1,7 @@
 """Measures the cost of grammars: microseconds per mask, share of a step, compile times.
 
     python benchmarks/grammars.py [--parts masks compile step] [--json FILE]
-    PYTHONPATH=examples/hardpoint_xgrammar/src python benchmarks/grammars.py --backend xgrammar
+    python benchmarks/grammars.py --backend xgrammar    # examples/hardpoint_xgrammar, installed
     python benchmarks/grammars.py --loads regex --batches 1 --rounds 2 --parts masks compile
 
 masks: requests follow texts that fit a grammar, each at another place, as the demo model's
@@ -213,7 +213,7 @@ def measure_masks(
     vocabulary: Vocabulary,
     load: Load,
     tokenizer: Tokenizer,
-    config: GrammarConfig,
+    config: EngineConfig,
     batches: Sequence[int],
     rounds: int,
 ) -> list[dict[str, Any]]:
@@ -229,7 +229,7 @@ def measure_masks(
         describe_fault=describe_fault,
     )
     backend = plugins.create(
-        plugins.get("grammars", config.use),
+        plugins.get("grammars", config.grammar.use),
         GrammarContext,
         vocabulary=vocabulary,
         vocab_size=size,
@@ -276,7 +276,7 @@ def mask(bitmask: Any, requests: Any, ops: Any, logits: torch.Tensor) -> None:
 
 
 def measure_compiling(
-    plugins: PluginSet, vocabulary: Vocabulary, config: GrammarConfig
+    plugins: PluginSet, vocabulary: Vocabulary, config: EngineConfig
 ) -> dict[str, Any]:
     """Return the milliseconds until schemas are ready, the first time and from the cache."""
     manager = GrammarManager(
@@ -403,7 +403,7 @@ def all_masks(
     plugins: PluginSet,
     vocabularies: dict[str, Vocabulary],
     tokenizer: Tokenizer,
-    config: GrammarConfig,
+    config: EngineConfig,
     options: argparse.Namespace,
 ) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Measure the part masks, on one thread; return it by vocabulary and grammar."""
@@ -450,9 +450,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="of the part step")
     options = parser.parse_args()
     result: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "backend": options.backend}
-    config = GrammarConfig(use=options.backend)
     enabled = PluginsConfig(enable=enabled_for(options.backend))
-    plugins = resolve_plugins(EngineConfig(grammar=config, plugins=enabled))
+    config = EngineConfig(grammar=GrammarConfig(use=options.backend), plugins=enabled)
+    plugins = resolve_plugins(config)
     tokenizer = demo_tokenizer(plugins)
     vocabularies = {str(size): enlarged(tokenizer.vocabulary(), size) for size in options.sizes}
     if "masks" in options.parts:

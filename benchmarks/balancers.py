@@ -11,15 +11,14 @@ are in flight, and their prompts are computed after a while. Every second reques
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections import deque
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from engines import save
+from tables import show_table
 
 from hardpoint.plugins import BalancerContext, LoadBalancer
 from hardpoint.testing import ScriptedEngines, scripted_request
@@ -76,15 +75,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
     results = measure(arguments.decisions, arguments.engines)
-    table = Table(title=f"microseconds of a decision, median of {arguments.decisions}")
-    table.add_column("engines")
-    for size in arguments.engines:
-        table.add_column(str(size), justify="right")
-    for name, times in results.items():
-        table.add_row(name, *(f"{value:.2f}" for value in times.values()))
-    Console(width=100).print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2))
+    rows = [
+        [name, *(f"{value:.2f}" for value in times.values())] for name, times in results.items()
+    ]
+    title = f"microseconds of a decision, median of {arguments.decisions}"
+    show_table(title, ("engines", *map(str, arguments.engines)), rows)
+    save(arguments.json, results)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python benchmarks/bounds.py
 
-Measured are reads of memory by all cores, and matrix products of the model's sizes by the best
-library at hand (oneDNN with packed weights, as torch has it). A step of a load takes at least
+Measured are reads of memory by all cores, and matrix products of the model's sizes: by oneDNN with
+packed weights where the processor has its instructions for the dtype, by torch otherwise. A step of
+a load takes at least
 
     max(FLOP of its matrix products / FLOP per second, bytes of weights / bytes per second)
     + bytes of keys and values that it reads / bytes per second
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 _ROWS = (512, 2048)
 _READ_BYTES = 1 << 29
@@ -118,21 +120,32 @@ def read_rate() -> float:
 def _gemm_rate(size: ModelSize, dtype: torch.dtype) -> float:
     weights = [torch.rand(shape).to(dtype) - 0.5 for shape in size.linears]
     flop = 2 * sum(weight.numel() for weight in weights)
-    multiply = torch.ops.mkldnn._linear_pointwise.default
     rates = []
     for rows in _ROWS:
         layer = [
-            (
-                torch.rand(rows, weight.shape[1]).to(dtype) - 0.5,
-                torch.ops.mkldnn._reorder_linear_weight(weight, rows),
-            )
+            (torch.rand(rows, weight.shape[1]).to(dtype) - 0.5, prepared(weight, rows))
             for weight in weights
         ]
-        seconds = _best_seconds(
-            lambda layer=layer: [multiply(x, packed, None, "none", [], "") for x, packed in layer]
-        )
+        seconds = _best_seconds(lambda layer=layer: [multiply(x) for x, multiply in layer])
         rates.append(rows * flop / seconds)
     return max(rates)
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies packed weights of a dtype on this processor."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    is_bfloat16 = dtype == torch.bfloat16
+    return not is_bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def prepared(weight: torch.Tensor, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that multiplies a number of rows by a weight, by the fastest library."""
+    if not can_pack(weight.dtype):
+        return lambda x: F.linear(x, weight)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: linear(x, packed, None, "none", [], "")
 
 
 def _best_seconds(call: Callable[[], object]) -> float:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import random
 import time
 from collections import defaultdict
@@ -21,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from engines import save
+from tables import show_table
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.core.engine.core import EngineCore
@@ -137,23 +136,19 @@ def measure(llm: LLM, timers: Timers, running: int, prompt: int, steps: int) -> 
 
 def show(result: dict[str, dict[str, float]]) -> None:
     """Print the table."""
-    table = Table(title="milliseconds of a step (share), by number of running requests")
-    table.add_column("part")
-    for running in result:
-        table.add_column(running, justify="right")
-    table.add_column("what it is")
-    for part, what in PARTS.items():
-        cells = [
-            f"{found[part]:.2f} ({found[part] / found['step']:.0%})" for found in result.values()
+    columns = list(result.values())
+    rows = [
+        [
+            part,
+            *(f"{found[part]:.2f} ({found[part] / found['step']:.0%})" for found in columns),
+            what,
         ]
-        table.add_row(part, *cells, what)
-    table.add_section()
-    table.add_row("step", *(f"{found['step']:.2f}" for found in result.values()), "their sum")
-    table.add_row(
-        "", *(f"{found['untimed']:.2f}" for found in result.values()), "steps without timers"
-    )
-    table.add_row("", *(f"{found['repeated']:.2f}" for found in result.values()), "repeated steps")
-    Console(width=120).print(table)
+        for part, what in PARTS.items()
+    ]
+    sums = {"step": "their sum", "untimed": "steps without timers", "repeated": "repeated steps"}
+    rows += [[key, *(f"{found[key]:.2f}" for found in columns), what] for key, what in sums.items()]
+    title = "milliseconds of a step (share), by number of running requests"
+    show_table(title, ("part", *result, "meaning"), rows)
 
 
 def main() -> None:
@@ -183,8 +178,7 @@ def main() -> None:
                 else:
                     result[str(running)]["repeated"] = found["untimed"]
     show(result)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+    save(options.json, result)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
     python benchmarks/executors.py [--rounds 5] [--json result.json]
 
-Three tables. Steps: microseconds per step of the scripted model, whose forward pass costs next to
-nothing, so that what is left is the executor: encoding, sending, waking up workers, their
-answers. Bytes: what is sent to the workers and back per step. A real shape: output tokens per
-second of a random Llama, and which share of a step of rank 0 is spent in collectives, which is
-mostly waiting for the other ranks.
+Two tables. Steps: microseconds per step of the scripted model, whose forward pass costs next to
+nothing, so that the executor remains: encoding, sending, waking up workers, their answers. A real
+shape: output tokens per second of a random Llama, and which share of a step of rank 0 is spent in
+collectives, which is mostly waiting for the other ranks.
 
 More ranks than cores take turns on them: the line above the tables has their number.
 """
@@ -14,7 +13,6 @@ More ranks than cores take turns on them: the line above the tables has their nu
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import random
@@ -22,21 +20,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
-from rich.console import Console
-from rich.table import Table
+from engines import parser_of, save
+from tables import show_table
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.plugins import Executor, GrammarBitmask, ModelRunnerOutput, SchedulerOutput, Wrapper
+from hardpoint.plugins import Wrapper
 from hardpoint.plugins.parallel import Communicator
 from hardpoint.testing import scripted_config, write_scripted_model
-from hardpoint.toolkit.workers.calls import encode_call
 
 RANKS = {
     "uniproc": (1, 1),
@@ -46,7 +41,7 @@ RANKS = {
     "pipeline 4": (1, 4),
 }
 LOADS = (1, 32)
-PARTS = ("steps", "bytes", "shape")
+PARTS = ("steps", "shape")
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 257,
@@ -59,36 +54,6 @@ _LLAMA = {
     "eos_token_id": 256,
 }
 _TIMES = "HARDPOINT_BENCHMARK_TIMES"
-_CONSOLE = Console(width=120)
-
-
-class Counted(Wrapper[Executor], Executor):
-    """Counts the bytes of the calls and results of steps."""
-
-    contract = 1
-    sent: list[int] = []
-    received: list[int] = []
-
-    class Options(Wrapper.Options):
-        """Wraps the executor that is measured."""
-
-        wraps: str = "multiproc"
-
-    def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
-        """Count the plan of a step that has tokens."""
-        if plan.total_num_scheduled_tokens:
-            self.sent.append(len(encode_call("execute_model", (plan,))))
-        future: Future[ModelRunnerOutput | None] = super().execute_model(plan)
-        return future
-
-    def sample_tokens(
-        self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
-    ) -> Future[ModelRunnerOutput]:
-        """Count the call, and its result."""
-        self.sent.append(len(encode_call("sample_tokens", (plan, bitmask))))
-        future: Future[ModelRunnerOutput] = super().sample_tokens(plan, bitmask)
-        self.received.append(len(msgspec.msgpack.encode(future.result())))
-        return future
 
 
 class Timed(Wrapper[Communicator], Communicator):
@@ -135,42 +100,25 @@ class Timed(Wrapper[Communicator], Communicator):
 
 def main() -> None:
     """Measure and print."""
-    arguments = _arguments()
-    cores = len(os.sched_getaffinity(0))
-    _CONSOLE.print(f"{cores} cores; ranks that are more take turns on them")
-    with tempfile.TemporaryDirectory() as folder:
-        scripted = scripted_config(write_scripted_model(Path(folder) / "scripted"))
-        random_llama = _random_llama(Path(folder) / "llama", arguments)
-        names = arguments.ranks
-        several = [name for name in names if name != "uniproc"]
-        parts = {
-            "steps": lambda: _steps(scripted, names, arguments),
-            "bytes": lambda: _bytes(scripted, several, arguments),
-            "shape": lambda: _shape(random_llama, names, arguments, Path(folder) / "times"),
-        }
-        report = {part: parts[part]() for part in arguments.parts}
-    _show(report)
-    if importlib.util.find_spec("vllm"):
-        _CONSOLE.print(
-            "vLLM: its multiproc executor is measured by benchmarks/engines.py, in an environment "
-            "of its own, with tensor_parallel_size"
-        )
-    else:
-        _CONSOLE.print("vLLM is not installed: its multiproc executor was not measured")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = parser_of(__doc__, rounds=5, peers=False)
     parser.add_argument("--tokens", type=int, default=64, help="output tokens per request")
     parser.add_argument("--ranks", nargs="+", choices=RANKS, default=list(RANKS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the Llama")
     parser.add_argument("--layers", type=int, default=8, help="of the Llama")
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    print(f"{len(os.sched_getaffinity(0))} cores; ranks that are more take turns on them")
+    report: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if "steps" in arguments.parts:
+            scripted = scripted_config(write_scripted_model(Path(folder) / "scripted"))
+            report["steps"] = _steps(scripted, arguments.ranks, arguments)
+            _show_steps(report["steps"])
+        if "shape" in arguments.parts:
+            llama = _random_llama(Path(folder) / "llama", arguments)
+            report["shape"] = _shape(llama, arguments.ranks, arguments, Path(folder) / "times")
+            _show_shape(report["shape"])
+    save(arguments.json, report)
 
 
 def _random_llama(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -182,9 +130,9 @@ def _random_llama(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
     return {"model": str(folder), "load": {"use": "dummy"}, "dtype": "float32", "device": "cpu"}
 
 
-def _with_ranks(config: dict[str, Any], name: str, executor: str = "multiproc") -> dict[str, Any]:
+def _with_ranks(config: dict[str, Any], name: str) -> dict[str, Any]:
     tensor, pipeline = RANKS[name]
-    used = executor if tensor * pipeline > 1 else "uniproc"
+    used = "multiproc" if tensor * pipeline > 1 else "uniproc"
     parallel = {"tensor": tensor, "pipeline": pipeline}
     return {**config, "max_model_len": 256, "executor": {"use": used}, "parallel": parallel}
 
@@ -235,28 +183,6 @@ def _steps(
     return result
 
 
-def _bytes(
-    config: dict[str, Any], names: list[str], arguments: argparse.Namespace
-) -> dict[str, dict[str, list[float]]]:
-    """Return the median bytes per decode step, sent and received, by load and ranks."""
-    result: dict[str, dict[str, list[float]]] = {}
-    params = SamplingParams(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)
-    for count in LOADS:
-        result[str(count)] = {}
-        for name in names:
-            Counted.sent.clear()
-            Counted.received.clear()
-            with LLM(config=_with_ranks(config, name, f"{__name__}:Counted")) as llm:
-                llm.generate(_prompts(count, 0), params)
-            # A step is two calls: its plan, and the sampling.
-            pairs = [sum(pair) for pair in zip(Counted.sent[::2], Counted.sent[1::2], strict=True)]
-            result[str(count)][name] = [
-                statistics.median(pairs),
-                statistics.median(Counted.received),
-            ]
-    return result
-
-
 def _shape(
     config: dict[str, Any], names: list[str], arguments: argparse.Namespace, times: Path
 ) -> dict[str, dict[str, dict[str, float]]]:
@@ -294,44 +220,22 @@ def _collectives(
     return {"share": seconds / whole, "microseconds": seconds / calls * 1e6}
 
 
-def _show(report: dict[str, Any]) -> None:
-    for part, show in (("steps", _show_steps), ("bytes", _show_bytes), ("shape", _show_shape)):
-        if part in report:
-            show(report[part])
+def _show_steps(times: dict[str, dict[str, float]]) -> None:
+    rows = []
+    for count, found in times.items():
+        base = found.get("uniproc", min(found.values()))
+        rows.append([count, *(f"{value:.0f} ({value / base:.1f}x)" for value in found.values())])
+    title = "Scripted model: microseconds per token of each request"
+    show_table(title, ("requests", *next(iter(times.values()))), rows)
 
 
-def _show_steps(found: dict[str, dict[str, float]]) -> None:
-    rows = {}
-    for count, times in found.items():
-        base = times.get("uniproc", min(times.values()))
-        rows[count] = {n: f"{value:.0f} ({value / base:.1f}x)" for n, value in times.items()}
-    _print("Scripted model: microseconds per token of each request", rows)
-
-
-def _show_bytes(found: dict[str, dict[str, list[float]]]) -> None:
-    rows = {
-        count: {name: f"{sent:.0f} / {back:.0f}" for name, (sent, back) in sizes.items()}
-        for count, sizes in found.items()
-    }
-    _print("Bytes per decode step, to the workers (broadcast once) / back", rows)
-
-
-def _show_shape(found: dict[str, dict[str, dict[str, float]]]) -> None:
-    rows = {}
-    for count, rates in found.items():
-        base = rates.get("uniproc", next(iter(rates.values())))["tokens"]
-        rows[count] = {name: _rate(rate, base) for name, rate in rates.items()}
-    _print("Random Llama: tokens/s (next to uniproc), share of collectives, time of each", rows)
-
-
-def _print(title: str, rows: dict[str, dict[str, str]]) -> None:
-    table = Table(title=title)
-    names = list(next(iter(rows.values())))
-    for column in ("requests", *names):
-        table.add_column(column, justify="right")
-    for count, cells in rows.items():
-        table.add_row(count, *(cells[name] for name in names))
-    _CONSOLE.print(table)
+def _show_shape(rates: dict[str, dict[str, dict[str, float]]]) -> None:
+    rows = []
+    for count, found in rates.items():
+        base = found.get("uniproc", next(iter(found.values())))["tokens"]
+        rows.append([count, *(_rate(rate, base) for rate in found.values())])
+    title = "Random Llama: tokens/s (next to uniproc), share of collectives, time of each"
+    show_table(title, ("requests", *next(iter(rates.values()))), rows)
 
 
 def _rate(found: dict[str, float], base: float) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fleet_plot import draw
+from plots import draw_fleets
 from rich.console import Console
 from rich.table import Table
 
@@ -166,7 +166,7 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2))
     if arguments.plot:
-        arguments.plot.write_text(draw(results))
+        arguments.plot.write_text(draw_fleets(results))
 
 
 if __name__ == "__main__":

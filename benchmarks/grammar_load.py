@@ -1,4 +1,4 @@
-"""Grammars and texts that fit them, for benchmarks/grammars.py and its peer."""
+"""Grammars and texts that fit them, for benchmarks/grammars.py."""
 
 from __future__ import annotations
 

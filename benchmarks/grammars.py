@@ -1,15 +1,14 @@
 """Measures the cost of grammars: microseconds per mask, share of a step, compile times.
 
     python benchmarks/grammars.py [--parts masks compile step] [--json FILE]
-    python benchmarks/grammars.py --python vllm=/opt/vllm/bin/python    # its xgrammar, by itself
-    python benchmarks/grammars.py --backend xgrammar --loads regex --batches 1 32
+    python benchmarks/grammars.py --backend xgrammar    # examples/hardpoint_xgrammar, installed
+    python benchmarks/grammars.py --loads regex --batches 1 --rounds 2 --parts masks compile
 
 masks: requests follow texts that fit a grammar, each at another place, as the demo model's
 tokenizer divides them. Per row: the backend's mask and the token that follows; the engine's bitmask
 as a whole, in which both are contained; and what the worker does to the logits with it, with the
 kernels and with torch. The larger vocabulary has made-up tokens after the demo's. Printed are
-medians over the steps of processor time on one thread, and the slowest step in parentheses. vLLM's
-default backend, xgrammar, makes masks of the same texts in its own environment, without vLLM.
+medians over the steps of processor time on one thread, and the slowest step in parentheses.
 
 compile: from a new request until its first mask is ready, and the same of a grammar that is cached.
 
@@ -21,28 +20,23 @@ strings have any length; in the other some have a `maxLength`, near which masks 
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
 import functools
 import itertools
-import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from breakdown import Timers
+from engines import parser_of, save
 from grammar_load import LOADS, OBJECTS, Load, schemas
-from rich.console import Console
-from rich.table import Table
+from tables import show_table
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.step_parts.structured.grammars import GrammarManager
@@ -219,7 +213,7 @@ def measure_masks(
     vocabulary: Vocabulary,
     load: Load,
     tokenizer: Tokenizer,
-    config: GrammarConfig,
+    config: EngineConfig,
     batches: Sequence[int],
     rounds: int,
 ) -> list[dict[str, Any]]:
@@ -235,7 +229,7 @@ def measure_masks(
         describe_fault=describe_fault,
     )
     backend = plugins.create(
-        plugins.get("grammars", config.use),
+        plugins.get("grammars", config.grammar.use),
         GrammarContext,
         vocabulary=vocabulary,
         vocab_size=size,
@@ -282,7 +276,7 @@ def mask(bitmask: Any, requests: Any, ops: Any, logits: torch.Tensor) -> None:
 
 
 def measure_compiling(
-    plugins: PluginSet, vocabulary: Vocabulary, config: GrammarConfig
+    plugins: PluginSet, vocabulary: Vocabulary, config: EngineConfig
 ) -> dict[str, Any]:
     """Return the milliseconds until schemas are ready, the first time and from the cache."""
     manager = GrammarManager(
@@ -365,64 +359,17 @@ def measure_step(
     }
 
 
-def ask_peer(
-    python: str,
-    vocabularies: dict[str, Vocabulary],
-    loads: dict[str, Load],
-    tokenizer: Tokenizer,
-    options: argparse.Namespace,
-) -> dict[str, Any]:
-    """Return xgrammar's figures, from its own environment; none if it is not installed there."""
-    found = subprocess.run([python, "-c", "import xgrammar"], capture_output=True, check=False)
-    if found.returncode:
-        print(f"{python} has no xgrammar: it is not measured", file=sys.stderr)
-        return {}
-    question = {
-        "vocabularies": {
-            name: [base64.b64encode(token).decode() for token in vocabulary.tokens]
-            for name, vocabulary in vocabularies.items()
-        },
-        "loads": {
-            name: {
-                "structured": load.structured,
-                "texts": [tokenizer.encode(t, add_special_tokens=False) for t in load.texts()],
-            }
-            for name, load in loads.items()
-        },
-        "schemas": schemas(),
-        "batches": options.batches,
-        "rounds": options.rounds,
-    }
-    done = subprocess.run(
-        [python, str(Path(__file__).with_name("grammars_peer.py"))],
-        input=json.dumps(question),
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"xgrammar ended early:\n{done.stderr[-3000:]}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
-
-
-def show_masks(found: dict[str, dict[str, list[dict[str, Any]]]], peer: dict[str, Any]) -> None:
+def show_masks(results: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
     """Print what masks cost."""
-    table = Table(title="microseconds per row: median of the steps (the slowest step)")
-    for column in ("vocabulary, grammar", "rows", "mask", "token", "bitmask", "kernels", "torch"):
-        table.add_column(column, justify="left" if column.startswith("voc") else "right")
-    if peer:
-        table.add_column(f"xgrammar {peer['version']}: mask", justify="right")
-    for vocabulary, loads in found.items():
-        for name, results in loads.items():
-            for index, result in enumerate(results):
-                parts = ("fill", "advance", "bitmask", "native", "torch")
-                cells = [short(result[part]) for part in parts]
-                if peer:
-                    theirs = peer["masks"][vocabulary].get(name)
-                    cells.append(short(theirs[index]["fill"]) if theirs else "")
-                table.add_row(f"{vocabulary} {name}", str(result["rows"]), *cells)
-    Console(width=130).print(table)
+    parts = ("fill", "advance", "bitmask", "native", "torch")
+    rows = [
+        [f"{vocabulary} {name}", str(result["rows"]), *(short(result[part]) for part in parts)]
+        for vocabulary, loads in results.items()
+        for name, listed in loads.items()
+        for result in listed
+    ]
+    heads = ("vocabulary, grammar", "rows", "mask", "token", "bitmask", "kernels", "torch")
+    show_table("microseconds per row: median of the steps (the slowest step)", heads, rows)
 
 
 def short(values: list[float]) -> str:
@@ -456,7 +403,7 @@ def all_masks(
     plugins: PluginSet,
     vocabularies: dict[str, Vocabulary],
     tokenizer: Tokenizer,
-    config: GrammarConfig,
+    config: EngineConfig,
     options: argparse.Namespace,
 ) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Measure the part masks, on one thread; return it by vocabulary and grammar."""
@@ -491,54 +438,35 @@ def all_steps(options: argparse.Namespace) -> dict[str, dict[str, dict[str, floa
     return results
 
 
-def peer_python(given: str | None) -> str:
-    """Return the interpreter that `--python` names."""
-    name, _, path = (given or f"vllm={sys.executable}").partition("=")
-    if name != "vllm" or not Path(path).is_file():
-        raise SystemExit(f"--python: expected vllm=PATH of an interpreter, got {given!r}")
-    return path
-
-
 def main() -> None:
     """Parse arguments and run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__, rounds=100, peers=False)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 256])
     parser.add_argument("--sizes", nargs="+", type=int, default=[49_152, 128_256])
     parser.add_argument("--running", nargs="+", type=int, default=[1, 32], help="in the part step")
-    parser.add_argument("--rounds", type=int, default=100, help="counted steps (default 100)")
     parser.add_argument("--backend", default=GrammarConfig().use)
     parser.add_argument("--model", default="smollm2", help="of the part step")
-    parser.add_argument("--python", metavar="vllm=PATH", help="its interpreter; default: this one")
-    parser.add_argument("--json", type=Path, help="also write the result here")
     options = parser.parse_args()
-    python = peer_python(options.python)
     result: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "backend": options.backend}
-    config = GrammarConfig(use=options.backend)
     enabled = PluginsConfig(enable=enabled_for(options.backend))
-    plugins = resolve_plugins(EngineConfig(grammar=config, plugins=enabled))
+    config = EngineConfig(grammar=GrammarConfig(use=options.backend), plugins=enabled)
+    plugins = resolve_plugins(config)
     tokenizer = demo_tokenizer(plugins)
     vocabularies = {str(size): enlarged(tokenizer.vocabulary(), size) for size in options.sizes}
-    peer: dict[str, Any] = {}
-    if {"masks", "compile"} & set(options.parts):
-        loads = {name: LOADS[name] for name in options.loads}
-        peer = result["peer"] = ask_peer(python, vocabularies, loads, tokenizer, options)
     if "masks" in options.parts:
         result["masks"] = all_masks(plugins, vocabularies, tokenizer, config, options)
-        show_masks(result["masks"], peer)
+        show_masks(result["masks"])
     if "compile" in options.parts:
         result["compile"] = {
             size: measure_compiling(plugins, vocabulary, config)
             for size, vocabulary in vocabularies.items()
         }
         show_compiling(result["compile"], options.backend)
-        if peer:
-            show_compiling(peer["compile"], f"xgrammar {peer['version']} by itself")
     if "step" in options.parts:
         result["step"] = all_steps(options)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+    save(options.json, result)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,14 @@ token, and per further token.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from engines import parser_of, save
+from tables import show_table
 
 from hardpoint import LLM, SamplingParams, plugins
 from hardpoint.plugins import LogitsProcessor, Phase, Rows
@@ -72,7 +71,7 @@ def measure(folder: Path, engines: int, arguments: argparse.Namespace) -> dict[s
     count = engines * arguments.rows
     with LLM(config=config) as llm:
         run(llm, count, 2, 1.0)  # whatever is done once
-        first = statistics.median(run(llm, count, 1, 0.0)[1] for _ in range(5))
+        first = statistics.median(run(llm, count, 1, 0.0)[1] for _ in range(arguments.rounds))
         seconds, spent = run(llm, count, arguments.tokens, arguments.milliseconds)
     further = count * (arguments.tokens - 1)
     return {
@@ -84,28 +83,26 @@ def measure(folder: Path, engines: int, arguments: argparse.Namespace) -> dict[s
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__, rounds=5, peers=False)
     parser.add_argument("--engines", nargs="*", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--rows", type=int, default=8, help="requests of each engine")
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--milliseconds", type=float, default=40.0, help="of a step")
-    parser.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = write_scripted_model(Path(name))
         results = {str(n): measure(folder, n, arguments) for n in arguments.engines}
-    table = Table(title=f"{arguments.rows} requests each, steps of {arguments.milliseconds:g} ms")
-    for heading in ("engines", "tok/s", "of n times one", "us per request", "us per token"):
-        table.add_column(heading, justify="right")
     first, one = next(iter(results.items()))
+    rows = []
     for size, figures in results.items():
         share = figures["tokens_per_second"] / (one["tokens_per_second"] * int(size) / int(first))
-        request, token = figures["microseconds_per_request"], figures["microseconds_per_token"]
-        rate = f"{figures['tokens_per_second']:.0f}"
-        table.add_row(size, rate, f"{share:.3f}", f"{request:.0f}", f"{token:.1f}")
-    Console(width=100).print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2))
+        rate, request, token = figures.values()
+        rows.append([size, f"{rate:.0f}", f"{share:.3f}", f"{request:.0f}", f"{token:.1f}"])
+    title = f"{arguments.rows} requests each, steps of {arguments.milliseconds:g} ms"
+    show_table(
+        title, ("engines", "tok/s", "of n times one", "us per request", "us per token"), rows
+    )
+    save(arguments.json, results)
 
 
 if __name__ == "__main__":

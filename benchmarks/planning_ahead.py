@@ -17,7 +17,6 @@ tokens per second of both.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import tempfile
@@ -28,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from engines import parser_of, save
+from tables import show_table
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.plugins import AttentionContext, ModelContext
@@ -57,7 +56,6 @@ AHEAD: dict[bool, dict[str, Any]] = {
 }
 _SECONDS = "HARDPOINT_BENCHMARK_DEVICE_SECONDS"
 _FEW_TOKENS = 8
-_CONSOLE = Console(width=120)
 
 
 class Device(HistoryAttention):
@@ -94,7 +92,13 @@ class SameToken(ScriptedModel):
 
 def main() -> None:
     """Measure and print."""
-    arguments = _arguments()
+    parser = parser_of(__doc__, rounds=5, peers=False)
+    parser.add_argument("--running", type=int, nargs="+", default=list(DEVICE_MS))
+    parser.add_argument("--device-ms", type=float, help="of each step; by default by size")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--tokens", type=int, default=48, help="output tokens per request")
+    parser.add_argument("--model", help="a real one, instead of a device of a stated time")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_scripted_model(Path(folder))
         report = {
@@ -106,20 +110,7 @@ def main() -> None:
             if name in arguments.engines
         }
     (_show_rates if arguments.model else _show)(report)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--running", type=int, nargs="+", default=list(DEVICE_MS))
-    parser.add_argument("--device-ms", type=float, help="of each step; by default by size")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=48, help="output tokens per request")
-    parser.add_argument("--model", help="a real one, instead of a device of a stated time")
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    save(arguments.json, report)
 
 
 def _measure(
@@ -178,28 +169,24 @@ def _slept_ms(milliseconds: float) -> float:
 
 
 def _show(report: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    table = Table(title="Milliseconds per step")
-    columns = ("engine", "requests", "device", "step", "step ahead", "host", "host ahead", "hidden")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
+    rows = []
     for name, sizes in report.items():
         for count, found in sizes.items():
             device, plain, ahead = found["device"], found["plain"], found["ahead"]
             times = (device, plain, ahead, plain - device, ahead - device)
             hidden = 1 - (ahead - device) / (plain - device)
-            table.add_row(name, count, *(f"{time:.2f}" for time in times), f"{hidden:.0%}")
-    _CONSOLE.print(table)
+            rows.append([name, count, *(f"{time:.2f}" for time in times), f"{hidden:.0%}"])
+    heads = ("engine", "requests", "device", "step", "step ahead", "host", "host ahead", "hidden")
+    show_table("Milliseconds per step", heads, rows)
 
 
 def _show_rates(report: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    table = Table(title="Tokens per second")
-    for index, column in enumerate(("engine", "requests", "plain", "ahead", "ahead / plain")):
-        table.add_column(column, justify="right" if index else "left")
+    rows = []
     for name, sizes in report.items():
         for count, found in sizes.items():
             plain, ahead = (int(count) * 1000 / found[mode] for mode in ("plain", "ahead"))
-            table.add_row(name, count, f"{plain:.0f}", f"{ahead:.0f}", f"{ahead / plain:.2f}")
-    _CONSOLE.print(table)
+            rows.append([name, count, f"{plain:.0f}", f"{ahead:.0f}", f"{ahead / plain:.2f}"])
+    show_table("Tokens per second", ("engine", "requests", "plain", "ahead", "ahead / plain"), rows)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """How often other weights and dtypes choose the token that float32 chooses, and their perplexity.
 
+    python benchmarks/quality.py --positions 200    # whether it runs
     python benchmarks/quality.py [--positions 3000] [--folder FOLDER] [--cache-dtypes int8 fp8]
 
 Each text of the source tree is read at once, and the likeliest next token is compared at every
@@ -20,8 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from engines import exported
-from rich.console import Console
-from rich.table import Table
+from tables import show_table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hardpoint import LLM, SamplingParams
@@ -97,10 +97,37 @@ def read_by_hardpoint(
     return Reading(choices, math.exp(sum(losses) / len(losses)))
 
 
-def add_row(table: Table, name: str, found: Reading, expected: Reading) -> None:
-    """Add a row: how many choices are the expected ones, and the perplexity."""
-    equal = sum(a == b for a, b in zip(found.choices, expected.choices, strict=True))
-    table.add_row(name, str(equal), f"{found.perplexity:.3f}")
+def compare(folder: Path, positions: int, cache_dtypes: list[str]) -> list[list[str]]:
+    """Return the rows of the table; each reference comes before those that are compared with it."""
+    checkpoint = folder / "checkpoint"
+    texts = read_texts(checkpoint, positions)
+    (gguf,) = (folder / "gguf").glob("*.gguf")
+    expected = read_by_transformers(checkpoint, texts, torch.float32)
+    rows = [["transformers, float32", "", f"{expected.perplexity:.3f}"]]
+
+    def add(name: str, found: Reading) -> None:
+        equal = sum(a == b for a, b in zip(found.choices, expected.choices, strict=True))
+        rows.append([name, f"{equal} of {len(found.choices)}", f"{found.perplexity:.3f}"])
+
+    add("transformers, bfloat16", read_by_transformers(checkpoint, texts, torch.bfloat16))
+    for dtype, quantization, cache_dtype in (
+        ("float32", "auto", "auto"),
+        ("bfloat16", "auto", "auto"),
+        *(("bfloat16", "auto", cache_dtype) for cache_dtype in cache_dtypes),
+        ("bfloat16", "int8", "auto"),
+        ("bfloat16", "int4", "auto"),
+    ):
+        weights = "" if quantization == "auto" else f", {quantization}"
+        cache = "" if cache_dtype == "auto" else f", {cache_dtype} keys and values"
+        found = read_by_hardpoint(checkpoint, texts, dtype, quantization, cache_dtype)
+        add(f"Hardpoint, {dtype}{weights}{cache}", found)
+    expected = read_by_hardpoint(gguf, texts, "float32", "none")
+    rows.append(["Hardpoint, float32, GGUF dequantized", "", f"{expected.perplexity:.3f}"])
+    add("Hardpoint, float32, GGUF", read_by_hardpoint(gguf, texts, "float32"))
+    add("Hardpoint, bfloat16, GGUF", read_by_hardpoint(gguf, texts, "bfloat16"))
+    name = "Hardpoint, bfloat16, GGUF dequantized"
+    add(name, read_by_hardpoint(gguf, texts, "bfloat16", "none"))
+    return rows
 
 
 def main() -> None:
@@ -111,42 +138,8 @@ def main() -> None:
     parser.add_argument("--cache-dtypes", nargs="*", default=["int8", "fp8"])
     options = parser.parse_args()
     with exported(options.folder) as folder:
-        checkpoint = folder / "checkpoint"
-        texts = read_texts(checkpoint, options.positions)
-        (gguf,) = (folder / "gguf").glob("*.gguf")
-        expected = read_by_transformers(checkpoint, texts, torch.float32)
-        table = Table(title=f"positions of {len(expected.choices)} with float32's choice")
-        table.add_column("engine")
-        for column in ("equal", "perplexity"):
-            table.add_column(column, justify="right")
-        table.add_row("transformers, float32", "", f"{expected.perplexity:.3f}")
-        for name, found in (
-            ("transformers, bfloat16", read_by_transformers(checkpoint, texts, torch.bfloat16)),
-            ("Hardpoint, float32", read_by_hardpoint(checkpoint, texts, "float32")),
-            ("Hardpoint, bfloat16", read_by_hardpoint(checkpoint, texts, "bfloat16")),
-            *(
-                (
-                    f"Hardpoint, bfloat16, {cache_dtype} keys and values",
-                    read_by_hardpoint(checkpoint, texts, "bfloat16", cache_dtype=cache_dtype),
-                )
-                for cache_dtype in options.cache_dtypes
-            ),
-            ("Hardpoint, bfloat16, int8", read_by_hardpoint(checkpoint, texts, "bfloat16", "int8")),
-            ("Hardpoint, bfloat16, int4", read_by_hardpoint(checkpoint, texts, "bfloat16", "int4")),
-        ):
-            add_row(table, name, found, expected)
-        expected = read_by_hardpoint(gguf, texts, "float32", "none")
-        table.add_row("Hardpoint, float32, GGUF dequantised", "", f"{expected.perplexity:.3f}")
-        for name, found in (
-            ("Hardpoint, float32, GGUF", read_by_hardpoint(gguf, texts, "float32")),
-            ("Hardpoint, bfloat16, GGUF", read_by_hardpoint(gguf, texts, "bfloat16")),
-            (
-                "Hardpoint, bfloat16, GGUF dequantised",
-                read_by_hardpoint(gguf, texts, "bfloat16", "none"),
-            ),
-        ):
-            add_row(table, name, found, expected)
-    Console(width=100).print(table)
+        rows = compare(folder, options.positions, options.cache_dtypes)
+    show_table("positions with float32's choice", ("engine", "equal", "perplexity"), rows)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,13 @@ and the median and the largest time to the first token; and the same median for 
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from engines import parser_of, save
+from tables import show_table
 
 from hardpoint import LLM, SamplingParams
 
@@ -31,27 +28,23 @@ _PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 def main() -> None:
     """Measure, and print the table."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, rounds=1, peers=False)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--conversations", type=int, default=4)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = {
+    results = {
         name: measure(options.model, options.turns, options.conversations, seconds)
         for name, seconds in (("none", None), ("retain_seconds = 600", 600.0))
     }
-    table = Table("retention", "prompt tokens found", "TTFT of turns, ms: p50", "max", "of others")
-    for name, figures in found.items():
-        table.add_row(
-            name,
-            f"{figures['found']:.1%}",
-            *(f"{1e3 * figures[key]:.0f}" for key in ("ttft_p50", "ttft_max", "others_p50")),
-        )
-    Console(width=100).print(table)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=2))
+    heads = ("retention", "prompt tokens found", "TTFT of turns, ms: p50", "max", "of others")
+    keys = ("ttft_p50", "ttft_max", "others_p50")
+    rows = [
+        [name, f"{figures['found']:.1%}", *(f"{1e3 * figures[key]:.0f}" for key in keys)]
+        for name, figures in results.items()
+    ]
+    show_table("conversations", heads, rows)
+    save(options.json, results)
 
 
 def measure(model: str, turns: int, conversations: int, seconds: float | None) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Microseconds of the scheduler, compared with vLLM's Scheduler class where it is installed.
 
     python benchmarks/scheduler.py                          # the whole table
+    python benchmarks/scheduler.py --sizes 1 --no-waiting --steps 2   # whether it runs
     python benchmarks/scheduler.py --sizes 32 256 --no-waiting --steps 50 --json result.json
 
 No model runs. A step is `schedule`, then `update` with a token per request; both are timed, the
@@ -37,8 +38,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from scheduling_load import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -50,6 +49,7 @@ from scheduling_load import (
     timed,
 )
 from scheduling_vllm import Vllm, VllmCache
+from tables import show_table
 
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.host.boundary.faults import StepFaults
@@ -311,36 +311,27 @@ def ratio(result: dict[str, Any], key: str) -> str:
 
 def show_decodes(results: list[dict[str, Any]], names: list[str]) -> None:
     """Print the table of steps."""
-    table = Table(title="microseconds per step (ratio: vLLM / Hardpoint)")
-    table.add_column("decodes / waiting", justify="right")
-    for name in names:
-        for title in (f"{name} schedule", "update", "step"):
-            table.add_column(title, justify="right")
-    table.add_column("ratio", justify="right")
-    table.add_column("record", justify="right")
+    heads = [title for name in names for title in (f"{name} schedule", "update", "step")]
+    rows = []
     for result in results:
-        cells = [f"{result['running']} / {result['waiting']}"]
-        for name in names:
-            cells += [f"{value:,.0f}" for value in result[name].values()]
+        cells = [f"{value:,.0f}" for name in names for value in result[name].values()]
         record = f"{result['record']['microseconds']:+.1f} ({result['record']['share']:+.1%})"
-        table.add_row(*cells, ratio(result, "step"), record)
-    Console(width=120).print(table)
+        size = f"{result['running']} / {result['waiting']}"
+        rows.append([size, *cells, ratio(result, "step"), record])
+    title = "microseconds per step (ratio: vLLM / Hardpoint)"
+    show_table(title, ("decodes / waiting", *heads, "ratio", "record"), rows)
 
 
 def show_prefixes(results: list[dict[str, Any]], names: list[str]) -> None:
     """Print the table of look-ups."""
-    table = Table(title="prefix cache, full hit, microseconds")
-    table.add_column("tokens / block", justify="right")
-    for name in names:
-        table.add_column(f"{name} hashes", justify="right")
-        table.add_column("look-up", justify="right")
-    table.add_column("ratios", justify="right")
+    heads = [title for name in names for title in (f"{name} hashes", "look-up")]
+    rows = []
     for result in results:
-        cells = [f"{result['tokens']} / {result['block_size']}"]
-        for name in names:
-            cells += [f"{value:,.1f}" for value in result[name].values()]
-        table.add_row(*cells, f"{ratio(result, 'hashes')} {ratio(result, 'look_up')}")
-    Console(width=120).print(table)
+        cells = [f"{value:,.1f}" for name in names for value in result[name].values()]
+        ratios = f"{ratio(result, 'hashes')} {ratio(result, 'look_up')}"
+        rows.append([f"{result['tokens']} / {result['block_size']}", *cells, ratios])
+    title = "prefix cache, full hit, microseconds"
+    show_table(title, ("tokens / block", *heads, "ratios"), rows)
 
 
 def main() -> None:

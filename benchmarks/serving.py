@@ -4,11 +4,13 @@
     python benchmarks/serving.py --server --peers
     python benchmarks/serving.py --streams 1 16 --requests 4 --rounds 3 --json result.json
     python benchmarks/serving.py --streams 16 64 --steps 0 50 100 200 --plot steps.svg
+    python benchmarks/serving.py --busy 0 1 2 --rounds 5
+    python benchmarks/serving.py --streams 1 --requests 1 --rounds 1 --peers    # whether it runs
 
 Each stream sends a request of 128 tokens, reads the 64 tokens of its answer one by one, with text,
 and sends the next request. All engines stay up and take turns, round by round. Printed are output
 tokens per second, p50 and p99 of the time to the first token and of the time between two outputs,
-and the greatest of these, in milliseconds: medians of the rounds, and others' over Hardpoint's
+and the greatest of these, in milliseconds: medians of the rounds, and ratios to Hardpoint's
 AsyncLLM; and microseconds of CPU per output token of the process of the frontend: the one with the
 AsyncLLM and its callers, or that of the server. `--server` runs `hardpoint serve`, too, whose
 clients are in another process: what it uses in addition to AsyncLLM is what HTTP costs. A second
@@ -16,24 +18,29 @@ load, of 8 tokens out, shows how much of that is once per request.
 
 `--steps` runs an AsyncLLM per value of `scheduler.step_milliseconds`, and `--plot` draws the time
 between the tokens of one of eight streams while a prompt of 1900 tokens is computed.
+
+`--busy` measures one stream next to busy processes instead, endless loops in Python: tokens per
+second, and the share of the undisturbed speed, also of an engine in the caller's process.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import json
 import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engines import Engine, add_arguments, choose, exported
-from rich.console import Console
-from rich.table import Table
-from step_plot import draw
-from streams import ClosedLoop, LongPrompt
+from engine_process import ClosedLoop, LongPrompt
+from engines import Peer, choose, exported, opened, parser_of, save
+from plots import draw_gaps
+from tables import show_table
 
-PROGRAM = str(Path(__file__).with_name("streams.py"))
+STREAMS = {"hardpoint": Peer("hardpoint-async"), "vllm": Peer("vllm-async", module="vllm")}
 FIGURES = ("tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "ITL max", "CPU us/tok")
 SERVER = "hardpoint serve"
 COSTS = ("CPU us/request", "CPU us/further token")
@@ -63,97 +70,133 @@ def percentile(ascending: list[float], share: float) -> float:
     return ascending[max(0, -int(-share * len(ascending) // 1) - 1)]
 
 
-def open_engines(options: argparse.Namespace, folder: Path) -> dict[str, Engine]:
+def peers_of(options: argparse.Namespace, pythons: dict[str, str]) -> dict[str, Peer]:
     """Return the engines by name, Hardpoint's AsyncLLM with its defaults first."""
-    pythons = choose(options, ("hardpoint", "vllm"))
-    python = pythons["hardpoint"]
-    engines = {n: Engine(n, path, folder, PROGRAM, "async") for n, path in pythons.items()}
+    peers = {name: STREAMS[name] for name in pythons}
+    if options.busy:
+        peers["hardpoint, in-process"] = Peer()
     for step in options.steps:
-        engines[f"{step:g} ms"] = Engine("hardpoint", python, folder, PROGRAM, "async", f"{step:g}")
+        config = {"scheduler": {"step_milliseconds": step}}
+        peers[f"{step:g} ms"] = Peer("hardpoint-async", {"config": config})
     if options.server:
-        engines[SERVER] = Engine("hardpoint", python, folder, PROGRAM, "http")
-    return engines
+        peers[SERVER] = Peer("hardpoint-server")
+    return peers
 
 
-def compare(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Figures]]:
+def compare(options: argparse.Namespace, engines: dict[str, Any]) -> dict[str, dict[str, Figures]]:
     """Return the figures by number of streams and engine."""
-    engines = open_engines(options, folder)
-    for name, engine in engines.items():
-        print(f"{name} {engine.about['version']} {engine.about['settings']}", flush=True)
     for engine in engines.values():  # what an engine does once, it does here
-        engine.ask(dataclasses.asdict(ClosedLoop(1, 1, 128, 64, "warm-up")))
+        engine.ask(ClosedLoop(1, 1, 128, 64, "warm-up"))
     if options.plot:
-        question = dataclasses.asdict(LongPrompt(8, 160, 1900, 1.0, "plot"))
-        plotted = {name: engine.ask(question) for name, engine in engines.items()}
-        options.plot.write_text(draw(plotted))
+        question = LongPrompt(8, 160, 1900, 1.0, "plot")
+        options.plot.write_text(draw_gaps({n: e.ask(question) for n, e in engines.items()}))
     result = {}
     for streams in options.streams:
-        found: dict[str, list[Figures]] = {name: [] for name in engines}
+        measured: dict[str, list[Figures]] = {name: [] for name in engines}
         for number in range(options.rounds):
             load = ClosedLoop(streams, options.requests, 128, 64, f"{streams}, {number}")
             for name, engine in engines.items():
-                times = engine.ask(dataclasses.asdict(load))
-                found[name].append(figures(times))
+                times = engine.ask(load)
+                measured[name].append(figures(times))
                 if options.server:
                     short = dataclasses.replace(load, output=SHORT, seed=f"{load.seed}, short")
-                    pair = costs(times, engine.ask(dataclasses.asdict(short)))
-                    found[name][-1] |= dict(zip(COSTS, pair, strict=True))
+                    pair = costs(times, engine.ask(short))
+                    measured[name][-1] |= dict(zip(COSTS, pair, strict=True))
         result[str(streams)] = {
             name: {key: statistics.median(f[key] for f in rounds) for key in rounds[0]}
-            for name, rounds in found.items()
+            for name, rounds in measured.items()
         }
-    for engine in engines.values():
-        engine.stop()
     return result
 
 
 def show(result: dict[str, dict[str, Figures]]) -> None:
     """Print the table, and what HTTP costs."""
-    table = Table(title="128 in / 64 out, closed loop; times in milliseconds")
-    table.add_column("streams", justify="right")
-    table.add_column("engine")
-    for name in FIGURES:
-        table.add_column(name, justify="right")
-    for streams, found in result.items():
-        for engine, values in found.items():
-            table.add_row(streams, engine, *(f"{values[name]:.1f}" for name in FIGURES))
-        own, *others = found
+    rows = []
+    for streams, by_engine in result.items():
+        for engine, values in by_engine.items():
+            rows.append([streams, engine, *(f"{values[name]:.1f}" for name in FIGURES)])
+        own, *others = by_engine
         for other in others:
-            ratios = (f"{found[other][name] / found[own][name]:.2f}" for name in FIGURES)
-            table.add_row(streams, f"{other} / {own}", *ratios)
-        table.add_section()
-    console = Console(width=120)
-    console.print(table)
-    for streams, found in result.items():
-        if SERVER in found:
-            more = {n: found[SERVER][n] - found["hardpoint"][n] for n in (FIGURES[-1], *COSTS)}
-            total, request, token = more.values()
-            noun = "streams" if streams != "1" else "stream"
+            ratios = (by_engine[other][name] / by_engine[own][name] for name in FIGURES)
+            rows.append([streams, f"{other} / {own}", *(f"{ratio:.2f}" for ratio in ratios)])
+    title = "128 in / 64 out, closed loop; times in milliseconds"
+    show_table(title, ("streams", "engine", *FIGURES), rows)
+    for streams, by_engine in result.items():
+        if SERVER in by_engine:
+            server, own_figures = by_engine[SERVER], by_engine["hardpoint"]
+            total, request, token = (server[n] - own_figures[n] for n in (FIGURES[-1], *COSTS))
             print(
-                f"{streams} {noun}: the server takes {total:.1f} us of CPU per token more: "
+                f"{streams} streams: the server takes {total:.1f} us of CPU per token more: "
                 f"{request:.0f} us per request and {token:.1f} us per token"
             )
 
 
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Run busy processes during the body."""
+    program = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(program) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def compare_busy(
+    options: argparse.Namespace, engines: dict[str, Any]
+) -> dict[str, dict[str, float]]:
+    """Return the median speed of a stream by engine and number of busy processes."""
+    speeds: dict[str, dict[str, list[float]]] = {name: {} for name in engines}
+    for number in range(options.rounds):
+        for busy in options.busy:
+            load = ClosedLoop(1, 1, 32, 96, f"{busy}, {number}", 3.0)
+            with busy_processes(busy):
+                for name, engine in engines.items():
+                    speeds[name].setdefault(str(busy), []).append(engine.ask(load)["speed"])
+    return {
+        name: {busy: statistics.median(values) for busy, values in listed.items()}
+        for name, listed in speeds.items()
+    }
+
+
+def show_busy(result: dict[str, dict[str, float]], rounds: int) -> None:
+    """Print the table of a stream next to busy processes."""
+    counts = list(next(iter(result.values())))
+    rows = [
+        [name, *(f"{speed:.1f} ({speed / found[counts[0]]:.0%})" for speed in found.values())]
+        for name, found in result.items()
+    ]
+    title = f"one stream next to busy processes, tokens per second; medians of {rounds}"
+    show_table(title, ("engine", *(f"{count} busy" for count in counts)), rows)
+
+
 def main() -> None:
     """Parse arguments and run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__, rounds=3)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--requests", type=int, default=3, help="of each stream, per round")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--steps", type=float, nargs="*", default=[], help="values of scheduler.step_milliseconds"
     )
     parser.add_argument("--plot", type=Path, help="an SVG of the time between tokens")
     parser.add_argument("--server", action="store_true", help="`hardpoint serve`, too")
-    parser.add_argument("--json", type=Path, help="also write the result here")
-    add_arguments(parser)
+    parser.add_argument("--busy", type=int, nargs="+", help="numbers of busy processes")
     options = parser.parse_args()
-    with exported(options.folder) as folder:
-        result = compare(options, folder)
-    show(result)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+    pythons = choose(options, tuple(STREAMS))
+    result: Any
+    with (
+        exported(options.folder) as folder,
+        opened(peers_of(options, pythons), folder, pythons) as engines,
+    ):
+        if options.busy:
+            result = compare_busy(options, engines)
+            show_busy(result, options.rounds)
+        else:
+            result = compare(options, engines)
+            show(result)
+    save(options.json, result)
 
 
 if __name__ == "__main__":

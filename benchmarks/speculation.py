@@ -3,6 +3,7 @@
     python benchmarks/speculation.py [--python vllm=/opt/vllm/bin/python]
     python benchmarks/speculation.py --peers --sets edit chat --streams 1 8 --pairs 5
     python benchmarks/speculation.py --acceptance
+    python benchmarks/speculation.py --peers --sets chat --streams 2 --pairs 1 --tokens 8
 
 Each engine loads the same bf16 weights in a process of its own, once without speculation and once
 with each speculator (of vLLM, with its `ngram`). The processes stay up and take turns: round by
@@ -21,19 +22,17 @@ temperatures: see draft_acceptance.py.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
-import json
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import Engine, add_arguments, choose, exported
+from backends import Batch
+from engines import Engine, Peer, choose, exported, opened, parser_of, save
 
-PROGRAM = str(Path(__file__).with_name("speculation_engine.py"))
 DOCS = Path(__file__).parent.parent / "docs"
 NONE = "none"
 _LEAST = 4  # requests of a round, so that one stream is not one text
@@ -114,56 +113,44 @@ class Prompts:
         return ids
 
 
-@dataclass(frozen=True)
-class Case:
-    """A set, and how many streams continue its prompts at once."""
-
-    set: str
-    streams: int
-
-    def rounds(self, prompts: Prompts, count: int) -> Iterator[list[list[list[int]]]]:
-        """Yield the batches of each round, after those of a first one that warms up."""
-        batches = -(-_LEAST // self.streams)
-        for number in range(count + 1):
-            yield [prompts.pop(self.set, self.streams) for _ in range(batches if number else 1)]
-
-
-def open_engines(options: argparse.Namespace, folder: Path) -> dict[tuple[str, str], Engine]:
-    """Return the engines by name and speculator; print why others refuse."""
-    engines: dict[tuple[str, str], Engine] = {}
-    for name, python in choose(options, ("hardpoint", "vllm")).items():
-        own = options.speculators if name == "hardpoint" else ["ngram"]
-        for speculator in (NONE, *own):
-            more = speculator, str(options.drafts)
-            try:
-                engines[name, speculator] = Engine(name, python, folder, PROGRAM, *more)
-            except SystemExit as refusal:
-                if (name, speculator) == ("hardpoint", NONE):
-                    raise
-                print(f"{name} refuses {speculator}: {_last_error(str(refusal))}")
-            else:
-                about = engines[name, speculator].about
-                print(f"{name} {about['version']}, {speculator}: {about['settings']}", flush=True)
-    return engines
-
-
-def _last_error(text: str) -> str:
-    lines = [line for line in text.splitlines() if "Error" in line] or text.splitlines()
-    return lines[-1].strip()
+def peers_of(options: argparse.Namespace, names: list[str]) -> dict[str, Peer]:
+    """Return the engines by name and speculator."""
+    peers = {}
+    for name in names:
+        speculators = options.speculators if name == "hardpoint" else ["ngram"]
+        for speculator in (NONE, *speculators):
+            use = [] if speculator == NONE else [speculator]
+            speculation = {"use": use, "num_draft_tokens": options.drafts}
+            # The lengths of vLLM's `ngram` are those of its documentation.
+            ngram = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+            theirs = {**ngram, "num_speculative_tokens": options.drafts}
+            vllm = {"disable_log_stats": False, "speculative_config": theirs if use else None}
+            settings = {"config": {"speculation": speculation}, "vllm": vllm}
+            peers[f"{name} {speculator}"] = Peer(name, settings, module=name)
+    return peers
 
 
 def measure(
-    engines: dict[tuple[str, str], Engine], rounds: Iterator[list[list[list[int]]]], tokens: int
-) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Return the answers of each engine to each round but the first."""
-    answers: dict[tuple[str, str], list[dict[str, Any]]] = {key: [] for key in engines}
-    for number, batches in enumerate(rounds):
-        order = list(engines) if number % 2 else list(engines)[::-1]
-        for key in order:
-            found = engines[key].ask({"batches": batches, "tokens": tokens})
+    engines: dict[str, Engine], prompts: Prompts, options: argparse.Namespace, case: tuple[str, int]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the answers of each engine to each round but the first, which warms up."""
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+    group, streams = case
+    for number in range(options.rounds + 1):
+        count = -(-_LEAST // streams) if number else 1
+        listed = [prompts.pop(group, streams) for _ in range(count)]
+        batches = [Batch(ids, [options.tokens] * streams, stop=True) for ids in listed]
+        for name in list(engines) if number % 2 else reversed(list(engines)):
+            parts = [engines[name].ask(batch) for batch in batches]
             if number:
-                answers[key].append(found)
+                answers[name].append(joined(parts))
     return answers
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sums of the answers to batches that were sent one after the other."""
+    sums = {key: sum(part[key] for part in parts) for key in ("seconds", "drafts", "accepted")}
+    return {**sums, "outputs": [ids for part in parts for ids in part["outputs"]]}
 
 
 def figures(plain: list[dict[str, Any]], with_drafts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -183,14 +170,15 @@ def figures(plain: list[dict[str, Any]], with_drafts: list[dict[str, Any]]) -> d
     }
 
 
-def show(case: Case, key: tuple[str, str], found: dict[str, Any]) -> None:
+def show(result: dict[str, Any]) -> None:
     """Print a line of the table."""
-    ratios, changed = found["ratios"], f"{found['changed']} of {found['outputs']}"
+    ratios, changed = result["ratios"], f"{result['changed']} of {result['outputs']}"
     spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
+    start = f"{result['set']:<11}{result['streams']:>7}  {result['engine']:<18}"
     cells = (
-        f"{case.set:<11}{case.streams:>7}  {' '.join(key):<18}{found['tokens_per_second']:>6.0f}",
+        f"{start}{result['tokens_per_second']:>6.0f}",
         f"{statistics.median(ratios):>6.2f} {spread:<15}",
-        f"{found['drafts']:>6}{found['accepted']:>9.0%}  {changed}",
+        f"{result['drafts']:>6}{result['accepted']:>9.0%}  {changed}",
     )
     print("".join(cells), flush=True)
 
@@ -198,26 +186,24 @@ def show(case: Case, key: tuple[str, str], found: dict[str, Any]) -> None:
 def compare(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Measure all cases; print each as it is known."""
     prompts = Prompts(folder / "checkpoint")
-    engines = open_engines(options, folder)
-    head = ("set        streams  engine            ", " tok/s", "  time ratio           ", "drafts")
-    print("".join(head) + " accepted  changed outputs", flush=True)
+    pythons = choose(options, ("hardpoint", "vllm"))
     results: list[dict[str, Any]] = []
-    for case in [Case(name, streams) for name in options.sets for streams in options.streams]:
-        answers = measure(engines, case.rounds(prompts, options.pairs), options.tokens)
-        for key in engines:
-            plain = answers.get((key[0], NONE))
-            if key[1] == NONE or plain is None:
-                continue
-            found = figures(plain, answers[key])
-            show(case, key, found)
-            about = {"set": case.set, "streams": case.streams, "engine": " ".join(key)}
-            results.append(about | found)
-    for engine in engines.values():
-        engine.stop()
+    with opened(peers_of(options, list(pythons)), folder, pythons) as engines:
+        head = ("set        streams  engine            ", " tok/s", "  time ratio           ")
+        print("".join(head) + "drafts accepted  changed outputs", flush=True)
+        for case in itertools.product(options.sets, options.streams):
+            answers = measure(engines, prompts, options, case)
+            for name in engines:
+                engine, _, speculator = name.partition(" ")
+                plain = answers.get(f"{engine} {NONE}")
+                if speculator != NONE and plain is not None:
+                    about = {"set": case[0], "streams": case[1], "engine": name}
+                    results.append(about | figures(plain, answers[name]))
+                    show(results[-1])
     return results
 
 
-@contextmanager
+@contextlib.contextmanager
 def weights(options: argparse.Namespace) -> Iterator[Path]:
     """Give a folder with the checkpoint: that of `--model`, or of the demo model."""
     if options.model is None:
@@ -231,17 +217,15 @@ def weights(options: argparse.Namespace) -> Iterator[Path]:
 
 def main() -> None:
     """Parse arguments and run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__, rounds=3)
     parser.add_argument("--model", type=Path, help="folder of a checkpoint; default: demo model")
     parser.add_argument("--speculators", nargs="+", default=["ngram", "suffix"])
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 8, 32], help="at once")
-    parser.add_argument("--pairs", type=int, default=3, help="counted rounds (default 3)")
+    parser.add_argument("--pairs", type=int, dest="rounds", default=3, help="the same as --rounds")
     parser.add_argument("--tokens", type=int, default=64, help="of an output, at most")
     parser.add_argument("--drafts", type=int, default=5, help="of a step, at most")
     parser.add_argument("--acceptance", action="store_true", help="of a draft model, instead")
-    parser.add_argument("--json", type=Path, help="also write the result here")
-    add_arguments(parser)
     options = parser.parse_args()
     results: Any
     if options.acceptance:
@@ -251,8 +235,7 @@ def main() -> None:
     else:
         with weights(options) as folder:
             results = compare(options, folder)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2))
+    save(options.json, results)
 
 
 if __name__ == "__main__":

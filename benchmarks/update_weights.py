@@ -11,10 +11,8 @@ computed again; and how many tokens had each version.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
 import statistics
 import tempfile
 import time
@@ -24,13 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from engines import parser_of, save
 from safetensors.torch import save_file
+from tables import show_table
 
 from hardpoint import AsyncLLM, SamplingParams
 
-_CONSOLE = Console(width=120)
 _QUIET_S = 3.0
 _AFTER_S = 4.0  # after the exchange, in which what is recomputed comes to an end
 _SIZES = {"down_proj": (576, 1536), "up_proj": (1536, 576), "gate_proj": (1536, 576)}
@@ -38,11 +35,9 @@ _SIZES = {"down_proj": (576, 1536), "up_proj": (1536, 576), "gate_proj": (1536, 
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, rounds=5, peers=False)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "weights.safetensors"
@@ -56,19 +51,20 @@ def main() -> None:
             file,
         )
         found = asyncio.run(_measure(options.model, options.streams, options.rounds, file))
-    table = Table("", "updates", "until in use", "longest gap, ms: before", "preparing", "exchange")
-    for name, figures in found["updates"].items():
-        table.add_row(
+    heads = ("", "updates", "until in use", "longest gap, ms: before", "preparing", "exchange")
+    rows = [
+        [
             name,
             str(len(figures["seconds"])),
             f"{statistics.median(figures['seconds']):.2f} s",
             f"{1000 * found['before']:.0f}",
             *(f"{1000 * statistics.median(figures[key]):.0f}" for key in ("preparing", "exchange")),
-        )
-    _CONSOLE.print(table)
-    _CONSOLE.print(f"tokens by version: {found['tokens']}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(found))
+        ]
+        for name, figures in found["updates"].items()
+    ]
+    show_table("weight updates", heads, rows)
+    print(f"tokens by version: {found['tokens']}")
+    save(options.json, found)
 
 
 async def _measure(model: str, streams: int, rounds: int, file: Path) -> dict[str, Any]:

@@ -105,7 +105,10 @@ def relative(filename: str) -> str | None:
 
 
 def sums(calls: Calls) -> dict[str, Any]:
-    """Return files and calls, of all and outside the model, and the functions called most there."""
+    """Return the numbers of files and calls, and the functions called most.
+
+    `outside_files`, `calls` and `dearest` are those outside model and attention.
+    """
     outside = Counter({code: count for (code, of_model), count in calls.items() if not of_model})
     return {
         "files": len({code.co_filename for code, _ in calls}),

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks"))  # gpu_checks.speed imports bounds
 
-from gpu_check.recorder import Check, Lines, Recorder, Status  # noqa: E402
-from gpu_check.report import counts, page  # noqa: E402
+from gpu_checks.recorder import Check, Lines, Recorder, Status  # noqa: E402
+from gpu_checks.report import counts, page  # noqa: E402
 
 PARTS = {
     "environment": 50,
@@ -98,8 +98,8 @@ def _parser() -> argparse.ArgumentParser:
 def _about(*, is_dry: bool) -> dict[str, Any]:
     """Return what runs where; without a GPU, end unless it is a dry run."""
     import torch  # noqa: PLC0415 - not for --help
-    from gpu_check.device import open_device  # noqa: PLC0415
-    from gpu_check.environment import package_version  # noqa: PLC0415
+    from gpu_checks.device import open_device  # noqa: PLC0415
+    from gpu_checks.environment import package_version  # noqa: PLC0415
 
     try:
         device = open_device(is_dry=is_dry)
@@ -230,14 +230,14 @@ class _Part:
 
 def _run_part(part: str, file: Path, *, is_dry: bool) -> int:
     """Run one part in this process, and write its checks to a file."""
-    from gpu import check_benchmark  # noqa: PLC0415 - imports the engine
-    from gpu_check.device import Device, open_device  # noqa: PLC0415
-    from gpu_check.environment import check_environment  # noqa: PLC0415
-    from gpu_check.equality import check_equality  # noqa: PLC0415
-    from gpu_check.families import check_families  # noqa: PLC0415
-    from gpu_check.kernels import check_kernels  # noqa: PLC0415
-    from gpu_check.models import DRY, REAL, Sizes  # noqa: PLC0415
-    from gpu_check.running import check_graphs, check_sleep, check_syncs  # noqa: PLC0415
+    from gpu_checks.device import Device, open_device  # noqa: PLC0415 - imports the engine
+    from gpu_checks.environment import check_environment  # noqa: PLC0415
+    from gpu_checks.equality import check_equality  # noqa: PLC0415
+    from gpu_checks.families import check_families  # noqa: PLC0415
+    from gpu_checks.kernels import check_kernels  # noqa: PLC0415
+    from gpu_checks.models import DRY, REAL, Sizes  # noqa: PLC0415
+    from gpu_checks.running import check_graphs, check_sleep, check_syncs  # noqa: PLC0415
+    from gpu_checks.speed import check_benchmark  # noqa: PLC0415
 
     run: dict[str, Callable[[Recorder, Device, Sizes], None]] = {
         "environment": check_environment,

@@ -62,9 +62,6 @@ def test_executors_with_several_workers(tmp_path):
         assert steps.keys() == rates.keys() == {*names}
         assert all(value > 0 for value in steps.values())
         assert 0 < rates["tensor 2"]["share"] < 1
-        for sent, received in found["bytes"][count].values():
-            assert 100 < sent < 5000
-            assert 50 < received < 5000
 
 
 def planning_ahead(tmp_path):

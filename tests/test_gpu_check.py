@@ -29,9 +29,10 @@ def run(folder, *arguments, **environment):
 @pytest.fixture
 def parts(monkeypatch):
     """The modules of the checks."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    for folder in ("benchmarks", "scripts"):  # gpu_checks.speed imports bounds
+        monkeypatch.syspath_prepend(str(ROOT / folder))
     names = ("comparing", "device", "kernels", "models", "recorder", "report", "outcomes")
-    modules = {name: importlib.import_module(f"gpu_check.{name}") for name in names}
+    modules = {name: importlib.import_module(f"gpu_checks.{name}") for name in names}
     return SimpleNamespace(**modules)
 
 
@@ -284,7 +285,7 @@ def test_models_that_do_not_fit_are_skipped(parts, tmp_path, monkeypatch, gib, i
 
 
 def test_aims_are_judged_where_they_are_for(parts, tmp_path, monkeypatch):
-    gpu = importlib.import_module("gpu")
+    gpu = importlib.import_module("gpu_checks.speed")
     for name, has_aims in (("NVIDIA H200", True), ("NVIDIA L4", False), ("H100 of 2030", False)):
         device = parts.device.Fake()
         monkeypatch.setattr(device, "describe", lambda name=name: {"gpu": name})

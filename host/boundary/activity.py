@@ -256,7 +256,7 @@ class PluginCalls:
         source: names the plugin in messages.
         kind: kind of the plugin.
         cells: the activity's.
-        seconds: spent in the plugin's methods since `take_seconds`.
+        seconds: spent in the plugin's methods since it was last set to 0.
         settings: its item reads torch's settings, which a call must not change; None if they are
             not compared after each call.
     """
@@ -301,8 +301,3 @@ class PluginCalls:
     def bound(self, method: str, function: Callable[P, R]) -> Callable[P, R]:
         """Return a function that calls a method of the plugin, as `run` does."""
         return functools.partial(self.run, method, function)
-
-    def take_seconds(self) -> float:
-        """Return the time spent in the plugin's methods since the last call of this."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds

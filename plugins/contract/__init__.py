@@ -36,7 +36,8 @@ from .kv_cache.store import KVStore, KVStoreContext
 from .model.attention import AttentionBackend, AttentionContext, AttentionStep, KVSpec
 from .model.files import ModelConfig, ModelFiles
 from .model.forward import ForwardBatch, TensorSpec
-from .model.loader import LoaderContext, WeightFormat, WeightLoader
+from .model.loader import LoaderContext as LoaderContext
+from .model.loader import WeightFormat, WeightLoader
 from .model.logits_ops import LogitsOps, Op
 from .model.model import Model, ModelContext
 from .model.ops import ClampedSwiGLU, Ops, OpsContext, Recorded
@@ -264,7 +265,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "AttentionStep",
     "ForwardBatch",
     "KVSpec",
-    "LoaderContext",
     "Model",
     "ModelConfig",
     "ModelContext",

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import fleet
 import pytest
-from fleet_plot import draw
+from plots import draw_fleets
 from rich.console import Console
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -30,7 +30,7 @@ def test_table_and_plot(arguments, capsys):
     Console(width=160).print(fleet.table(results))
     shown = capsys.readouterr().out
     assert all(shown.count(name) == 2 for name in fleet.BALANCERS)
-    root = ElementTree.fromstring(draw(results))
+    root = ElementTree.fromstring(draw_fleets(results))
     assert len(root.findall(f"{SVG}polyline")) == 4 * 3
     assert len(root.findall(f"{SVG}circle")) == 4 * 6
 

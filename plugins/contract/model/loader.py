@@ -18,7 +18,7 @@ from .quantization import QuantizedWeight
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LoaderContext", "WeightFormat", "WeightLoader"]
+__all__ = ["WeightFormat", "WeightLoader"]
 
 
 @dataclass(frozen=True)

@@ -67,12 +67,12 @@ from .stats import (
     KVTierStats,
     PrefillStats,
     PrefixCacheStats,
+    RequestMetrics,
     SchedulerStats,
 )
 from .stats import Health as Health
 from .stats import PluginMeter as PluginMeter
 from .stats import PluginReport as PluginReport
-from .stats import RequestMetrics as RequestMetrics
 from .stats import StepFault as StepFault
 from .structured import (
     AnyTextFormat,
@@ -138,6 +138,7 @@ __all__ = [
     "RepetitionDetection",
     "Request",
     "RequestFault",
+    "RequestMetrics",
     "RequestOptions",
     "RequestOutput",
     "RequestOutputKind",

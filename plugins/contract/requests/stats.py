@@ -16,6 +16,7 @@ __all__ = [
     "KVTierStats",
     "PrefillStats",
     "PrefixCacheStats",
+    "RequestMetrics",
     "SchedulerStats",
 ]
 

@@ -438,7 +438,7 @@ def test_a_call_that_fails_is_timed(case, monkeypatch):
         guarded = named(case, wait, built_in=built_in)
         with pytest.raises(HardpointError):
             use(guarded, case)
-        assert boundary_of(guarded).calls.take_seconds() == 2 * SECONDS
+        assert boundary_of(guarded).calls.seconds == 2 * SECONDS
 
 
 # kind, method, a wrong value, start of the message. The calls are written by hand: models,

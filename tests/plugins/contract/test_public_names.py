@@ -65,6 +65,7 @@ PUBLIC = (
     "hardpoint.toolkit.parsing.python_literals",
     "hardpoint.toolkit.ray_cluster",
     "hardpoint.toolkit.trace",
+    "hardpoint.toolkit.updated_weights",
     "hardpoint.toolkit.workers.calls",
     "hardpoint.toolkit.workers.joining",
 )

@@ -85,8 +85,8 @@ def _run(
     file.touch()
     program = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen]
     program += [f"--rootdir={ROOT}", f"--config-file={CONFIG}"]
-    program += ["-p", "gpu_check.outcomes", f"{OPTION}={file}"]
-    program += [] if sizes.all_tests else ["-p", "gpu_check.first_tests"]
+    program += ["-p", "gpu_checks.outcomes", f"{OPTION}={file}"]
+    program += [] if sizes.all_tests else ["-p", "gpu_checks.first_tests"]
     code: int | None = None
     # Not in the root, whose folders `python -m` would find before the installed package. What a
     # test has started may outlive it, and would hold a pipe open.

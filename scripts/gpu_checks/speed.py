@@ -1,7 +1,7 @@
 """Speed on a GPU: decode and prefill next to transformers, shares of the bounds, and the start.
 
-    python benchmarks/gpu.py [--json result.json]
-    TRITON_INTERPRET=1 python benchmarks/gpu.py --dry-run    # on a CPU: runs, and measures nothing
+    scripts/gpu-check --only benchmark
+    scripts/gpu-check --only benchmark --dry-run    # on a CPU: runs, and measures nothing
 
 Models have random weights in bf16, of the shapes of Llama-3-8B and Qwen3-0.6B. Hardpoint and
 transformers run in this process, in turns, the same prompts of random tokens, greedily; printed are
@@ -14,27 +14,24 @@ a copy and a large matrix product reach in the same run.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from bounds import ModelSize
-from gpu_check.comparing import random_prompts
-from gpu_check.counted_ops import Counts, counted
-from gpu_check.device import AIMED, DATA_SHEETS, Device, open_device
-from gpu_check.models import DRY, REAL, Sizes, engine, has_room, write_model
-from gpu_check.recorder import Check, Lines, Recorder
-from gpu_check.report import show_aims, show_figures
 
 from hardpoint import LLM, SamplingParams
+
+from .comparing import random_prompts
+from .counted_ops import Counts, counted
+from .device import AIMED, DATA_SHEETS, Device
+from .models import Sizes, engine, has_room, write_model
+from .recorder import Check, Recorder
 
 AIM_BANDWIDTH, AIM_TOKENS, AIM_PEAK = 0.70, 2500.0, 0.55
 _POLL_S, _QUIET_S, _PATIENCE_S = 0.2, 3.0, 30.0
@@ -342,33 +339,3 @@ def _record_ahead(
     check.expect(
         all(at >= ready for at in found.times), "a size was recorded before the engine was ready"
     )
-
-
-def main() -> None:
-    """Measure, print, and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="also write the result here")
-    parser.add_argument("--dry-run", action="store_true", help="on a CPU, with fakes")
-    options = parser.parse_args()
-    try:
-        device = open_device(is_dry=options.dry_run)
-    except RuntimeError as error:
-        raise SystemExit(f"gpu.py: {error}") from None
-    with tempfile.TemporaryDirectory() as folder:
-        file, lines = Path(folder) / "lines", Lines()
-        recorder = Recorder("benchmark", file, is_dry=options.dry_run)
-        check_benchmark(recorder, device, DRY if options.dry_run else REAL)
-        lines.read(file.read_text().splitlines())
-    about = device.describe()
-    print(about["gpu"] or "no GPU: nothing was measured")
-    print(*show_figures(lines.checks), *show_aims(lines.checks), sep="\n")
-    problems = [f"{check.name}: {text}" for check in lines.checks for text in check.problems]
-    print(*problems, sep="\n", file=sys.stderr)
-    if options.json:
-        result = {**about, "checks": [asdict(check) for check in lines.checks]}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    sys.exit(bool(problems))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,20 @@
+"""Tables on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+
+def show_table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, width: int = 120
+) -> None:
+    """Print a table, whose first column is aligned to the left."""
+    table = Table(title=title)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=width).print(table)

@@ -22,8 +22,8 @@ from .component.adapter import AdaptedComponent, ComponentAdapter
 from .component.wrapper import Wrapper
 from .config.engine import EngineConfig
 from .kv_cache.connector import KVConnector, KVConnectorContext
+from .kv_cache.events import AllBlocksCleared as AllBlocksCleared
 from .kv_cache.events import (
-    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     KVEventBatch,
@@ -36,8 +36,7 @@ from .kv_cache.store import KVStore, KVStoreContext
 from .model.attention import AttentionBackend, AttentionContext, AttentionStep, KVSpec
 from .model.files import ModelConfig, ModelFiles
 from .model.forward import ForwardBatch, TensorSpec
-from .model.loader import LoaderContext as LoaderContext
-from .model.loader import WeightFormat, WeightLoader
+from .model.loader import LoaderContext, WeightFormat, WeightLoader
 from .model.logits_ops import LogitsOps, Op
 from .model.model import Model, ModelContext
 from .model.ops import ClampedSwiGLU, Ops, OpsContext, Recorded
@@ -241,7 +240,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "EvictionContext",
     "EvictionPolicy",
     # KV event publishers: provisional
-    "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
     "KVEventBatch",
@@ -275,6 +273,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "Quantization",
     "QuantizationContext",
     "Recorded",
+    "LoaderContext",
     "WeightFormat",
     "WeightLoader",
     # Tokenizers: provisional

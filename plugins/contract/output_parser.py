@@ -5,15 +5,15 @@ from .text.output_parser import (
     OutputEvent,
     OutputParser,
     OutputParserContext,
-    ReasoningText,
     ToolCallArguments,
-    ToolCallBegin,
-    ToolCallEnd,
 )
 from .text.output_parser import MalformedText as MalformedText
 from .text.output_parser import OutputState as OutputState
 from .text.output_parser import ParserRequest as ParserRequest
+from .text.output_parser import ReasoningText as ReasoningText
 from .text.output_parser import Role as Role
+from .text.output_parser import ToolCallBegin as ToolCallBegin
+from .text.output_parser import ToolCallEnd as ToolCallEnd
 from .text.output_parser import join_events as join_events
 
 __all__ = [
@@ -21,8 +21,5 @@ __all__ = [
     "OutputEvent",
     "OutputParser",
     "OutputParserContext",
-    "ReasoningText",
     "ToolCallArguments",
-    "ToolCallBegin",
-    "ToolCallEnd",
 ]

@@ -2,8 +2,6 @@
 
 from .requests.options import ChatOptions as ChatOptions
 from .requests.options import ChatRequestOptions as ChatRequestOptions
-from .requests.options import (
-    RequestOptions,
-)
+from .requests.options import RequestOptions as RequestOptions
 
-__all__ = ["RequestOptions"]
+__all__: list[str] = []

@@ -67,6 +67,6 @@ def _difference(name: str, use: str, device: str) -> str:
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return tokens_on(device, name, use, Path(folder))
+            return str(tokens_on(device, name, use, Path(folder)))
         except Exception as error:  # the others are to run
             return f"{type(error).__name__}: {error}"

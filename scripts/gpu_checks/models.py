@@ -250,7 +250,7 @@ def has_room(
             name,
             f"needs {needed} bytes of the GPU's memory ({needed / 2**30:.0f} GiB), {room} are free",
         )
-    return needed <= room
+    return bool(needed <= room)
 
 
 def write_model(folder: Path, fields: Mapping[str, Any]) -> Path:

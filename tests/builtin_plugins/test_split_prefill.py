@@ -136,7 +136,7 @@ class TestTransfer:
         output = split.go_on(PROMPT, transfer)
         assert (tokens(output), output.num_cached_tokens) == (wanted(), WHOLE)
         assert output.kv_transfer_params is None
-        assert prefill.health().fallbacks == decode.health().fallbacks == {}
+        assert prefill.plugins.health().fallbacks == decode.plugins.health().fallbacks == {}
 
     @pytest.mark.parametrize(
         "fields",
@@ -216,7 +216,7 @@ class TestTransfer:
             output = split.go_on(PROMPT, split.compute(PROMPT))
             assert (tokens(output), output.num_cached_tokens) == (expected, WHOLE), split.engines[
                 DECODE
-            ].health()
+            ].plugins.health()
             split.engines[DECODE].reset_prefix_cache()
         transfer = split.compute(PROMPT)
         split.close(PREFILL)
@@ -294,7 +294,7 @@ class TestFailures:
         began = time.monotonic()
         self.check(split, wanted, split.go_on(PROMPT, transfer), cached=0)
         assert time.monotonic() - began < 60
-        fault = split.engines[DECODE].health().fallbacks["p2p"]
+        fault = split.engines[DECODE].plugins.health().fallbacks["p2p"]
         assert fault.message == (
             "peer 'prefill': no engine listens at its address; what it has is computed here"
         )
@@ -323,7 +323,7 @@ def test_requests_whose_blocks_do_not_come_delay_no_other(split, wanted, monkeyp
     decode.generate([PROMPT], params())
     steps_until(
         decode,
-        lambda: decode.scheduler_stats().kv_tiers["memory"].stored_blocks >= WHOLE // 16,
+        lambda: decode.engines.scheduler_stats().kv_tiers["memory"].stored_blocks >= WHOLE // 16,
     )
     come, waiting_for = threading.Event(), []
 
@@ -363,7 +363,7 @@ class TestRoom:
         go_on.set()
         output = split.go_on(PROMPT, transfer)
         assert (tokens(output), output.num_cached_tokens) == (wanted(), 16)
-        assert prefill.health().fallbacks
+        assert prefill.plugins.health().fallbacks
 
     def test_what_the_store_has_no_room_for_is_not_waited_for(self, split, wanted, monkeypatch):
         monkeypatch.setattr(p2p, "PeerBlocks", lambda _, *more: PeerBlocks(5, *more))
@@ -373,7 +373,7 @@ class TestRoom:
         output = split.go_on(PROMPT, transfer)
         assert time.monotonic() - began < 30, "it waited for a block that was not offered"
         assert (tokens(output), output.num_cached_tokens) == (wanted(), 5 * 16)
-        steps_until(prefill, lambda: "no room to offer" in str(prefill.health().fallbacks))
+        steps_until(prefill, lambda: "no room to offer" in str(prefill.plugins.health().fallbacks))
 
 
 class TestLeases:

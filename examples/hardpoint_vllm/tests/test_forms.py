@@ -17,18 +17,16 @@ from hardpoint_vllm.objects import ExternalParams
 
 from hardpoint.errors import ConfigError, PluginContractError
 from hardpoint.plugins import (
-    Added,
     BatchUpdate,
     LogitsContext,
     LogitsProcessor,
     LogitsRequest,
     Move,
-    Moved,
     Phase,
     SamplingParams,
 )
 from hardpoint.plugins.component import Source
-from hardpoint.plugins.sampling import FollowsBatch
+from hardpoint.plugins.sampling import Added, FollowsBatch, Moved
 
 SOURCE = Source.of_module("thing", "elsewhere:Thing", "a test")
 

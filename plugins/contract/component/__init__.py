@@ -6,8 +6,13 @@ from .base import Component as Component
 from .base import Context as Context
 from .base import NoOptions as NoOptions
 from .base import Progress as Progress
-from .base import Source as Source
+from .base import Source
 from .base import no_progress as no_progress
 from .wrapper import Wrapper
 
-__all__ = ["AdaptedComponent", "ComponentAdapter", "Wrapper"]
+__all__ = [
+    "AdaptedComponent",
+    "ComponentAdapter",
+    "Source",
+    "Wrapper",
+]

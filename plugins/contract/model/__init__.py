@@ -31,8 +31,8 @@ from .forward import LayerHooks as LayerHooks
 from .forward import LinearMatrix as LinearMatrix
 from .forward import Recur as Recur
 from .forward import no_states as no_states
-from .loader import LoaderContext as LoaderContext
 from .loader import (
+    LoaderContext,
     WeightFormat,
     WeightLoader,
 )
@@ -71,6 +71,7 @@ __all__ = [
     "DenseMatrix",
     "ForwardBatch",
     "KVSpec",
+    "LoaderContext",
     "LogitsOps",
     "Model",
     "ModelConfig",

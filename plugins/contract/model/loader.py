@@ -18,7 +18,7 @@ from .quantization import QuantizedWeight
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["WeightFormat", "WeightLoader"]
+__all__ = ["LoaderContext", "WeightFormat", "WeightLoader"]
 
 
 @dataclass(frozen=True)

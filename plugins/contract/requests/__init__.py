@@ -14,9 +14,7 @@ from .media import (
 from .media_format import MediaFormat
 from .options import ChatOptions as ChatOptions
 from .options import ChatRequestOptions as ChatRequestOptions
-from .options import (
-    RequestOptions,
-)
+from .options import RequestOptions as RequestOptions
 from .outputs import (
     CompletionOutput,
     EngineCoreOutput,
@@ -139,7 +137,6 @@ __all__ = [
     "Request",
     "RequestFault",
     "RequestMetrics",
-    "RequestOptions",
     "RequestOutput",
     "RequestOutputKind",
     "RequestStatus",

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict
 
 from .lora import LoRARequest
 
-__all__ = ["RequestOptions"]
+__all__: list[str] = []
 
 
 class RequestOptions(TypedDict, total=False):

@@ -9,12 +9,12 @@ from .activation_tap import (
 from .logits import (
     BatchLogitsProcessor,
     Edits,
+    FollowsBatch,
     LogitsContext,
     LogitsProcessor,
     Reads,
     SparseLogitsProcessor,
 )
-from .logits import FollowsBatch as FollowsBatch
 from .logits import LogitsPlugin as LogitsPlugin
 from .phases import LogitsStage
 from .pooler import (
@@ -22,15 +22,15 @@ from .pooler import (
     PoolerContext,
     PromptPooler,
 )
-from .rows import Added as Added
 from .rows import (
+    Added,
     BatchUpdate,
     LogitsRequest,
     Move,
+    Moved,
     RowMap,
     Rows,
 )
-from .rows import Moved as Moved
 from .sampler import (
     Sampler,
     SamplerContext,
@@ -40,14 +40,17 @@ from .sampler import SamplingRows as SamplingRows
 __all__ = [
     "ActivationTap",
     "ActivationTapContext",
+    "Added",
     "BatchLogitsProcessor",
     "BatchUpdate",
     "Edits",
+    "FollowsBatch",
     "LogitsContext",
     "LogitsProcessor",
     "LogitsRequest",
     "LogitsStage",
     "Move",
+    "Moved",
     "Pooler",
     "PoolerContext",
     "PromptPooler",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchLogitsProcessor",
     "Edits",
+    "FollowsBatch",
     "LogitsContext",
     "LogitsProcessor",
     "Reads",

@@ -13,7 +13,15 @@ from hardpoint.plugins.requests.params import SamplingParams
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BatchUpdate", "LogitsRequest", "Move", "RowMap", "Rows"]
+__all__ = [
+    "Added",
+    "BatchUpdate",
+    "LogitsRequest",
+    "Move",
+    "Moved",
+    "RowMap",
+    "Rows",
+]
 
 T = TypeVar("T")
 

@@ -18,15 +18,15 @@ from .output_parser import (
     OutputEvent,
     OutputParser,
     OutputParserContext,
-    ReasoningText,
     ToolCallArguments,
-    ToolCallBegin,
-    ToolCallEnd,
 )
 from .output_parser import MalformedText as MalformedText
 from .output_parser import OutputState as OutputState
 from .output_parser import ParserRequest as ParserRequest
+from .output_parser import ReasoningText as ReasoningText
 from .output_parser import Role as Role
+from .output_parser import ToolCallBegin as ToolCallBegin
+from .output_parser import ToolCallEnd as ToolCallEnd
 from .tokenizer import DecodeStream as DecodeStream
 from .tokenizer import (
     EncodedPair,
@@ -46,11 +46,8 @@ __all__ = [
     "OutputParser",
     "OutputParserContext",
     "PrepareContext",
-    "ReasoningText",
     "Tokenizer",
     "TokenizerContext",
     "ToolCallArguments",
-    "ToolCallBegin",
-    "ToolCallEnd",
     "Vocabulary",
 ]

@@ -30,10 +30,7 @@ __all__ = [
     "OutputEvent",
     "OutputParser",
     "OutputParserContext",
-    "ReasoningText",
     "ToolCallArguments",
-    "ToolCallBegin",
-    "ToolCallEnd",
 ]
 
 

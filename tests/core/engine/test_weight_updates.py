@@ -224,7 +224,7 @@ def test_prepared_weights_do_not_outlive_the_model(folders, expected):
             if not wakes_before:
                 llm.wake_up()
             assert results(llm) == expected[0]
-        assert llm.update_weights(second) == "1"
+        assert llm.weights.update(second) == "1"
         llm.sleep(2)
         llm.wake_up()
         assert results(llm) == expected[1]

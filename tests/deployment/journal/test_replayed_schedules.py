@@ -172,11 +172,11 @@ def test_weights_that_were_replaced_are_replaced_again(tmp_path):
     with LLM(str(first), config=tables, max_model_len=128) as llm:
         stream = llm.stream([3, 1, 4, 1, 5], params)
         next(stream)
-        llm.update_weights(second)
+        llm.weights.update(second)
         with pytest.raises(ModelError, match="the model has no weight 'x'"):
-            llm.update_weights(tmp_path / "bad.safetensors")
+            llm.weights.update(tmp_path / "bad.safetensors")
         next(stream)
-        llm.update_weights(first, recompute=False)
+        llm.weights.update(first, recompute=False)
         *_, last = stream
         assert [run.version for run in last.outputs[0].weight_runs] == ["0", "1", "2"]
     check_same(path, 8)

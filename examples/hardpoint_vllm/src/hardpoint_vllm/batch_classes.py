@@ -10,7 +10,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.plugins import (
-    Added,
     BatchUpdate,
     LogitsContext,
     LogitsRequest,
@@ -20,6 +19,7 @@ from hardpoint.plugins import (
     Rows,
     SamplingParams,
 )
+from hardpoint.plugins.sampling import Added
 from hardpoint.toolkit.logits_calls import drafts_of
 
 from .drafts import base_of, by_depth

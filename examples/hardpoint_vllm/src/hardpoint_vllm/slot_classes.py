@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.plugins import (
-    Added,
     BatchUpdate,
     LogitsContext,
     LogitsRequest,
@@ -16,6 +15,7 @@ from hardpoint.plugins import (
     RowMap,
     Rows,
 )
+from hardpoint.plugins.sampling import Added
 from hardpoint.toolkit.logits_calls import drafts_of
 
 from .drafts import base_of, by_depth

@@ -38,7 +38,7 @@ from hardpoint.builtin_plugins.server.routes.fields import GenerationFields
 from hardpoint.host.live.settings import settings_of
 from hardpoint.host.registry.configuration import default_config_type
 from hardpoint.host.registry.kinds import KINDS, PluginKind, Stability
-from hardpoint.plugins import SamplingParams, Wrapper
+from hardpoint.plugins import EngineHalf, SamplingParams, WorkerHalf, Wrapper
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.component.behaviour import declared_of
 from hardpoint.plugins.sampling.phases import Phase
@@ -63,7 +63,6 @@ MODULES = {
     "hardpoint.plugins.device": "provisional",
     "hardpoint.plugins.output_parser": "provisional",
     "hardpoint.plugins.server": "provisional",
-    "hardpoint.plugins.request_options": "provisional",
     "hardpoint.plugins.grammars": "provisional",
     "hardpoint.plugins.structured": "provisional",
     "hardpoint.plugins.executor": "provisional",
@@ -789,6 +788,8 @@ def _of_unlisted(cls: type) -> dict[str, Any]:
 
 def _members(cls: type, *, is_component: bool = True) -> list[str]:
     """Return the methods that a class adds, those of a component to implement first."""
+    if cls in (EngineHalf, WorkerHalf):
+        return ["The protocols of hooks describe the methods.", ""]
     lines: list[str] = []
     fields = inspect.get_annotations(cls)  # a default that is a function is not a method
     members = [

@@ -22,8 +22,8 @@ from .component.adapter import AdaptedComponent, ComponentAdapter
 from .component.wrapper import Wrapper
 from .config.engine import EngineConfig
 from .kv_cache.connector import KVConnector, KVConnectorContext
-from .kv_cache.events import AllBlocksCleared as AllBlocksCleared
 from .kv_cache.events import (
+    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     KVEventBatch,
@@ -111,7 +111,6 @@ from .step_part.engine_hooks import BlockTransfer as BlockTransfer
 from .step_part.engine_hooks import DraftTokens as DraftTokens
 from .step_part.engine_hooks import EncoderBudget as EncoderBudget
 from .step_part.engine_hooks import OutputFigures as OutputFigures
-from .step_part.engine_hooks import OutputPublisher as OutputPublisher
 from .step_part.engine_hooks import PlanData as PlanData
 from .step_part.engine_hooks import ProgramCalls as ProgramCalls
 from .step_part.engine_hooks import RequestFilter as RequestFilter
@@ -240,6 +239,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "EvictionContext",
     "EvictionPolicy",
     # KV event publishers: provisional
+    "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
     "KVEventBatch",

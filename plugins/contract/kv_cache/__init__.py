@@ -16,8 +16,8 @@ from .connector import (
     KVSchedulerContext,
     KVWorkerContext,
 )
-from .events import AllBlocksCleared as AllBlocksCleared
 from .events import (
+    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     KVEvent,
@@ -47,6 +47,7 @@ from .store import (
 )
 
 __all__ = [
+    "AllBlocksCleared",
     "BlockBuffer",
     "BlockIds",
     "BlockRemoved",

@@ -11,6 +11,7 @@ from hardpoint.plugins.component.base import Component, Context
 from hardpoint.plugins.component.behaviour import notifies
 
 __all__ = [
+    "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
     "KVEvent",

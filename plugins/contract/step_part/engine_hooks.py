@@ -39,7 +39,6 @@ __all__ = [
     "DraftTokens",
     "EncoderBudget",
     "OutputFigures",
-    "OutputPublisher",
     "PlanData",
     "ProgramCalls",
     "RequestFilter",
@@ -160,7 +159,14 @@ class PlanData(Protocol):
 
 
 class StepObserver(Protocol):
-    """Reads what each step gave."""
+    """Reads what each step gave.
+
+    Attributes:
+        is_active: whether new requests may use the part, and `publish` is called; read for each. A
+            part that has nothing to do yet costs nothing with False, and sets it later.
+    """
+
+    is_active: bool = True
 
     @abstractmethod
     def result(
@@ -178,6 +184,16 @@ class StepObserver(Protocol):
         """Notify the part of the masks of a step, by the identity of the part that made each.
 
         Called after `mask` of all parts, if there is a mask.
+        """
+        return None
+
+    def publish(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        """Complete the outputs of all requests, also of those that do not use the part.
+
+        Called before clients get them.
+
+        Args:
+            outputs: one message per client.
         """
         return None
 
@@ -266,25 +282,6 @@ class OutputFigures(Protocol):
         positions 0 to p + n - 2. Another position is a fault of the part.
         """
         return {}
-
-
-class OutputPublisher(Protocol):
-    """Completes the outputs of a step before their clients get them.
-
-    Attributes:
-        is_active: whether new requests may use the part, and `publish` is called; read for each. A
-            part that has nothing to do yet costs nothing with False, and sets it later.
-    """
-
-    is_active: bool = True
-
-    @abstractmethod
-    def publish(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
-        """Complete the outputs of all requests, also of those that do not use the part.
-
-        Args:
-            outputs: one message per client.
-        """
 
 
 class BlockKey(Protocol):
@@ -432,7 +429,6 @@ EngineHooks: TypeAlias = (
     | TokenMask
     | DraftTokens
     | OutputFigures
-    | OutputPublisher
     | BlockKey
     | BlockTransfer
     | EncoderBudget

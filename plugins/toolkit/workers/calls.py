@@ -84,6 +84,7 @@ class WorkerServer:
     """Runs encoded calls on a worker; the calls come one at a time."""
 
     def __init__(self, worker: Worker) -> None:
+        """Serve a worker."""
         self._worker = worker
         self._plans: OrderedDict[int, SchedulerOutput] = OrderedDict()
 

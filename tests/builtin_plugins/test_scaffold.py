@@ -280,6 +280,7 @@ def test_an_update_keeps_what_the_author_has_changed(tmp_path, second):
         "MANIFEST.in": "added",
         "README.md": "merged",
         "pyproject.toml": "updated",
+        "src/acme_new_hooks/__init__.py": "updated",
     }
     text = (package / "README.md").read_bytes().decode()
     assert "enables no plugin." in text

@@ -85,7 +85,7 @@ class VersionedRequests(EngineHalf):
     # Calls of programs
 
     def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Answer a call of `LLM.update_weights`.
+        """Answer a call of `LLM.weights.update`.
 
         Raises:
             RequestError: there is no such method, or arguments are wrong.

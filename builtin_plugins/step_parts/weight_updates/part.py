@@ -10,7 +10,7 @@ from .engine_half import VersionedRequests
 
 
 class WeightUpdates(StepPart):
-    """Weights that programs replace while the engine serves, see `LLM.update_weights`.
+    """Weights that programs replace while the engine serves, see `LLM.weights.update`.
 
     The worker halves read them while steps run. The engine's half lets all workers use the new
     weights between two steps, and adds the versions of tokens to outputs.

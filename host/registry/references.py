@@ -26,8 +26,7 @@ from hardpoint.plugins.component import ComponentAdapter, Source
 from hardpoint.plugins.server.hook_specs import ENGINE_HOOKS, HookSpecs
 from hardpoint.typed import join_path, suggest
 
-from .adapt import ADAPTER_KIND as ADAPTERS
-from .adapt import ComponentAdapters, load_adapters
+from .adapt import ADAPTER_KIND, ComponentAdapters, load_adapters
 from .blame import faults_as
 from .discovery import InstalledPlugin, discover
 from .kinds import KINDS
@@ -226,7 +225,7 @@ def provided_by(
 def _adapters_among(
     plugins: Sequence[object], installed: Sequence[InstalledPlugin], caller: str
 ) -> ComponentAdapters:
-    sources = [f.source("default") for f in installed if f.kind == ADAPTERS and f.builtin]
+    sources = [f.source("default") for f in installed if f.kind == ADAPTER_KIND and f.builtin]
     for index, target in enumerate(plugins):
         if inspect.isclass(target) and issubclass(target, ComponentAdapter):
             origin = f"plugins= of {caller}, item {index}"

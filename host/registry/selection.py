@@ -19,8 +19,7 @@ from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.config_tables import PluginUse
 from hardpoint.typed import suggest
 
-from .adapt import ADAPTER_KIND as ADAPTERS
-from .adapt import Adapter, ComponentAdapters, load_adapters
+from .adapt import ADAPTER_KIND, Adapter, ComponentAdapters, load_adapters
 from .adapters.external_packages import component_hint
 from .discovery import (
     NAME,
@@ -111,9 +110,9 @@ class Selection:
 
     def enabled_adapters(self) -> list[Adapter]:
         """Import the component adapters: those that are on, and those to be enabled."""
-        kind = KINDS[ADAPTERS]
+        kind = KINDS[ADAPTER_KIND]
         on = [item.source for item in self._on.values() if item.kind == kind]
-        on += [found.source(found.origin) for found in self._handed if found.kind == ADAPTERS]
+        on += [found.source(found.origin) for found in self._handed if found.kind == ADAPTER_KIND]
         for index, wanted in enumerate(self._config.plugins.enable):
             use, _ = self._use_of(wanted, path := f"plugins.enable[{index}]")
             named = [self._chosen(found, path).source for found in self._candidates(use, kind)]

@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hardpoint.configuration.loading import config_from
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.plugins import RequestOutputKind, SamplingParams
 
 BIG_PER_SMALL = 10

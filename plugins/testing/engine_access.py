@@ -22,6 +22,8 @@ import msgspec
 import torch
 
 from hardpoint import typed
+from hardpoint.configuration.catalog import Catalog
+from hardpoint.configuration.loading import default_config_type
 from hardpoint.core.engine.worker_launch import LaunchedWorker
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.core.weights.quantized_weights import QuantizedWeights
@@ -40,8 +42,6 @@ from hardpoint.host.boundary.parts.components import call_declared as call_decla
 from hardpoint.host.boundary.parts.components import describe_fault as describe_fault
 from hardpoint.host.boundary.policy import PolicyArguments
 from hardpoint.host.registry.adapt import load_component
-from hardpoint.host.registry.catalog import Catalog
-from hardpoint.host.registry.configuration import default_config_type
 from hardpoint.host.registry.discovery import installed_version
 from hardpoint.host.registry.hooks import HookSet as HookSet
 from hardpoint.host.registry.kinds import KINDS, Number

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from hardpoint.configuration.catalog import Catalog
+from hardpoint.configuration.loading import default_config_type, load_config
 from hardpoint.errors import PluginContractError, PluginFaultError
 from hardpoint.host.registry.blame import describe, raise_unless_fault
-from hardpoint.host.registry.catalog import Catalog
-from hardpoint.host.registry.configuration import default_config_type, load_config
 from hardpoint.host.registry.discovery import installed_version
 from hardpoint.host.registry.model_files import ALIASES, find_files
 from hardpoint.host.registry.plugin_set import resolve_plugins

@@ -10,9 +10,9 @@ from support.waiting import PATIENCE_S, until, wait_until
 
 from hardpoint import LLM
 from hardpoint.calls.adapter_resolvers import AdapterResolvers
+from hardpoint.configuration.loading import config_from
 from hardpoint.core.frontend.engine_parts import Opening
 from hardpoint.errors import EngineClosedError, PluginFaultError, PluginLoadError, RequestError
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import AdapterResolver, EngineConfig
 from hardpoint.testing import scripted_config

@@ -12,8 +12,8 @@ from support.adapters import lora, write_adapter, write_model
 
 from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams, async_llm
 from hardpoint import llm as sync_llm
-from hardpoint.host.registry.configuration import config_from
-from hardpoint.old_names import ASYNC_NAMES, SYNC_NAMES
+from hardpoint.configuration.loading import config_from
+from hardpoint.old_names.members import ASYNC_NAMES, SYNC_NAMES
 from hardpoint.testing import scripted_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)

@@ -10,10 +10,10 @@ import time
 import msgspec
 import numpy as np
 
+from hardpoint.configuration.loading import default_config_type
 from hardpoint.conversations.states import OpenConversations
 from hardpoint.conversations.turns import AsyncConversation
 from hardpoint.host.live.settings import Settings
-from hardpoint.host.registry.configuration import default_config_type
 from hardpoint.host.registry.hooks import HookSet
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import (

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from hardpoint.configuration.loading import config_from
 from hardpoint.errors import HardpointError, PluginContractError
 from hardpoint.host.registry.adapt import Adapter, ComponentAdapters, load_component
 from hardpoint.host.registry.adapters.contract_1 import warn_of_earlier
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.discovery import discover, installed_version
 from hardpoint.host.registry.kinds import KINDS, PluginKind
 from hardpoint.host.registry.plugin_options import checked_options

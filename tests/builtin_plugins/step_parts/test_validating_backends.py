@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hardpoint.builtin_plugins.grammars.llguidance import LLGuidance
+from hardpoint.configuration.loading import config_from
 from hardpoint.host.boundary.parts.frontend_parts import frontend_parts
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import EngineCoreRequest, SamplingParams
 from hardpoint.plugins.grammars import Vocabulary

@@ -21,7 +21,7 @@ from hardpoint import (
 )
 from hardpoint.calls.groups import AsyncGroups, SyncGroups
 from hardpoint.core.engine.utility_calls import UTILITIES
-from hardpoint.old_names import ASYNC_NAMES, SYNC_NAMES
+from hardpoint.old_names.members import ASYNC_NAMES, SYNC_NAMES
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.testing import scripted_config
 

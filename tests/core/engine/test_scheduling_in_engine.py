@@ -18,10 +18,10 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
+from hardpoint.configuration.loading import config_from
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.errors import PluginFaultError
 from hardpoint.host.live.settings import Settings, with_policy
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import EngineCoreRequest, SchedulingPolicy, WaitingFor, hookimpl
 from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine

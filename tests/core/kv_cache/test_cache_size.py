@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from hardpoint import ConfigError, EngineConfig, SamplingParams
+from hardpoint.configuration.loading import load_config
 from hardpoint.core.kv_cache import CacheSize, size_cache
-from hardpoint.host.registry.configuration import load_config
 from hardpoint.plugins import WorkerInfo
 from hardpoint.plugins.config_tables import KVCacheConfig, SchedulerConfig
 from hardpoint.testing import scripted_engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hardpoint.configuration.loading import config_from
 from hardpoint.errors import (
     HardpointError,
     PluginConflictError,
@@ -12,7 +13,6 @@ from hardpoint.errors import (
     RequestError,
 )
 from hardpoint.host.boundary.parts.frontend_parts import frontend_parts
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import EngineCoreRequest, FrontendHalf, SamplingParams, StepPart
 from hardpoint.plugins.step_part.part import GivenPrompt

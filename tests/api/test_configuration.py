@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hardpoint.host.registry.configuration import config_from, default_config_type, load_config
+from hardpoint.configuration.loading import config_from, default_config_type, load_config
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.config_tables import PluginUse, SchedulerConfig
 

@@ -284,9 +284,7 @@ def _exports(module: str, name: str) -> bool:
 def register() -> None:
     """Register the old modules of `hardpoint.plugins`, and the names that moved out of a module."""
     for name in MOVED:
-        old = _MovedModule(
-            f"{_CONTRACT}.{name}", "Moved; see hardpoint.host.registry.adapters.moved."
-        )
+        old = _MovedModule(f"{_CONTRACT}.{name}", "Moved; see hardpoint.old_names.modules.")
         sys.modules.setdefault(old.__name__, old)
         setattr(sys.modules[_CONTRACT], name, sys.modules[old.__name__])
     for name in MOVED_NAMES.keys() | EARLIER.keys():

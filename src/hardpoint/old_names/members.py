@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
+from hardpoint.calls.streams import OutputStream
 from hardpoint.plugins import RequestError
-
-from .calls.streams import OutputStream
 
 __all__ = ["ASYNC_NAMES", "SYNC_NAMES", "OldClassNames", "old_member"]
 

@@ -9,6 +9,10 @@ from typing import Any
 import msgspec
 
 from hardpoint.errors import HardpointError, PluginConflictError, PluginNotFoundError
+from hardpoint.host.registry.adapt import adapter_name, load_component
+from hardpoint.host.registry.discovery import InstalledPlugin, describe_unknown_kind
+from hardpoint.host.registry.kinds import KINDS, Number, PluginKind
+from hardpoint.host.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.plugins.commands import ComponentDetails, ComponentInfo
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.manifest import PluginEntry
@@ -16,11 +20,6 @@ from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.server.hooks import hookimpl
 from hardpoint.typed import convert, json_schema, suggest
 from hardpoint.typed.describing import FieldDoc, first_paragraph, struct_fields
-
-from .adapt import adapter_name, load_component
-from .discovery import InstalledPlugin, describe_unknown_kind
-from .kinds import KINDS, Number, PluginKind
-from .plugin_set import PluginSet, resolve_plugins
 
 
 class Catalog:

@@ -27,7 +27,7 @@ from hardpoint.host.registry.discovery import InstalledPlugin, installed_version
 from hardpoint.host.registry.hooks import HookSet
 from hardpoint.host.registry.model_files import find_files
 from hardpoint.host.registry.plugin_set import PluginSet, resolve_plugins
-from hardpoint.host.system.resources import check_descriptors
+from hardpoint.host.system.descriptors import check_descriptors
 from hardpoint.host.system.threads import short_spin
 from hardpoint.plugins import (
     ConfigError,

@@ -26,10 +26,7 @@ from hardpoint.host.system.encoding import (
     TensorConsumer,
     TensorProvider,
     WireError,
-    to_frames,
 )
-from hardpoint.host.system.encoding.output_check import OutputCheck
-from hardpoint.host.system.resources import CUT_S, SOCKET_NAMES, end_context, make_socket_folder
 from hardpoint.plugins import EngineCoreOutputs, RequestError
 from hardpoint.process.protocol import (
     ENGINE_CORE_DEAD,
@@ -40,9 +37,17 @@ from hardpoint.process.protocol import (
     UtilityOutput,
     decode_handshake,
 )
+from hardpoint.process.send_buffers import to_frames
 from hardpoint.process.utility_calls import result_type
+from hardpoint.process.zmq_resources import (
+    CUT_S,
+    SOCKET_NAMES,
+    end_context,
+    make_socket_folder,
+)
 
 from .base import Attempt
+from .output_check import OutputCheck
 
 SEND_TIMEOUT_S = 10.0
 """How long an engine may accept no message before a sender gets an error."""

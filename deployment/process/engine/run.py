@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import pkgutil
 import signal
 import socket
@@ -28,9 +29,7 @@ from hardpoint.host.boundary.copies import watch_forks
 from hardpoint.host.boundary.errors import attribute_error, naming_plugin
 from hardpoint.host.boundary.parts.bound_half import request_fields
 from hardpoint.host.registry.plugin_set import PluginSet
-from hardpoint.host.system.forks import let_signals_end_copies, reset_signals
 from hardpoint.host.system.process.child import ParentWatch
-from hardpoint.host.system.process.garbage import settle_heap
 from hardpoint.host.system.process.launch import decode_launch
 from hardpoint.host.system.process.naming import log_to_stderr, name_process
 from hardpoint.host.system.threads import use_own_cores
@@ -40,6 +39,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.process.launch import Launch
 from hardpoint.process.protocol import EngineAddresses, EngineCoreReadyResponse
 
+from .garbage import settle_heap
 from .loop import EngineLoop, LoopOptions, LoopQueues
 from .sender import ClientSendQueues
 from .transport import EngineIO
@@ -63,7 +63,7 @@ def handle_signals(loop: EngineLoop) -> None:
         nonlocal count
         count += 1
         if count > 1:
-            reset_signals(*_SIGNALS)
+            _reset_signals()
         loop.request_shutdown()
 
     receiver, wakeup = socket.socketpair()
@@ -72,9 +72,34 @@ def handle_signals(loop: EngineLoop) -> None:
         target=_wake_up, args=(loop, receiver, wakeup), name="EngineSignals", daemon=True
     ).start()
     signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
-    let_signals_end_copies(*_SIGNALS)
+    _let_signals_end_copies()
     for number in _SIGNALS:
         signal.signal(number, handle)
+
+
+def _reset_signals() -> None:
+    """Restore the default handlers: the signals end the process at once."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _let_signals_end_copies() -> None:
+    """Let the signals end copies that a plugin makes by `os.fork`, and not wake up the loop."""
+    held = threading.local()
+
+    def hold() -> None:
+        # Python drops a signal that a copy gets before it is set up.
+        held.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held.before)
+
+    def end() -> None:
+        signal.set_wakeup_fd(-1)
+        _reset_signals()
+        release()
+
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=end)
 
 
 def _wake_up(loop: EngineLoop, receiver: socket.socket, _wakeup: socket.socket) -> None:
@@ -176,7 +201,7 @@ def _serve(
             reports_cache=launch.reports_cache,
         ),
     )
-    closing.callback(reset_signals, *_SIGNALS)
+    closing.callback(_reset_signals)
     handle_signals(loop)
     is_orphan = threading.Event()
 
@@ -216,5 +241,5 @@ def _ready(spec: WorkerSpec, built: BuiltCore) -> EngineCoreReadyResponse:
 
 
 def _end(io: EngineIO, *, failed: bool, has_clients: bool) -> None:
-    reset_signals(*_SIGNALS)  # so that a signal ends the process if this hangs
+    _reset_signals()  # so that a signal ends the process if this hangs
     io.close(failed=failed, has_clients=has_clients)

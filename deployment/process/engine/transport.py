@@ -13,13 +13,13 @@ from zmq.utils.monitor import recv_monitor_message
 from hardpoint.host.system.encoding import (
     MOST_BYTES,
     Encoder,
-    SendTracker,
     TensorConsumer,
     TensorProvider,
 )
-from hardpoint.host.system.resources import end_context
 from hardpoint.plugins import EngineCoreOutputs
 from hardpoint.process.protocol import ENGINE_CORE_DEAD, EngineAddresses, EngineCoreReadyResponse
+from hardpoint.process.send_buffers import SendTracker
+from hardpoint.process.zmq_resources import end_context
 
 from .loop import LoopFailure, LoopQueues
 from .receiver import Check, HashPrompt, MessageReader

@@ -19,10 +19,10 @@ from zmq.utils.monitor import recv_monitor_message
 from hardpoint.errors import ConfigError
 from hardpoint.host.system.encoding import WireError
 from hardpoint.host.system.process.launch import Interpreter
-from hardpoint.host.system.resources import end_context
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.process.engine_process import EngineHost
+from hardpoint.process.zmq_resources import end_context
 from hardpoint.replicas.hosts import EngineHosts
 from hardpoint.toolkit.curve_keys import KeyFolder
 

@@ -1,8 +1,7 @@
-"""Messages as frames: msgpack, large tensors in frames of their own; sending without copies."""
+"""Messages as frames: msgpack, large tensors in frames of their own."""
 
 from .codec import MOST_BYTES, Decoder, Encoder
 from .errors import WireError
-from .send_buffers import SendTracker, to_frames
 from .tensors import Buffer, TensorConsumer, TensorProvider
 
 __all__ = [
@@ -10,9 +9,7 @@ __all__ = [
     "Buffer",
     "Decoder",
     "Encoder",
-    "SendTracker",
     "TensorConsumer",
     "TensorProvider",
     "WireError",
-    "to_frames",
 ]

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from hardpoint.host.system.process.garbage import LongCollections, settle_heap
+from hardpoint.process.engine.garbage import LongCollections, settle_heap
 
 
 @pytest.mark.parametrize(("seconds", "is_logged"), [(0.3, True), (0.2, False)])

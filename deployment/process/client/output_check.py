@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from hardpoint.host.system.encoding import WireError
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.requests import PartArray, TokenLogprobs
 from hardpoint.plugins.requests.engine_state import BLOCK_KEY_BYTES, KVCacheChanges
-
-from .errors import WireError
 
 T = TypeVar("T")
 

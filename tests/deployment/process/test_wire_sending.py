@@ -11,7 +11,8 @@ import zmq
 import zmq.asyncio
 from support.waiting import PATIENCE_S, wait_until
 
-from hardpoint.host.system.encoding import Decoder, Encoder, SendTracker, to_frames
+from hardpoint.host.system.encoding import Decoder, Encoder
+from hardpoint.process.send_buffers import SendTracker, to_frames
 
 
 @pytest.fixture

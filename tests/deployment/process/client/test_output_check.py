@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from hardpoint.host.system.encoding import WireError, output_check
-from hardpoint.host.system.encoding.output_check import OutputCheck
+from hardpoint.host.system.encoding import WireError
 from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -25,6 +24,8 @@ from hardpoint.plugins.requests.stats import (
     PrefillStats,
     PrefixCacheStats,
 )
+from hardpoint.process.client import output_check
+from hardpoint.process.client.output_check import OutputCheck
 from hardpoint.process.client.process_client import RequestSockets
 
 VOCABULARY, LENGTH = 300, 64

@@ -1,15 +1,9 @@
-"""System resources for the sockets of an engine process: descriptors, a private folder, their end.
-
-They are checked before an engine or its client opens a socket: libzmq ends the whole program when
-it gets no descriptor.
-"""
+"""System resources for the ZMQ sockets of an engine process: a private folder, and their end."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import resource
 import shutil
 import stat
 import tempfile
@@ -22,9 +16,6 @@ import zmq
 from hardpoint.plugins import HardpointError
 
 _log = logging.getLogger("hardpoint")
-
-WANTED_DESCRIPTORS = 32
-"""File descriptors that must be free before an engine opens sockets; it takes 18 at most."""
 
 SOCKET_NAMES = ("input", "output")
 """Names of the sockets in their folder."""
@@ -42,26 +33,6 @@ _END_S = 5.0
 _LONGEST_NAME = max(map(len, SOCKET_NAMES))
 _PATH_LIMIT = zmq.IPC_PATH_MAX_LEN or 103  # the shortest of all systems
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-
-
-def check_descriptors() -> None:
-    """Check that enough file descriptors are free.
-
-    libzmq ends the whole program if it gets none.
-
-    Raises:
-        HardpointError: too few are free; the message has the numbers wanted, free and allowed.
-    """
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = _used_descriptors(limit)
-    if limit == resource.RLIM_INFINITY or used is None:
-        return
-    if (free := limit - used) < WANTED_DESCRIPTORS:
-        raise HardpointError(
-            f"file descriptors: expected at least {WANTED_DESCRIPTORS} free ones for the sockets "
-            f"of an engine, got {free}: the program uses {used} of {limit}; raise its limit "
-            "(`ulimit -n`, RLIMIT_NOFILE), or close files"
-        )
 
 
 def make_socket_folder() -> Path:
@@ -112,14 +83,6 @@ def end_context(
             os.getpid(),
         )
     return not ending.is_alive()
-
-
-def _used_descriptors(limit: int) -> int | None:
-    try:
-        numbers = os.listdir("/dev/fd")
-    except OSError as cause:
-        return limit if cause.errno == errno.EMFILE else None
-    return sum(int(number) < limit for number in numbers) - 1  # one was the listing's own
 
 
 class _UnfitError(Exception):

@@ -11,7 +11,7 @@ import pytest
 from support.process.harness import process_config
 
 from hardpoint import LLM, HardpointError
-from hardpoint.host.system import resources
+from hardpoint.process import zmq_resources
 from hardpoint.process.client.sockets import EngineSockets
 from hardpoint.testing import scripted_config
 
@@ -73,7 +73,7 @@ def test_a_long_temporary_directory_gives_way_to_a_short_private_one(long_folder
 def test_without_any_folder_the_error_has_paths_lengths_and_limit(
     long_folder, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(resources, "_SHORT_FOLDERS", (str(tmp_path / "missing"),))
+    monkeypatch.setattr(zmq_resources, "_SHORT_FOLDERS", (str(tmp_path / "missing"),))
     with pytest.raises(HardpointError) as caught:
         EngineSockets()
     length = len(str(long_folder / "hardpoint-12345678" / "output"))
@@ -87,7 +87,7 @@ def test_without_any_folder_the_error_has_paths_lengths_and_limit(
 
 def test_a_folder_that_others_could_open_is_not_used(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(resources, "_SHORT_FOLDERS", ())
+    monkeypatch.setattr(zmq_resources, "_SHORT_FOLDERS", ())
     chmod = os.chmod
     monkeypatch.setattr(os, "chmod", lambda path, _mode: chmod(path, 0o755))  # as FAT does
     with pytest.raises(HardpointError, match="keeps no owners and permissions"):

@@ -87,6 +87,7 @@ from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.plugins.step_part.components import ComponentFactory
 from hardpoint.plugins.text.arguments import ComponentWithArguments
+from hardpoint.process.server_extensions import server_extensions as server_extensions
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 
 from .scripted import scripted_engine, write_scripted_model

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
+from hardpoint.configuration.handed_over import handed_over
 from hardpoint.configuration.loading import config_from
 from hardpoint.core.engine.utility_calls import ControlCalls
 from hardpoint.core.frontend.frontend import listed_ids
 from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import EngineDeadError
 from hardpoint.host.registry.discovery import InstalledPlugin
-from hardpoint.host.registry.references import handed_over
 from hardpoint.host.system.control_calls import AsyncCaller
 from hardpoint.plugins import (
     ConfigError,

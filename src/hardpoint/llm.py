@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from hardpoint.configuration.handed_over import handed_over
 from hardpoint.configuration.loading import config_from
 from hardpoint.core.engine.utility_calls import ControlCalls
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.host.registry.discovery import InstalledPlugin
-from hardpoint.host.registry.references import handed_over
 from hardpoint.host.system.control_calls import SyncCaller
 from hardpoint.plugins import (
     EngineConfig,

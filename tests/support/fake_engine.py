@@ -35,6 +35,7 @@ from hardpoint.plugins.requests import PoolingRequestOutput, ToolCall
 from hardpoint.plugins.requests.stats import Health
 from hardpoint.plugins.server import InstalledExtension
 from hardpoint.plugins.server.engine_set import EngineSet, EngineStatus, LoadReport
+from hardpoint.process.server_extensions import server_extensions
 from hardpoint.requests import with_place
 
 
@@ -368,7 +369,7 @@ class FakeEngine:
             name = type(plugin).__name__.lower()
             hooks.add(plugin, Source(name, f"acme:{name}", "acme", "1.0", "a test"))
         installed = [InstalledExtension(p, f"plugin {p!r}", e) for p, e in self.extensions]
-        return [*installed, *hooks.server_extensions(server)]
+        return [*installed, *server_extensions(hooks, server)]
 
     def argument_schemas(self):
         return self.arguments

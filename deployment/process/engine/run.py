@@ -29,10 +29,11 @@ from hardpoint.host.boundary.copies import watch_forks
 from hardpoint.host.boundary.errors import attribute_error, naming_plugin
 from hardpoint.host.boundary.parts.bound_half import request_fields
 from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.host.system.control_groups import read_control
 from hardpoint.host.system.process.child import ParentWatch
 from hardpoint.host.system.process.launch import decode_launch
 from hardpoint.host.system.process.naming import log_to_stderr, name_process
-from hardpoint.host.system.threads import use_own_cores
+from hardpoint.host.system.threads import CPUS
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.config import ConfigSources
@@ -131,6 +132,36 @@ def _beat(activity: Activity) -> None:
         sleep(_BEAT_INTERVAL_S)
 
 
+def _use_own_cores(index: int, num_engines: int) -> None:
+    """Let this process, and those that it starts, run on its part of the CPUs.
+
+    Whole cores are divided, those of a NUMA node next to each other. If there are fewer cores than
+    engines, several engines have the same core.
+
+    Args:
+        index: number of this process's engine.
+        num_engines: engines among which the CPUs of this process are divided.
+    """
+    try:
+        usable = os.sched_getaffinity(0)
+    except AttributeError:  # another system than Linux
+        return
+    cores: dict[tuple[str, str], set[int]] = {}
+    for number in sorted(usable):
+        folder = CPUS / f"cpu{number}"
+        node = min((found.name for found in folder.glob("node*")), key=len, default="")
+        siblings = read_control(folder / "topology" / "thread_siblings_list")
+        cores.setdefault((node, siblings or f"{number}"), set()).add(number)
+    by_node = [cores[key] for key in sorted(cores, key=lambda key: (len(key[0]), key[0]))]
+    count = len(by_node)
+    place = index % num_engines  # of one that was added later
+    if count >= num_engines:
+        part = by_node[place * count // num_engines : (place + 1) * count // num_engines]
+    else:
+        part = [by_node[index % count]]
+    os.sched_setaffinity(0, frozenset().union(*part))
+
+
 _EXECUTORS_WATCH_S = 5.0  # for an executor of several ranks to find and end those that hang
 _ORPHAN_GRACE_S = 4.0  # to shut down in order, after the parent has ended
 
@@ -153,7 +184,7 @@ def run_engine(data: bytes, watch: ParentWatch, inputs: OpenInputs = EngineInput
     config = msgspec.convert(launch.config, EngineConfig)
     config_sources = ConfigSources(launch.config_sources)
     if config.parallel.num_local > 1 and config.executor.threads == "auto":
-        use_own_cores(launch.local_rank, config.parallel.num_local)
+        _use_own_cores(launch.local_rank, config.parallel.num_local)
     plugins = PluginSet(launch.manifest)
     check_versions(plugins, "the engine process")
     with contextlib.ExitStack() as closing:  # all are closed, even if one raises

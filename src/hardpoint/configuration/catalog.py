@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.errors import HardpointError, PluginConflictError, PluginNotFoundError
-from hardpoint.host.registry.adapt import adapter_name, load_component
+from hardpoint.host.registry.adapt import adapter_of, load_component
 from hardpoint.host.registry.discovery import InstalledPlugin, describe_unknown_kind
 from hardpoint.host.registry.kinds import KINDS, Number, PluginKind
 from hardpoint.host.registry.plugin_set import PluginSet, resolve_plugins
@@ -93,7 +93,7 @@ class Catalog:
             contract=target.contract,
             stability=kind.stability.value,
             phase=_phase(target),
-            adapter=adapter_name(target, kind),
+            adapter=_adapter_name(target, kind),
             hooks=_hooks(kind, target),
             methods=_methods(kind, target),
             params_fields=getattr(target, "params_fields", ()),
@@ -165,7 +165,7 @@ class Catalog:
         if entry.kind == "logits_processors":
             fields = {"place": entry.place + 1, "phase": cls.phase.name}
         if cls is not None:
-            fields["adapter"] = adapter_name(cls, KINDS[entry.kind])
+            fields["adapter"] = _adapter_name(cls, KINDS[entry.kind])
         return _info(entry.kind, entry.source, enabled=True, reason=entry.origin, **fields)
 
     def _is_enabled(self, found: InstalledPlugin) -> bool:
@@ -264,3 +264,9 @@ def _fields(target: Any, attribute: str) -> list[FieldDoc] | None:
 def _schema(target: Any, attribute: str) -> dict[str, Any] | None:
     declared = _declared(target, attribute)
     return json_schema(declared) if declared is not None else None
+
+
+def _adapter_name(target: Any, kind: PluginKind) -> str | None:
+    """Return how a component is adapted, for people; None if it is not."""
+    is_earlier = target.contract < kind.contract
+    return f"contract {target.contract}" if is_earlier else adapter_of(target)

@@ -14,10 +14,11 @@ from typing import Any
 from msgspec import inspect as types
 
 from hardpoint.errors import shown
-from hardpoint.host.registry.discovery import InstalledPlugin
+from hardpoint.host.registry.discovery import InstalledPlugin, discover
 from hardpoint.host.registry.model_files import alias_of
-from hardpoint.host.registry.plugin_options import declarer_of, find_tables
-from hardpoint.host.registry.references import with_references
+from hardpoint.host.registry.plugin_options import Tables, declared_tables
+from hardpoint.host.registry.references import with_handed_over, with_references
+from hardpoint.host.registry.selection import Selection
 from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import PluginsConfig
@@ -111,6 +112,29 @@ def default_config_type() -> type[EngineConfig]:
     return EngineConfig.with_tables(find_tables(PluginsConfig(), ConfigSources()))
 
 
+def find_tables(
+    plugins: PluginsConfig, config_sources: ConfigSources, handed: Sequence[InstalledPlugin] = ()
+) -> Tables:
+    """Return the tables of the hooks that a configuration enables, which are imported.
+
+    Args:
+        plugins: the table `plugins`.
+        config_sources: sources of its values.
+        handed: what the program hands over, see `handed_over`.
+
+    Raises:
+        PluginError, ConfigError: a component cannot be enabled, or declares no valid table.
+    """
+    found = with_handed_over(discover(plugins.foreign_groups), handed)
+    selection = Selection(EngineConfig(plugins=plugins), config_sources, found)
+    chosen, load = selection.enabled(), selection.adapters.import_object
+    return declared_tables(
+        (load(item.source) if item.target is None else item.target, item.source)
+        for item in chosen
+        if item.kind.interface is None
+    )
+
+
 def _file_table(path: str | Path | None) -> tuple[dict[str, Any], str]:
     if path is None and not Path(DEFAULT_FILE).is_file():
         return {}, ""
@@ -152,6 +176,17 @@ def _filled(type_: type[EngineConfig], fill: Callable[[_Builder], None]) -> _Bui
     fill(whole)
     whole.enable_besides(alias.config["plugins"]["enable"])
     return whole
+
+
+def _declarer_of(table: str) -> str:
+    """Return which plugin may declare a table that none does, as the end of a message.
+
+    Metadata alone is read, so it is the plugin of hooks that has the table's name.
+    """
+    named = (f.label for f in discover() if (f.kind, f.name) == ("hooks", table))
+    if label := next(named, None):
+        return f"; {label} may declare it, and is not enabled"
+    return ""
 
 
 class _Builder:
@@ -212,7 +247,7 @@ class _Builder:
             return convert(self._tree, self._type, path=""), config_sources
         except ConfigError as error:
             message = str(error)
-            declarer = declarer_of(unknown[0]) if message.startswith(tuple(unknown)) else ""
+            declarer = _declarer_of(unknown[0]) if message.startswith(tuple(unknown)) else ""
             raise ConfigError(config_sources.locate(message + declarer)) from None
 
     def put(self, steps: Sequence[str], value: Any, origin: str) -> None:

@@ -14,7 +14,7 @@ from hardpoint.host.boundary.errors import close_all, engine_dead
 from hardpoint.host.boundary.parts.states import States, states_of, states_of_parts
 from hardpoint.host.boundary.plugin_health import PluginHealth
 from hardpoint.host.live.change import LiveChange, PreparedChange, Slot, Switch
-from hardpoint.host.live.parts import FrontendPartChanges, HalfChanges
+from hardpoint.host.live.parts import HalfChanges, part_changes
 from hardpoint.host.registry.blame import describe, logged_after
 from hardpoint.host.registry.discovery import is_third_party
 from hardpoint.host.registry.plugin_set import PluginSet
@@ -114,7 +114,10 @@ class Frontend:
     def change_slots(self) -> list[Slot]:
         """Return the places of the frontend that live changes concern."""
         parts = self._step_parts
-        return [self, FrontendPartChanges(parts, self._settings[1]), HalfChanges(parts)]
+        halves = part_changes(
+            parts, parts.use_halves, self._settings[1], parts.users_of, closes_later=True
+        )
+        return [self, halves, HalfChanges(parts)]
 
     def states(self) -> States:
         """Return the states of parsers, frontend halves of step parts, and their components."""

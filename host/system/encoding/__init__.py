@@ -2,14 +2,12 @@
 
 from .codec import MOST_BYTES, Decoder, Encoder
 from .errors import WireError
-from .tensors import Buffer, TensorConsumer, TensorProvider
+from .tensors import Buffer
 
 __all__ = [
     "MOST_BYTES",
     "Buffer",
     "Decoder",
     "Encoder",
-    "TensorConsumer",
-    "TensorProvider",
     "WireError",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import operator
@@ -50,7 +51,7 @@ from .kv_cache import CacheSize
 
 if TYPE_CHECKING:
     from .engine.inputs import OpenInputs
-    from .weights.worker_spec import WorkerSpec
+    from .weights.worker_spec import StartWorker, WorkerSpec
 
 _log = logging.getLogger("hardpoint")
 
@@ -185,12 +186,14 @@ def build_engine(
     handed: Sequence[InstalledPlugin] = (),
     companions: Sequence[OpenCompanion] = (),
     open_inputs: OpenInputs | None = None,
+    start_worker: StartWorker | None = None,
 ) -> LLMEngine:
     """Build an engine in this process.
 
     Args:
         config, config_sources, progress, clock, handed, companions: as of `prepare_engine`.
         open_inputs: as of `build_core`; None is its default.
+        start_worker: as of `WorkerSpec`.
 
     Raises:
         ConfigError, PluginError, ModelError: as `prepare_engine`.
@@ -208,18 +211,18 @@ def build_engine(
     prepared = prepare_engine(
         config, sources, progress=progress, clock=clock, handed=handed, companions=companions
     )
-    return prepared.open(functools.partial(_open_in_process, open_inputs), LLMEngine)
+    return prepared.open(functools.partial(_open_in_process, open_inputs, start_worker), LLMEngine)
 
 
 def _open_in_process(
-    open_inputs: OpenInputs | None, prepared: PreparedEngine
+    open_inputs: OpenInputs | None, start_worker: StartWorker | None, prepared: PreparedEngine
 ) -> tuple[EngineCoreClient, CacheSize]:
     with naming_plugin(prepared.spec.plugins):
         from hardpoint.core.engine.build import build_core  # noqa: PLC0415 - needs torch
         from hardpoint.core.engine.inputs import EngineInputs  # noqa: PLC0415 - as above
 
         built = build_core(
-            prepared.spec,
+            dataclasses.replace(prepared.spec, start_worker=start_worker),
             prepared.hooks,
             prepared.config_sources,
             prepared.clock,

@@ -65,7 +65,7 @@ SMALL_MODULES = {
     "hardpoint.replicas.load": "what operators and autoscalers read; no request needs it",
     "hardpoint.process.engine.garbage": "Python's collector; has tests of its own",
     "hardpoint.process.engine.watchdog": "faulthandler, whose timer the process has once",
-    "hardpoint.host.system.process.main_module.find_unpicklable": "a search, used for errors alone",
+    "hardpoint.process.child_processes.main_module.find_unpicklable": "for errors alone",
     "hardpoint.core.frontend.outputs.pooling_state": "pooling models fill it",
     "hardpoint.host.system.rank_store": "a server, which runs only while ranks of hosts meet",
     "hardpoint.host.system.profiling": "torch's profiler, which nothing else of a worker needs",

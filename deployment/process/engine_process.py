@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hardpoint.host.boundary.activity import Activity, Snapshot
-from hardpoint.host.system.process.error_output import ErrorOutput
-from hardpoint.host.system.process.launch import ChildLaunch
-from hardpoint.host.system.process.process import ChildProcess, ending, was_killed
+from hardpoint.process.child_processes.error_output import ErrorOutput
+from hardpoint.process.child_processes.launch import ChildLaunch
+from hardpoint.process.child_processes.process import ChildProcess, ending, was_killed
 
 _WATCHDOG_EXIT_CODE = 1  # that of faulthandler
 

@@ -28,7 +28,7 @@ _log = logging.getLogger("hardpoint")
 
 _RUN = PluginCalls.run.__code__
 _RUN_PROCESS = BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
-_ENGINE = ("hardpoint.core.", "hardpoint.host.")
+_ENGINE = ("hardpoint.core.", "hardpoint.host.", "hardpoint.process.")
 _named: set[tuple[str, str]] = set()
 _of_thread = threading.local()
 

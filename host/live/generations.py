@@ -14,7 +14,7 @@ from .change import LiveChange, Switch
 
 
 class Replaceable(Protocol):
-    """What calls a component that a live change may replace.
+    """The caller of a component that a live change may replace.
 
     Attributes:
         until: the generation from which on requests do not use it; None if they do.

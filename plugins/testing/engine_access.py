@@ -24,7 +24,6 @@ import torch
 from hardpoint import typed
 from hardpoint.configuration.catalog import Catalog
 from hardpoint.configuration.loading import default_config_type
-from hardpoint.core.engine.worker_launch import LaunchedWorker
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.core.weights.quantized_weights import QuantizedWeights
 from hardpoint.core.worker.input_batch import InputBatch
@@ -88,6 +87,7 @@ from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.plugins.step_part.components import ComponentFactory
 from hardpoint.plugins.text.arguments import ComponentWithArguments
 from hardpoint.process.server_extensions import server_extensions as server_extensions
+from hardpoint.process.worker_process import LaunchedWorker
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 
 from .scripted import scripted_engine, write_scripted_model

@@ -30,7 +30,7 @@ from support.waiting import HeldSteps, until
 
 from hardpoint import AsyncLLM, EngineClosedError, RequestOutputKind, SamplingParams
 from hardpoint.errors import EngineDeadError
-from hardpoint.host.system.process.process import ChildProcess
+from hardpoint.process.child_processes.process import ChildProcess
 
 SLOW = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)

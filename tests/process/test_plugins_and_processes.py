@@ -21,9 +21,9 @@ from support.waiting import PATIENCE_S, alive, wait_until
 from hardpoint import LLM, SamplingParams, plugins
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.host.system.process.children import kill_children
-from hardpoint.host.system.process.process import ChildProcess
 from hardpoint.plugins import LogitsProcessor, Phase, hookimpl
+from hardpoint.process.child_processes.children import kill_children
+from hardpoint.process.child_processes.process import ChildProcess
 from hardpoint.testing import scripted_config
 
 HERE = __name__

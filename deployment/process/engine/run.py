@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import pkgutil
@@ -30,15 +31,16 @@ from hardpoint.host.boundary.errors import attribute_error, naming_plugin
 from hardpoint.host.boundary.parts.bound_half import request_fields
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.host.system.control_groups import read_control
-from hardpoint.host.system.process.child import ParentWatch
-from hardpoint.host.system.process.launch import decode_launch
-from hardpoint.host.system.process.naming import log_to_stderr, name_process
 from hardpoint.host.system.threads import CPUS
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.process.child_processes.child import ParentWatch
+from hardpoint.process.child_processes.launch import decode_launch
+from hardpoint.process.child_processes.naming import log_to_stderr, name_process
 from hardpoint.process.launch import Launch
 from hardpoint.process.protocol import EngineAddresses, EngineCoreReadyResponse
+from hardpoint.process.worker_process import LaunchedWorker
 
 from .garbage import settle_heap
 from .loop import EngineLoop, LoopOptions, LoopQueues
@@ -194,6 +196,7 @@ def run_engine(data: bytes, watch: ParentWatch, inputs: OpenInputs = EngineInput
             )
             spec = prepare_worker(config, plugins, config_sources, no_progress, place)
         closing.callback(spec.loader.close)
+        spec = dataclasses.replace(spec, start_worker=LaunchedWorker)
         activity = Activity.open(Path(launch.folder)) if launch.folder else None
         with naming_plugin(plugins):
             built = build_core(

@@ -15,8 +15,8 @@ import zmq
 
 from hardpoint.errors import ConfigError, EngineClosedError, EngineDeadError, PluginLoadError
 from hardpoint.host.boundary.errors import error_of
-from hardpoint.host.system.process.launch import ChildLaunch
 from hardpoint.plugins import EngineConfig, HardpointError
+from hardpoint.process.child_processes.launch import ChildLaunch
 from hardpoint.process.launch import Launch
 from hardpoint.replicas.hosts import EngineHosts
 from hardpoint.replicas.remote.joined_host import JoinedHost

@@ -17,9 +17,9 @@ import zmq
 from hardpoint.host.boundary.activity import FILE_NAME, Activity
 from hardpoint.host.boundary.errors import kind_of as error_kind_of
 from hardpoint.host.system.encoding import MOST_BYTES, Decoder, Encoder
-from hardpoint.host.system.process.launch import Interpreter
 from hardpoint.plugins import EngineConfig, HardpointError
 from hardpoint.plugins.component.manifest import Manifest
+from hardpoint.process.child_processes.launch import Interpreter
 from hardpoint.process.engine_process import EngineProcess
 from hardpoint.process.launch import Launch
 from hardpoint.process.protocol import EngineAddresses, RequestType, UtilityCall, UtilityOutput

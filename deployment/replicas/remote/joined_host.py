@@ -13,8 +13,8 @@ from typing import Literal
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.host.boundary.activity import FILE_NAME, Activity
 from hardpoint.host.boundary.errors import error_of
-from hardpoint.host.system.process.launch import ChildLaunch
 from hardpoint.plugins import HardpointError
+from hardpoint.process.child_processes.launch import ChildLaunch
 from hardpoint.process.launch import Launch
 
 from .messages import RemoteFailure

@@ -18,9 +18,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from hardpoint.errors import ConfigError
 from hardpoint.host.system.encoding import WireError
-from hardpoint.host.system.process.launch import Interpreter
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config.engine import ParallelConfig
+from hardpoint.process.child_processes.launch import Interpreter
 from hardpoint.process.engine_process import EngineHost
 from hardpoint.process.zmq_resources import end_context
 from hardpoint.replicas.hosts import EngineHosts

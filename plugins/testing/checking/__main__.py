@@ -20,10 +20,10 @@ from hardpoint.host.registry.discovery import discover, installed_version
 from hardpoint.host.registry.kinds import KINDS, PluginKind
 from hardpoint.host.registry.plugin_options import checked_options
 from hardpoint.host.registry.selection import Selection
-from hardpoint.host.system.process.parent_death import end_with_parent
 from hardpoint.plugins.commands import ComponentInfo
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.config import ConfigSources, EngineConfig
+from hardpoint.process.child_processes.parent_death import end_with_parent
 
 from .activity import ActivityWatch
 from .request import CANNOT_LOAD, OTHER_CONTRACT, CheckRequest, check_record

@@ -31,10 +31,6 @@ from hardpoint.host.boundary.errors import error_of, kind_of
 from hardpoint.host.boundary.plugin_health import PluginHealth
 from hardpoint.host.live.settings import ChangeRequest
 from hardpoint.host.registry.discovery import installed_version
-from hardpoint.host.system.process.child import ParentWatch
-from hardpoint.host.system.process.launch import ChildLaunch, decode_launch
-from hardpoint.host.system.process.naming import log_to_stderr, name_process
-from hardpoint.host.system.process.process import ChildProcess
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
@@ -43,6 +39,10 @@ from hardpoint.plugins.requests.stats import Health
 from hardpoint.plugins.scheduling.step_record import LiveRequest
 from hardpoint.plugins.server.engine_set import LoadReport
 from hardpoint.process.async_engine import AsyncEngine
+from hardpoint.process.child_processes.child import ParentWatch
+from hardpoint.process.child_processes.launch import ChildLaunch, decode_launch
+from hardpoint.process.child_processes.naming import log_to_stderr, name_process
+from hardpoint.process.child_processes.process import ChildProcess
 from hardpoint.replicas.relay.client import Figures, OpenRelayed
 from hardpoint.replicas.relay.frontends import CHANGE, REPLAY, asked_of
 from hardpoint.replicas.relay.messages import EnginesSummary, Notice, own_id

@@ -70,8 +70,8 @@ class ForkServer:
                 imported what engine processes need; it is called in forks that are to be
                 programs, with the request and its descriptors.
         """
-        from hardpoint.host.system.process import process
-        from hardpoint.host.system.process.launch import Interpreter
+        from hardpoint.process.child_processes import process
+        from hardpoint.process.child_processes.launch import Interpreter
 
         interpreter = Interpreter.current()
         self._command = [*interpreter.command, str(Path(process.__file__).with_name("__main__.py"))]
@@ -172,7 +172,7 @@ class EngineStarts:
 
     def install(self) -> None:
         """Take the place of `Popen` for the module that starts engine processes."""
-        from hardpoint.host.system.process import process
+        from hardpoint.process.child_processes import process
 
         module = types.ModuleType("subprocess")
         vars(module).update(vars(subprocess))
@@ -308,7 +308,7 @@ def delay_if_stressed() -> None:
 
 
 def _run_child() -> None:
-    from hardpoint.host.system.process.__main__ import main
+    from hardpoint.process.child_processes.__main__ import main
 
     if os.environ.pop(FORKED_RANKS, ""):
         STARTS.fork_server(lambda request, descriptors: None)
@@ -340,7 +340,7 @@ def run_and_leave(run: Callable[[], object]) -> None:
 if __name__ == "__main__":
     _control = socket.socket(fileno=int(sys.argv[1]))
     sys.path[:] = json.loads(_control.recv(1 << 20))
-    importlib.import_module("hardpoint.host.system.process.child")
+    importlib.import_module("hardpoint.process.child_processes.child")
     importlib.import_module("hardpoint.process.engine.run")
     importlib.import_module("hardpoint.testing.scripted")
     importlib.import_module("support.installed_metadata").read_metadata_once()

@@ -167,7 +167,7 @@ class TestOutputs:
         assert served.rig.core.num_unfinished_requests() == 0
 
     def test_behind_its_end_in_one_message_the_id_is_that_of_another_request(self):
-        frames = OutputEncoder(lambda _ids, _client: None, None)
+        frames = OutputEncoder(lambda _ids, _client: None)
         bad = EngineCoreOutput(request_id="a", new_token_ids=[1], pooling_output=object())
         frames.encode_into(EngineCoreOutputs(outputs=[bad]), bytearray(), 0)
         end = EngineCoreOutput(request_id="a", finish_reason=FinishReason.ABORT)

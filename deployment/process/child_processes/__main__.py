@@ -74,7 +74,7 @@ def _imported(
     from hardpoint.host.system.threads import short_spin  # noqa: PLC0415 - needs the parent's path
 
     with short_spin():
-        from hardpoint.host.system.process.child import serve  # noqa: PLC0415
+        from hardpoint.process.child_processes.child import serve  # noqa: PLC0415
 
         if run is None:
             module, _, function = name.partition(":")

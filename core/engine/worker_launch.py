@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import os
 import shutil
 import socket
@@ -34,8 +33,6 @@ from hardpoint.plugins.parallel import Placement
 from hardpoint.typed import prepared
 
 from .prepare import num_batches, prepare_worker
-
-_log = logging.getLogger("hardpoint")
 
 _recorded: list[Activity] = []
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 import shutil
 import signal
@@ -126,6 +128,20 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     STARTS.forks = item.get_closest_marker("fresh_process") is None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function: by its fixture `run`, or in a new event loop."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    coroutine = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    if (run := pyfuncitem.funcargs.get("run")) is None:
+        asyncio.run(coroutine)
+    else:
+        run(lambda _: coroutine)
+    return True
 
 
 # Folders in which the wheels of the packages in examples/ are installed.

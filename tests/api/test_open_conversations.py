@@ -574,16 +574,13 @@ class TestIterators:
 
         run(main)
 
-    def test_closing_the_engine_ends_who_waits_for_a_part(self, folder, histories):
-        async def main():
-            llm = AsyncLLM(config=scripted_config(folder))
-            waiting = asyncio.ensure_future(taken(llm.generate(ceasing("a"), GREEDY)))
-            await reaches(histories, S.IDLE, 1)
-            await llm.aclose()
-            with pytest.raises(HardpointError, match="closed"):
-                await waiting
-
-        asyncio.run(main())
+    async def test_closing_the_engine_ends_who_waits_for_a_part(self, folder, histories):
+        llm = AsyncLLM(config=scripted_config(folder))
+        waiting = asyncio.ensure_future(taken(llm.generate(ceasing("a"), GREEDY)))
+        await reaches(histories, S.IDLE, 1)
+        await llm.aclose()
+        with pytest.raises(HardpointError, match="closed"):
+            await waiting
 
     def test_leaving_the_loop_ends_the_sender_too(self, run):
         ended = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 
@@ -309,16 +308,13 @@ def complete(engine, params) -> None:
         engine.step()
 
 
-def test_the_same_in_an_event_loop(scripted):
-    async def main():
-        config = scripted_config(scripted, {"scheduler": {"use": f"{HERE}:BrokenStep"}})
-        async with AsyncLLM(config=config) as llm:
-            with pytest.raises(EngineFaultError, match="plugin 'broken_step'.*no plan"):
-                await anext(llm.generate("x"))
-            with pytest.raises(EngineFaultError, match="plugin 'broken_step'.*no plan"):
-                await anext(llm.generate("later"))
-
-    asyncio.run(main())
+async def test_the_same_in_an_event_loop(scripted):
+    config = scripted_config(scripted, {"scheduler": {"use": f"{HERE}:BrokenStep"}})
+    async with AsyncLLM(config=config) as llm:
+        with pytest.raises(EngineFaultError, match="plugin 'broken_step'.*no plan"):
+            await anext(llm.generate("x"))
+        with pytest.raises(EngineFaultError, match="plugin 'broken_step'.*no plan"):
+            await anext(llm.generate("later"))
 
 
 def test_a_failure_of_the_engine_itself(scripted, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import re
 import time
@@ -67,22 +66,19 @@ def test_registration_comes_before_sending(scripted):
     engine.close()
 
 
-def test_in_an_event_loop_too(scripted):
-    async def main():
-        async with AsyncLLM(config=scripted_config(scripted)) as llm:
-            client, known = client_of(llm), output_processor_of(engine_of(llm))
-            offer, sent = client.offer_requests, []
+async def test_in_an_event_loop_too(scripted):
+    async with AsyncLLM(config=scripted_config(scripted)) as llm:
+        client, known = client_of(llm), output_processor_of(engine_of(llm))
+        offer, sent = client.offer_requests, []
 
-            def noted(requests):
-                sent.extend((one.child_index, known.is_live(one.request_id)) for one in requests)
-                return offer(requests)
+        def noted(requests):
+            sent.extend((one.child_index, known.is_live(one.request_id)) for one in requests)
+            return offer(requests)
 
-            client.offer_requests = noted
-            outputs = [output async for output in llm.generate("x", MANY)]
-            assert outputs[-1].finished
-            assert sent == [(index, True) for index in range(4)]
-
-    asyncio.run(main())
+        client.offer_requests = noted
+        outputs = [output async for output in llm.generate("x", MANY)]
+        assert outputs[-1].finished
+        assert sent == [(index, True) for index in range(4)]
 
 
 def test_an_interrupt_while_prompts_are_added_leaves_none_behind(llm, monkeypatch):

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import inspect
 import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ from support.searching import choose_profile
 from support.selection import Selection
 from support.stress import Stress
 
-from hardpoint.testing import write_scripted_model
+from hardpoint.testing import scripted_engine, write_scripted_model
 
 # Triton's kernels are interpreted where there is no GPU, unless the environment has another value;
 # it is read when they are imported. The files are NVIDIA's, AMD's, and Windows' for Linux.
@@ -187,6 +190,18 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "user: words\nplease\nassistant: ": "the quick brown fox jumps over the lazy dog",
         },
     )
+
+
+@pytest.fixture
+def open_engine(scripted: Path) -> Iterator[Callable[..., Any]]:
+    """A function that opens an engine on the scripted model; the engine closes after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def opened(*args: Any, **kwargs: Any) -> Any:
+            engine = scripted_engine(scripted, *args, **kwargs)
+            return stack.enter_context(contextlib.closing(engine))
+
+        yield opened
 
 
 @pytest.fixture

@@ -317,10 +317,9 @@ async def test_async_llm_in_the_mix(scripted, expected, ranks):
         llm.close()
 
 
-def test_run_helper_itself_tells_differences(scripted, expected):
+def test_run_helper_itself_tells_differences(open_engine, expected):
     """Guards the comparisons above: another seed is another result."""
     request_id, prompt, params = with_stop_strings()[2]
-    engine = scripted_engine(scripted)
+    engine = open_engine()
     other = msgspec.structs.replace(params, seed=99)
     assert run(engine, [(request_id, prompt, other)]) != {request_id: expected[request_id]}
-    engine.close()

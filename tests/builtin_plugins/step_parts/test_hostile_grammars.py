@@ -472,9 +472,9 @@ class TestCompilationsThatHang:
 
         wait_until(works, what="the compilations to end")
 
-    def test_one_that_is_aborted_leaves_nothing(self, scripted, expected):
+    def test_one_that_is_aborted_leaves_nothing(self, open_engine, expected):
         HELD.clear()
-        engine = scripted_engine(scripted, {"plugins": PLUGINS})
+        engine = open_engine({"plugins": PLUGINS})
         for i in range(3):  # two are compiled at a time, the third is not begun
             engine.add_request(f"{i}", "hi there", bad(f"hang {i}"))
         engine.step()
@@ -485,11 +485,10 @@ class TestCompilationsThatHang:
         HELD.set()
         found = ends(engine, [("0", "hi there", bad("fine"))], expected)
         assert found["0"][0] == "length"
-        engine.close()
 
-    def test_the_timeout_of_a_request_holds_meanwhile(self, scripted, expected):
+    def test_the_timeout_of_a_request_holds_meanwhile(self, open_engine, expected):
         HELD.clear()
-        engine = scripted_engine(scripted, {"plugins": PLUGINS})
+        engine = open_engine({"plugins": PLUGINS})
         engine.add_request("r", "hi there", bad("hang"), RequestExtras(timeout=2e-5))
         reasons = []
         while engine.has_unfinished_requests():
@@ -497,7 +496,6 @@ class TestCompilationsThatHang:
         assert reasons == ["timeout"]
         assert run(engine, NEIGHBOURS) == expected
         HELD.set()
-        engine.close()
 
     def test_closing_the_engine_does_not_wait_for_them(self, scripted):
         HELD.clear()

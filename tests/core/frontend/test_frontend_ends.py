@@ -147,8 +147,8 @@ async def test_a_call_in_flight_hears_why_it_ended(scripted):
             await call
 
 
-def test_an_interrupt_while_outputs_are_taken_leaves_no_request_half_told(scripted, monkeypatch):
-    engine = scripted_engine(scripted)
+def test_an_interrupt_while_outputs_are_taken_leaves_no_request_half_told(open_engine, monkeypatch):
+    engine = open_engine()
     for name in ("a", "b"):
         engine.add_request(name, "long", ENDLESS)
     engine.step()
@@ -161,7 +161,6 @@ def test_an_interrupt_while_outputs_are_taken_leaves_no_request_half_told(script
     assert core_of(engine).num_unfinished_requests() == 0
     engine.add_request("c", "say abc", GREEDY)
     assert drive(engine)[-1].outputs[0].text == " abc abc abc"
-    engine.close()
 
 
 def test_when_an_engine_ends_sinks_hear_that_nothing_runs(scripted, monkeypatch):
@@ -239,8 +238,8 @@ def test_a_sink_that_fails_then_is_survived(scripted, caplog, monkeypatch):
     assert "disk full, after the engine has ended" in caplog.text
 
 
-def test_the_hook_is_not_called_for_aborted_requests(scripted):
-    engine = scripted_engine(scripted, HOOK)
+def test_the_hook_is_not_called_for_aborted_requests(open_engine):
+    engine = open_engine(HOOK)
     engine.add_request("aborted", "long", ENDLESS)
     engine.step()
     engine.abort_requests(["aborted"])
@@ -251,7 +250,6 @@ def test_the_hook_is_not_called_for_aborted_requests(scripted):
     engine.add_request("whole", "say abc", GREEDY)
     drive(engine)
     assert Finished.ids == ["whole"]
-    engine.close()
 
 
 def test_nor_is_it_in_an_event_loop(scripted):

@@ -219,16 +219,15 @@ def test_aborts_refusals_and_what_closing_ends(scripted):
     assert finished() == [("c", "error", 0), ("b", "abort", 0), ("a", "abort", 2)]
 
 
-def test_a_step_reports_when_the_interval_has_passed(scripted):
+def test_a_step_reports_when_the_interval_has_passed(open_engine):
     clock = ScriptedClock()
     extra = {"stats": stats("Recorder", interval_seconds=5)}
-    engine = scripted_engine(scripted, extra, clock=clock)
+    engine = open_engine(extra, clock=clock)
     engine.add_request("a", "x", ENDLESS)
     for seconds in (4.0, 1.0, 4.0, 0.5, 7.0):
         clock.advance(seconds)
         engine.step()
     assert Recorder.calls == ["record", "report", "record", "record", "record", "report", "record"]
-    engine.close()
 
 
 def test_a_broken_sink_harms_nobody_and_is_counted(scripted, caplog):

@@ -11,7 +11,7 @@ import pytest
 from support.internals import client_of, core_of, engine_of, open_calls_of, output_processor_of
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
-from hardpoint.testing import scripted_config, scripted_engine
+from hardpoint.testing import scripted_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 MANY = SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=3)
@@ -51,8 +51,8 @@ def test_prompts_are_rendered_one_at_a_time(llm, monkeypatch):
     ]
 
 
-def test_registration_comes_before_sending(scripted):
-    engine = scripted_engine(scripted)
+def test_registration_comes_before_sending(open_engine):
+    engine = open_engine()
     client, known = engine.parts.client, output_processor_of(engine)
     add, sent = client.add_requests, []
 
@@ -63,7 +63,6 @@ def test_registration_comes_before_sending(scripted):
     client.add_requests = noted
     engine.add_request("r", "x", MANY)
     assert sent == [(index, True) for index in range(4)]
-    engine.close()
 
 
 async def test_in_an_event_loop_too(scripted):

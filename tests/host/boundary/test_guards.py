@@ -224,8 +224,8 @@ class Lost(ThinkTags):
         return ReasoningMarkers([[10**9]], [[1]])
 
 
-def test_a_prompt_that_it_cannot_encode_disturbs_nobody(scripted):
-    engine = scripted_engine(scripted, {"tokenizer": {"use": f"{HERE}:Picky"}})
+def test_a_prompt_that_it_cannot_encode_disturbs_nobody(open_engine):
+    engine = open_engine({"tokenizer": {"use": f"{HERE}:Picky"}})
     engine.add_request("fine", "say abc", GREEDY)
     words = "^plugin 'picky'.*: its encode failed: KeyError: 'so picky'$"
     with pytest.raises(PluginFaultError, match=words):
@@ -235,11 +235,10 @@ def test_a_prompt_that_it_cannot_encode_disturbs_nobody(scripted):
     while engine.has_unfinished_requests():
         outputs = engine.step()
     assert outputs[0].outputs[0].text == " abc a"
-    engine.close()
 
 
-def test_a_token_that_it_cannot_decode_ends_that_request_alone(scripted):
-    engine = scripted_engine(scripted, {"tokenizer": {"use": f"{HERE}:Picky"}})
+def test_a_token_that_it_cannot_decode_ends_that_request_alone(open_engine):
+    engine = open_engine({"tokenizer": {"use": f"{HERE}:Picky"}})
     engine.add_request("fine", "say abc", GREEDY)
     for number in range(len(WRONG_STEPS)):
         engine.add_request(str(number), [7, 7, number], GREEDY)
@@ -260,7 +259,6 @@ def test_a_token_that_it_cannot_decode_ends_that_request_alone(scripted):
     assert not errors
     health = engine.health()
     assert (health.faults, health.ok) == ({"picky": len(WRONG_STEPS)}, True)
-    engine.close()
 
 
 class OddSpecials(TransformersTokenizer):
@@ -349,15 +347,14 @@ def test_events_of_a_call_pass():
     assert state(returning(malformed)).feed("x") == malformed
 
 
-def test_a_reasoning_parser_without_markers_is_named(scripted):
+def test_a_reasoning_parser_without_markers_is_named(open_engine):
     extra = {
         "plugins": {"enable": [{"use": f"{HERE}:Lost", "name": "lost"}]},
         "reasoning": {"parser": "lost"},
     }
-    engine = scripted_engine(scripted, extra)
+    engine = open_engine(extra)
     words = r"^output parser 'lost': its markers returned 1000000000, expected token ids from 0"
     for fields in ({}, {"thinking_token_budget": 3}):
         with pytest.raises(RequestError, match=words):
             engine.add_request("r", "x", SamplingParams(**fields))
     assert not engine.has_unfinished_requests()
-    engine.close()

@@ -8,6 +8,7 @@ import threading
 import pytest
 from support.internals import core_of
 from support.process.harness import open_engine
+from support.samples import Sample
 
 from hardpoint import (
     LLM,
@@ -174,19 +175,15 @@ def test_arguments_whose_own_check_is_broken(engine):
 RAISES = {"plugin_args": {"dense": {"how": "raise"}}}
 
 
-class BrokenAdd(DefaultScheduler):
+class BrokenAdd(Sample, DefaultScheduler, contract=1):
     """Takes no request."""
-
-    contract = 1
 
     def add_request(self, request):
         raise LookupError("no room")
 
 
-class BrokenEnd(plugins.SchedulingPolicy):
+class BrokenEnd(Sample, plugins.SchedulingPolicy, contract=1):
     """Fails when it is closed."""
-
-    contract = 1
 
     def key(self, request):
         return request.arrival_time
@@ -195,10 +192,8 @@ class BrokenEnd(plugins.SchedulingPolicy):
         raise LookupError("no such request")
 
 
-class BrokenStep(DefaultScheduler):
+class BrokenStep(Sample, DefaultScheduler, contract=1):
     """Schedules nothing."""
-
-    contract = 1
 
     def schedule(self):
         raise LookupError("no plan")

@@ -10,6 +10,7 @@ import time
 import pytest
 from support.async_requests import GREEDY, collect, config, endless
 from support.process.harness import pid_of
+from support.samples import Sample
 from support.waiting import PATIENCE_S, until
 
 from hardpoint import LLM, AsyncLLM, EngineDeadError
@@ -35,9 +36,7 @@ class Exports(StatSink):
         return f"exported {len(self.reports)}"
 
 
-class Fails(StatSink):
-    contract = 1
-
+class Fails(Sample, StatSink, contract=1):
     def record(self, stats):
         pass
 
@@ -46,15 +45,11 @@ class Fails(StatSink):
 
 
 class ReturnsBytes(Fails):
-    contract = 1
-
     def exposition(self, plugins):
         return b"exported 1\n"
 
 
 class ReturnsHalfACharacter(Fails):
-    contract = 1
-
     def exposition(self, plugins):
         return "\ud83d"
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.samples import Sample
 
 from hardpoint import RequestError, SamplingParams
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
@@ -164,10 +165,8 @@ def test_markers_are_asked_for_once():
         assert (mine.markers().start, mine.markers().end) == (((1,),), ((2,),))
 
 
-class Picky(TransformersTokenizer):
+class Picky(Sample, TransformersTokenizer, contract=1):
     """Fails for some texts, and for what comes after others."""
-
-    contract = 1
 
     def encode(self, text, **options):
         if "picky" in text:
@@ -215,10 +214,8 @@ STEP_WORDS = [
 ONCE = iter([True])
 
 
-class Lost(ThinkTags):
+class Lost(Sample, ThinkTags, contract=1):
     """Its markers are no token ids."""
-
-    contract = 1
 
     def markers(self):
         return ReasoningMarkers([[10**9]], [[1]])
@@ -261,10 +258,8 @@ def test_a_token_that_it_cannot_decode_ends_that_request_alone(open_engine):
     assert (health.faults, health.ok) == ({"picky": len(WRONG_STEPS)}, True)
 
 
-class OddSpecials(TransformersTokenizer):
+class OddSpecials(Sample, TransformersTokenizer, contract=1):
     """Its properties break the interface."""
-
-    contract = 1
 
     class Options(TransformersTokenizer.Options):
         wrong: str

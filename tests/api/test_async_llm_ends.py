@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -33,13 +34,10 @@ def folder(tmp_path_factory):
 
 class TestLoops:
     def test_a_loop_that_is_over_is_told_too(self, folder):
-        llm = AsyncLLM(config=config(folder))
-        try:
+        with contextlib.closing(AsyncLLM(config=config(folder))) as llm:
             asyncio.run(collect(llm.generate("say abc", GREEDY)))
             with pytest.raises(HardpointError, match="which is closed; open one engine per event"):
                 asyncio.run(llm.plugins.health())
-        finally:
-            llm.close()
 
 
 class TestEnd:

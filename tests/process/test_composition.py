@@ -269,8 +269,7 @@ async def streamed(llm: AsyncLLM, job: Job, pause_s: float) -> list[tuple]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", ANY_RANKS)
 async def test_async_llm_gives_the_same(scripted, expected, ranks):
-    llm = AsyncLLM(config=process_config(scripted, TIGHT | ranks))
-    try:
+    with contextlib.closing(AsyncLLM(config=process_config(scripted, TIGHT | ranks))) as llm:
         jobs = with_stop_strings()
         results = await asyncio.gather(*(whole(llm, job) for job in jobs))
         assert {job[0]: [r] for job, r in zip(jobs, results, strict=True)} == expected
@@ -278,8 +277,6 @@ async def test_async_llm_gives_the_same(scripted, expected, ranks):
             *(streamed(llm, job, index % 3 * 0.01) for index, job in enumerate(jobs))
         )
         assert {job[0]: [r] for job, r in zip(jobs, results, strict=True)} == expected
-    finally:
-        llm.close()
 
 
 @pytest.mark.parametrize("ranks", ANY_RANKS)
@@ -295,8 +292,7 @@ async def test_async_llm_in_the_mix(scripted, expected, ranks):
             await llm.plugins.set_policy(policy)
             await asyncio.sleep(0.05)
 
-    llm = AsyncLLM(config=process_config(scripted, TIGHT | SLOW | ranks))
-    try:
+    with contextlib.closing(AsyncLLM(config=process_config(scripted, TIGHT | SLOW | ranks))) as llm:
         timed = [asyncio.create_task(neighbour(llm, f"timed{i}", 0.2)) for i in range(2)]
         left = [asyncio.create_task(neighbour(llm, f"left{i}")) for i in range(2)]
         policies = asyncio.create_task(change_policies(llm))
@@ -313,8 +309,6 @@ async def test_async_llm_in_the_mix(scripted, expected, ranks):
         await policies
         stats = await llm.engines.scheduler_stats()
         assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
-    finally:
-        llm.close()
 
 
 def test_run_helper_itself_tells_differences(open_engine, expected):

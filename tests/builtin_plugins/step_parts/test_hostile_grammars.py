@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import re
@@ -583,16 +584,13 @@ def num_answers():
 
 
 def test_nothing_of_a_request_stays_in_the_engine(scripted):
-    engine = scripted_engine(scripted)
-    try:
+    with contextlib.closing(scripted_engine(scripted)) as engine:
         for index in range(5):
             job = (f"r{index}", "x", params({"regex": f"a{{{index + 1}}}"}))
             run(engine, [job])
             assert num_answers() <= 1  # the next plan reports that it has ended
         run(engine, [("last", "x", SamplingParams(max_tokens=3, **FINAL))])
         assert num_answers() == 0
-    finally:
-        engine.close()
 
 
 class NoGrammars(DefaultScheduler):
@@ -606,29 +604,25 @@ class NoGrammars(DefaultScheduler):
 
 
 def test_a_scheduler_that_plans_without_grammars_ends_their_requests(scripted, expected):
-    engine = scripted_engine(scripted, {"scheduler": {"use": f"{__name__}:NoGrammars"}})
-    try:
+    with contextlib.closing(
+        scripted_engine(scripted, {"scheduler": {"use": f"{__name__}:NoGrammars"}})
+    ) as engine:
         found = ends(engine, [("bad", "x", params({"regex": "a+"}))], expected)
         message = (
             r"NoGrammars\), asked for by scheduler.use: it planned the request without its grammar"
         )
         assert re.search(message, found["bad"])
-    finally:
-        engine.close()
 
 
 def test_a_scheduler_that_supports_no_grammars_refuses_their_requests(scripted, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "acme_tiny_scheduler" / "src"))
     use = "tiny_scheduler:TinyScheduler"
-    engine = scripted_engine(scripted, {"scheduler": {"use": use}})
-    try:
+    with contextlib.closing(scripted_engine(scripted, {"scheduler": {"use": use}})) as engine:
         free = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, **FINAL)
         found = run(engine, [("free", "x", free)])
         assert len(found["free"][0][0][1]) == 3
         with pytest.raises(RequestError, match="structured: 'tiny_scheduler' does not support it"):
             engine.add_request("bad", "x", params({"regex": "a+"}))
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("how", nightly_but(["empty", "mask", "advance"], "advance"))

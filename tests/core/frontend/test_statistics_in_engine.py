@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import re
@@ -127,8 +128,7 @@ def drive(engine, *prompts, params=GREEDY):
 
 @pytest.mark.parametrize("where", [{}, OWN], ids=["here", "own process"])
 def test_off_by_default_nothing_travels_and_outputs_have_no_metrics(scripted, where):
-    engine = opened(scripted, {"engine": where})
-    try:
+    with contextlib.closing(opened(scripted, {"engine": where})) as engine:
         batches = wiretap(engine)
         (output,) = drive(engine, "say abc")
         assert output.outputs[0].text == " abc abc abc"
@@ -136,8 +136,6 @@ def test_off_by_default_nothing_travels_and_outputs_have_no_metrics(scripted, wh
         assert [each.scheduler_stats for each in batches] == [None] * len(batches)
         assert [o.events for each in batches for o in each.outputs if o.events] == []
         assert not engine._frontend.observers
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("where", [{}, OWN], ids=["here", "own process"])

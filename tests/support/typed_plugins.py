@@ -37,7 +37,6 @@ from hardpoint.plugins.output_parser import (
     OutputState,
 )
 from hardpoint.plugins.step_part import EngineHalfContext
-from support.samples import Sample
 
 
 class Processor(SparseLogitsProcessor):
@@ -60,7 +59,9 @@ class Processor(SparseLogitsProcessor):
         return None
 
 
-class Policy(Sample, SchedulingPolicy, contract=1):
+class Policy(SchedulingPolicy):
+    contract = 1
+
     class Arguments(plugins.Arguments):
         weight: float = 1.0
 
@@ -73,7 +74,9 @@ class Policy(Sample, SchedulingPolicy, contract=1):
         return running[0]
 
 
-class Greedy(Sample, Sampler, contract=1):
+class Greedy(Sampler):
+    contract = 1
+
     class Arguments(plugins.Arguments):
         rank: int = 0
 
@@ -169,14 +172,18 @@ class NoHook:
         return {"slots": 1}
 
 
-class Limit(Sample, StepPart, contract=1):
+class Limit(StepPart):
+    contract = 1
+
     def engine_half(self, context: EngineHalfContext) -> Slots:
         NoCost()  # type: ignore[abstract]
         NoCapacity()  # type: ignore[abstract]
         return Slots(1)
 
 
-class NoLimit(Sample, StepPart, contract=1):
+class NoLimit(StepPart):
+    contract = 1
+
     def engine_half(self, context: EngineHalfContext) -> NoHook:  # type: ignore[override]
         return NoHook()
 

@@ -24,7 +24,8 @@ from support.searching import choose_profile
 from support.selection import Selection
 from support.stress import Stress
 
-from hardpoint.testing import scripted_engine, write_scripted_model
+from hardpoint import LLM
+from hardpoint.testing import scripted_config, scripted_engine, write_scripted_model
 
 # Triton's kernels are interpreted where there is no GPU, unless the environment has another value;
 # it is read when they are imported. The files are NVIDIA's, AMD's, and Windows' for Linux.
@@ -202,6 +203,13 @@ def open_engine(scripted: Path) -> Iterator[Callable[..., Any]]:
             return stack.enter_context(contextlib.closing(engine))
 
         yield opened
+
+
+@pytest.fixture(scope="module")
+def llm(scripted: Path) -> Iterator[LLM]:
+    """An LLM of the scripted model, for the tests of a module."""
+    with LLM(config=scripted_config(scripted)) as llm:
+        yield llm
 
 
 @pytest.fixture

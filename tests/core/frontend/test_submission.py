@@ -17,12 +17,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 MANY = SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=3)
 
 
-@pytest.fixture(scope="module")
-def llm(scripted):
-    with LLM(config=scripted_config(scripted)) as llm:
-        yield llm
-
-
 def test_one_tokenizer_for_all(llm):
     frontend = engine_of(llm)._frontend
     assert frontend.input.tokenizer is llm.tokenizer

@@ -10,7 +10,6 @@ from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreReq
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.process.output_collector import RequestOutputCollector
-from hardpoint.testing import scripted_engine
 
 EMBED = {"pooling_params": PoolingParams(task="embed")}
 
@@ -82,9 +81,9 @@ def test_it_can_be_aborted_here(desk):
     assert desk.is_empty
 
 
-def test_through_a_frontend_it_is_one_request(scripted, monkeypatch):
+def test_through_a_frontend_it_is_one_request(open_engine, monkeypatch):
     """As it will be once an engine takes them."""
-    engine = scripted_engine(scripted)
+    engine = open_engine()
     frontend = engine._frontend
     monkeypatch.setattr(frontend.submitter._prebuilt, "_check", lambda request: None)
     request = EngineCoreRequest(
@@ -97,7 +96,6 @@ def test_through_a_frontend_it_is_one_request(scripted, monkeypatch):
     (output,) = frontend.process_outputs(EngineCoreOutputs(outputs=[result])).request_outputs
     assert (output.request_id, output.outputs) == ("mine", [1.0])
     assert not engine.has_unfinished_requests()
-    engine.close()
 
 
 @pytest.mark.parametrize("kind", [DELTA, FINAL_ONLY])

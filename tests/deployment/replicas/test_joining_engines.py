@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import stat
@@ -503,8 +504,9 @@ def test_a_port_that_the_system_chooses_is_named(scripted, tmp_path, caplog, hos
     parallel = ParallelConfig(
         data=1, local=0, join_address=f"tcp://{host}:0", join_address_file=str(file)
     )
-    hosts = listener.JoinedHosts(EngineConfig(model=str(scripted), parallel=parallel), Local())
-    try:
+    with contextlib.closing(
+        listener.JoinedHosts(EngineConfig(model=str(scripted), parallel=parallel), Local())
+    ) as hosts:
         name, _, port = hosts.join_address.removeprefix("tcp://").rpartition(":")
         assert int(port) > 0
         assert file.read_text() == f"{hosts.join_address}\n"
@@ -514,8 +516,6 @@ def test_a_port_that_the_system_chooses_is_named(scripted, tmp_path, caplog, hos
         assert f"{host}:0" not in caplog.text
         with socket.create_connection((name, int(port)), timeout=PATIENCE_S):
             pass
-    finally:
-        hosts.close()
     assert not file.exists()  # nobody may join any more
 
 

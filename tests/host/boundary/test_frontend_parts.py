@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.samples import Sample
 
 from hardpoint.configuration.loading import config_from
 from hardpoint.errors import (
@@ -20,10 +21,8 @@ from hardpoint.plugins.step_part.part import GivenPrompt
 DONE = []
 
 
-class Labels(StepPart):
+class Labels(Sample, StepPart, contract=1):
     """Appends its name to a tag of each request."""
-
-    contract = 1
 
     def frontend_half(self, context):
         return Half(self.name, context)
@@ -41,20 +40,15 @@ class Half(FrontendHalf):
 
 
 class First(Labels):
-    contract = 1
     before = ("labels",)
 
 
-class OnlyInTheEngine(StepPart):
-    contract = 1
-
+class OnlyInTheEngine(Sample, StepPart, contract=1):
     def __init__(self, context):
         raise AssertionError("nothing of it is needed in the frontend")
 
 
 class Refusing(Labels):
-    contract = 1
-
     def frontend_half(self, context):
         return RefusingHalf(self.name, context)
 
@@ -65,8 +59,6 @@ class RefusingHalf(Half):
 
 
 class Failing(Labels):
-    contract = 1
-
     def frontend_half(self, context):
         return FailingHalf(self.name, context)
 
@@ -87,8 +79,6 @@ class FailingHalf(Half):
 class Asking(Labels):
     """Asks for a component in a wrong way."""
 
-    contract = 1
-
     def frontend_half(self, context):
         return AskingHalf(self.name, context)
 
@@ -105,8 +95,6 @@ class AskingHalf(Half):
 
 class Letters(Labels):
     """Reads prompts of letters, after one of any form."""
-
-    contract = 1
 
     def frontend_half(self, context):
         return LettersHalf(self.name, context)
@@ -132,22 +120,16 @@ class OtherLetters(Letters):
 
 
 class NoHalf(Labels):
-    contract = 1
-
     def frontend_half(self, context):
         return "half"
 
 
 class CannotStart(Labels):
-    contract = 1
-
     def frontend_half(self, context):
         raise OSError("no such file")
 
 
 class Placing(Labels):
-    contract = 1
-
     def frontend_half(self, context):
         return PlacingHalf(self.name, context)
 
@@ -162,8 +144,6 @@ class PlacingHalf(Half):
 
 
 class Reading(Placing):
-    contract = 1
-
     def frontend_half(self, context):
         return ReadingHalf(self.name, context)
 

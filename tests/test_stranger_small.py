@@ -29,11 +29,11 @@ PACKAGES = {
 """By package: the share of what conformance suites try otherwise."""
 IN_EACH_RUN = ("acme_affinity", "acme_taps", "acme_watermark", "hardpoint_vllm")
 SHORT = (
-    "not test_resources and not test_memory and not test_the_suite_names_what_is_wrong and not class_of_main"
-    " and not (V0Class or V0Callable or V1Invariant or V1WithState or V2History)"
+    "not test_resources and not test_memory and not test_the_suite_names_what_is_wrong"
+    " and not (V0Class or V0Callable or V1Invariant or V1WithState or V2History or class_of_main)"
 )
-"""Selects what the default run has of these tests: of each generation of vLLM's interface one class,
-and no check of memory, whose findings the broken samples show."""
+"""Selects the tests of the packages for the default run: one class of each generation of vLLM's
+interface, no check of memory, and no program of its own."""
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, get_args
 
 from hardpoint.errors import shown
@@ -33,7 +34,7 @@ class HookTable:
     place: str = ""
     other: type = object
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Names of all hooks."""
         return [name for name in dir(self.defaults) if not name.startswith("_")]

@@ -61,7 +61,7 @@ PEERS: dict[str, Peer] = {
 
 
 PEER_OPTIONS: dict[str, Any] = {
-    "peers": (list[str], "engines beside Hardpoint; default: all that are installed"),
+    "peers": (list[str], "engines next to Hardpoint; default: all that are installed"),
     "python": (
         list[str],
         "ENGINE=PATH: the interpreter of an engine's environment, such as "

@@ -1,4 +1,4 @@
-"""What a server holds: processes, descriptors, threads and memory; requests and blocks."""
+"""Resources of a server: processes, descriptors, threads and memory; requests and blocks."""
 
 from __future__ import annotations
 

@@ -164,9 +164,9 @@ class Soak:
         metrics, left = await metrics_when_idle(client)
         problems += [f"left after the load: {what}" for what in left]
         if pid is not None and before is not None:
-            base, most = before, options.memory
-            after = await holdings_at_rest(pid, lambda _, new: not leaks(base, new, most))
-            problems += leaks(base, after, most)
+            base, limit = before, options.memory
+            after = await holdings_at_rest(pid, lambda _, new: not leaks(base, new, limit))
+            problems += leaks(base, after, limit)
         tasks = [found.get(TASKS, 0.0) for found in (first_metrics, metrics)]
         if TASKS in first_metrics and tasks[1] > tasks[0]:
             problems.append(f"{TASKS}: {tasks[0]:g} before, {tasks[1]:g} after")

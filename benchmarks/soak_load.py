@@ -55,8 +55,8 @@ async def disconnect(
             writer.write_eof()
             await asyncio.sleep(rng.random() * HALF_CLOSED_S)
         else:
-            most = max(2, int(body["max_tokens"]) - 1)
-            chunks = 1 if point is Point.FIRST_TOKEN else rng.randint(2, most)
+            limit = max(2, int(body["max_tokens"]) - 1)
+            chunks = 1 if point is Point.FIRST_TOKEN else rng.randint(2, limit)
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(REQUEST_S):
                     while chunks and (line := await reader.readline()):

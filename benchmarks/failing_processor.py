@@ -14,7 +14,7 @@ from hardpoint.plugins import LogitsProcessor, Meta, Phase, Rows
 class FailsAt(LogitsProcessor):
     """Raises once a request has a number of output tokens, after damaging all rows that it got.
 
-    Enabled by `--set plugins.enable='["soak_parts.faulty:FailsAt"]'`, and used by
+    Enabled by `--set plugins.enable='["failing_processor:FailsAt"]'`, and used by
     `"plugin_args": {"fails_at": {"tokens": 5}}`.
     """
 

@@ -202,7 +202,7 @@ def test_a_completing_shell_shows_what_is_imported_on_use(installed):
 
 @pytest.mark.nightly
 def test_a_release_is_built_and_checked_where_there_is_no_compiler(tmp_path):
-    """What the workflow of a release runs, up to the upload."""
+    """Run the steps of the release workflow up to the upload."""
     python = tmp_path / "tools" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "tools"], check=True)
     (workflow,) = (ROOT / ".github" / "workflows").glob("release.yml")

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +17,7 @@ from hardpoint.builtin_plugins.server.access.keys import Stores, installed, stor
 from hardpoint.builtin_plugins.server.assembly import Applications, assemble
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.operations.addresses import BoundAddress
+from hardpoint.builtin_plugins.server.operations.announcement import announce
 from hardpoint.builtin_plugins.server.operations.loop_watch import Outliving
 from hardpoint.builtin_plugins.server.operations.notify import ServiceManager
 from hardpoint.builtin_plugins.server.service import ServerPhase
@@ -86,11 +87,11 @@ async def _serve(
             counts=counts,
         )
 
-        def announce() -> None:
+        def begin() -> None:
             begin_outliving(outliving, task, engine, applications)
             notifying.append(asyncio.ensure_future(worker.announce_ready()))
 
-        return await Serving(applications, users).run(announce=announce)
+        return await Serving(applications, users).run(announce=begin)
     finally:
         await engine.aclose()
 
@@ -181,13 +182,8 @@ class Supervisor:
         )
 
     def _announce(self) -> None:
-        if self._context.quiet:
-            return
-        with contextlib.suppress(OSError):  # who reads it may be gone
-            names: Sequence[str] = self._service.names
-            print(f"Serving {names[0]} at {self._users.url}", flush=True)
-            if self._admin is not None:
-                print(f"Serving administrators at {self._admin.url}", flush=True)
+        if not self._context.quiet:
+            announce(self._service, self._users, self._admin)
 
     @contextlib.contextmanager
     def _handled_signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:

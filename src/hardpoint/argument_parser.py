@@ -148,8 +148,8 @@ class ProgramParser(argparse.ArgumentParser):
         for parser in choices.values():
             known.update(parser._option_string_actions)
         # Without the dashes, which any two options have in common.
-        words = sorted(option.lstrip("-") for option in known)
-        near = suggest(name.lstrip("-"), words).removeprefix(" (").removesuffix(")")
+        names = sorted(option.lstrip("-") for option in known)
+        near = suggest(name.lstrip("-"), names).removeprefix(" (").removesuffix(")")
         near = re.sub("'(.*)'", r"--\1", near)
         self.error(f"unrecognized option {shown(name)[1:-1]}{near and '; ' + near}")
 

@@ -7,12 +7,11 @@ import ipaddress
 import sys
 from typing import TYPE_CHECKING
 
-from hardpoint.builtin_plugins.server.access.guard import accepted_names
+from .access.guard import accepted_names
 
 if TYPE_CHECKING:
-    from hardpoint.builtin_plugins.server.service import Service
-
-    from .addresses import BoundAddress
+    from .operations.addresses import BoundAddress
+    from .service import Service
 
 
 def announce(service: Service, users: BoundAddress, admin: BoundAddress | None) -> None:

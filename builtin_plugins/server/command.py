@@ -192,8 +192,8 @@ async def _serve(
     manager: ServiceManager,
 ) -> int:
     from .access.keys import installed  # noqa: PLC0415
-    from .announcement import announce  # noqa: PLC0415
     from .assembly import assemble  # noqa: PLC0415 - as above
+    from .operations.announcement import announce  # noqa: PLC0415
     from .serving import Serving, begin_outliving  # noqa: PLC0415
 
     try:

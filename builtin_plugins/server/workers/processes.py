@@ -14,10 +14,10 @@ import msgspec
 
 from hardpoint.builtin_plugins.server.access.counts import SharedCounts
 from hardpoint.builtin_plugins.server.access.keys import Stores, installed, stores_of
-from hardpoint.builtin_plugins.server.announcement import announce
 from hardpoint.builtin_plugins.server.assembly import Applications, assemble
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.operations.addresses import BoundAddress
+from hardpoint.builtin_plugins.server.operations.announcement import announce
 from hardpoint.builtin_plugins.server.operations.loop_watch import Outliving
 from hardpoint.builtin_plugins.server.operations.notify import ServiceManager
 from hardpoint.builtin_plugins.server.service import ServerPhase

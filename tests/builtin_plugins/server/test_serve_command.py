@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from support.fake_engine import configured
 
-from hardpoint.builtin_plugins.server.announcement import exposure
 from hardpoint.builtin_plugins.server.command import COMMAND
 from hardpoint.builtin_plugins.server.config import ServerConfig
+from hardpoint.builtin_plugins.server.operations.announcement import exposure
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.commands import ConfigSources
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .access.guard import accepted_names
+from hardpoint.builtin_plugins.server.access.guard import accepted_names
 
 if TYPE_CHECKING:
-    from .operations.addresses import BoundAddress
-    from .service import Service
+    from .addresses import BoundAddress
 
 
-def announce(service: Service, users: BoundAddress, admin: BoundAddress | None) -> None:
+def announce(service: Any, users: BoundAddress, admin: BoundAddress | None) -> None:
     """Print the addresses of a server, and on standard error whether anybody may use it."""
     with contextlib.suppress(OSError):  # the reader may have closed the pipe
         print(f"Serving {service.names[0]} at {users.url}", flush=True)
@@ -24,7 +23,7 @@ def announce(service: Service, users: BoundAddress, admin: BoundAddress | None) 
             print(f"hardpoint: warning: {warning}", file=sys.stderr, flush=True)
 
 
-def exposure(service: Service, users: BoundAddress) -> str | None:
+def exposure(service: Any, users: BoundAddress) -> str | None:
     """Return a warning if other machines can use the server without a key, otherwise None."""
     if service.has_keys or users.host is None or _is_loopback(users.host):
         return None

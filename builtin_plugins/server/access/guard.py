@@ -134,13 +134,13 @@ def accepted_names(bound: str | None, allowed: Collection[str] | None) -> set[st
     if allowed is not None:
         return {_checked_name(name) for name in allowed}
     names = {*_LOOPBACK}
+    if bound is not None:
+        names.add(_plain(bound))
     if bound in _ALL_ADDRESSES:
         # A web page can make neither of these its own: a bare host name has no public domain.
         own = socket.gethostname().lower().rstrip(".")
         short = own.partition(".")[0]
         names |= {name for name in (own, short, f"{short}.local") if _HOST.fullmatch(name)}
-    elif bound is not None:
-        names.add(_plain(bound))
     return names
 
 

@@ -105,15 +105,16 @@ def test_bound_addresses():
 
 def test_a_machine_that_listens_on_all_addresses_has_its_own_names(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "GPU-1.lab.example")
-    for bound in ("0.0.0.0", "::"):
+    for bound, own in (("0.0.0.0", "0.0.0.0:8000"), ("::", "[::]:8000")):
         guard = Guard(bound, None)
+        assert status(guard, ("host", own)) == 200  # the URL that the server prints
         for host in ("gpu-1", "GPU-1:8000", "gpu-1.lab.example", "gpu-1.local", "localhost"):
             assert status(guard, ("host", host)) == 200
         for host in ("gpu-1.evil.example", "gpu-2", "lab.example"):
             assert status(guard, ("host", host)) == 403
     assert status(Guard("127.0.0.1", None), ("host", "gpu-1")) == 403
     monkeypatch.setattr("socket.gethostname", lambda: "two words")
-    assert accepted_names("0.0.0.0", None) == {"localhost", "127.0.0.1", "::1"}
+    assert accepted_names("0.0.0.0", None) == {"localhost", "127.0.0.1", "::1", "0.0.0.0"}
 
 
 def test_allowed_hosts_take_the_place_of_the_default():

@@ -193,8 +193,7 @@ async def _serve(
 ) -> int:
     from .access.keys import installed  # noqa: PLC0415
     from .assembly import assemble  # noqa: PLC0415 - as above
-    from .operations.announcement import announce  # noqa: PLC0415
-    from .serving import Serving, begin_outliving  # noqa: PLC0415
+    from .serving import Serving, announce, begin_outliving  # noqa: PLC0415
 
     try:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)

@@ -17,11 +17,15 @@ from hardpoint.builtin_plugins.server.access.keys import Stores, installed, stor
 from hardpoint.builtin_plugins.server.assembly import Applications, assemble
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.operations.addresses import BoundAddress
-from hardpoint.builtin_plugins.server.operations.announcement import announce
 from hardpoint.builtin_plugins.server.operations.loop_watch import Outliving
 from hardpoint.builtin_plugins.server.operations.notify import ServiceManager
 from hardpoint.builtin_plugins.server.service import ServerPhase
-from hardpoint.builtin_plugins.server.serving import Serving, begin_outliving, loop_factory
+from hardpoint.builtin_plugins.server.serving import (
+    Serving,
+    announce,
+    begin_outliving,
+    loop_factory,
+)
 from hardpoint.plugins import CommandContext
 from hardpoint.plugins.server import WorkerPlan
 from hardpoint.typed import Strict, convert

@@ -9,7 +9,7 @@ from support.fake_engine import configured
 
 from hardpoint.builtin_plugins.server.command import COMMAND
 from hardpoint.builtin_plugins.server.config import ServerConfig
-from hardpoint.builtin_plugins.server.operations.announcement import exposure
+from hardpoint.builtin_plugins.server.serving import exposure
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.commands import ConfigSources
 
@@ -87,8 +87,8 @@ def test_an_empty_variable_is_no_open_server(monkeypatch):
         ("::1", False, None, None),
         (None, False, None, None),
         ("0.0.0.0", True, None, None),
-        ("0.0.0.0", False, None, "127.0.0.1, ::1, gpu-1, gpu-1.local, localhost"),
-        ("::", False, None, "127.0.0.1, ::1, gpu-1, gpu-1.local, localhost"),
+        ("0.0.0.0", False, None, "0.0.0.0, 127.0.0.1, ::1, gpu-1, gpu-1.local, localhost"),
+        ("::", False, None, "127.0.0.1, ::, ::1, gpu-1, gpu-1.local, localhost"),
         ("10.0.0.5", False, None, "10.0.0.5, 127.0.0.1, ::1, localhost"),
         ("0.0.0.0", False, ["llm.example.org"], "llm.example.org"),
         ("0.0.0.0", False, ["*"], "any"),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
 from collections.abc import Sequence
 from typing import Protocol
 
 from hardpoint.host.boundary.activity import Activity, Snapshot
-from hardpoint.process.child_processes.error_output import ErrorOutput
 from hardpoint.process.child_processes.launch import ChildLaunch
 from hardpoint.process.child_processes.process import ChildProcess, ending, was_killed
 
@@ -76,15 +73,7 @@ class EngineProcess(ChildProcess):
     is_remote = False
     what = "engine process"
     run = "hardpoint.process.engine.run:run_engine"
-
-    def __init__(
-        self,
-        popen: subprocess.Popen[bytes],
-        channel: socket.socket,
-        output: ErrorOutput | None = None,
-    ) -> None:
-        super().__init__(popen, channel, output)
-        self.activity: Activity | None = None
+    activity: Activity | None = None
 
     @property
     def description(self) -> str:

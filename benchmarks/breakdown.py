@@ -49,7 +49,7 @@ PARTS = {
 
 
 class Timers:
-    """Times methods, each without what it calls of the others, while it is active."""
+    """Times methods while it is active, each without its calls of the other methods."""
 
     def __init__(self) -> None:
         """Start without methods, inactive."""

@@ -31,7 +31,7 @@ KINDS: dict[str, type[Communicator]] = {
 def run_rank(
     rank: int, ranks: int, folder: str, count: int, results: multiprocessing.Queue
 ) -> None:
-    """Time the collectives; rank 0 reports the p50 and p99 of each, in microseconds."""
+    """Time the collectives and report p50 and p99 in microseconds from rank 0."""
     torch.set_num_threads(1)
     found = {}
     for name, cls in KINDS.items():

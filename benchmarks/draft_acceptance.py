@@ -96,7 +96,7 @@ def overlaps(p: torch.Tensor, q: torch.Tensor, temperature: float) -> torch.Tens
 
 
 def compare(prompts: int, tokens: int) -> list[dict[str, Any]]:
-    """Show and return what is accepted, by temperature and drafter."""
+    """Show and return the acceptance by temperature and drafter."""
     rng = random.Random(0)
     texts = [random_ids(rng, 8, (0, 256)) for _ in range(prompts)]
     results: list[dict[str, Any]] = []

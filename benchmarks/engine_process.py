@@ -28,7 +28,7 @@ MARK = "hardpoint-benchmark "
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """Streams, each of which sends a request when the one before has ended."""
+    """Streams with one running request each."""
 
     streams: int
     requests: int  # of each stream

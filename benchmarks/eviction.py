@@ -60,7 +60,7 @@ LONGEST = 2000  # tokens of a prompt; longer ones are left out
 
 
 def prompts(loads: Sequence[SyntheticLoad], seed: int, count: int) -> list[list[int]]:
-    """Return prompts as token ids; no two texts have a token in common."""
+    """Return prompts as token ids, without a common token."""
     streams = [
         msgspec.structs.replace(load, requests=10 * count, seed=seed).generate() for load in loads
     ]

@@ -119,7 +119,7 @@ class Setup:
 
 
 def open_request(manager: GrammarManager, name: str, structured: StructuredOutputs) -> Request[Any]:
-    """Return a new request whose grammar is compiled."""
+    """Return a new request with a compiled grammar."""
     params = SamplingParams(structured=structured)
     fields = {"prompt_token_ids": [5, 6, 7], "params": params, "eos_token_ids": [2]}
     request: Request[Any] = Request(EngineCoreRequest(request_id=name, **fields))
@@ -166,7 +166,7 @@ class Followers:
                 self.requests[row].append(token)
 
     def step(self) -> SchedulerOutput:
-        """Append the next token of each text, or begin it again; return the plan of a step."""
+        """Append the next token of each text, or begin it again, and return the plan of a step."""
         for row, tokens in enumerate(self._tokens):
             token = next(tokens)
             if token is None:
@@ -328,7 +328,7 @@ def measure_step(
 def all_masks(
     setups: dict[str, Setup], tokenizer: Any, options: argparse.Namespace
 ) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Measure and show masks, on one thread; return the figures by vocabulary and grammar."""
+    """Measure and show masks on one thread, and return the figures by vocabulary and grammar."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     results: dict[str, dict[str, list[dict[str, Any]]]] = {size: {} for size in setups}
@@ -358,7 +358,7 @@ def all_masks(
 def all_compiling(
     setups: dict[str, Setup], _: Any, options: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """Measure and show compile times; return them by vocabulary."""
+    """Measure, show and return compile times by vocabulary."""
     results = {size: measure_compiling(setup) for size, setup in setups.items()}
     for size, found in results.items():
         start = f"{options.backend}, {size} tokens"
@@ -375,7 +375,7 @@ def all_compiling(
 def all_steps(
     _setups: dict[str, Setup], _: Any, options: argparse.Namespace
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Measure and show steps; return the figures by schema and number of requests."""
+    """Measure and show steps, and return the figures by schema and number of requests."""
     timers = watched()
     results: dict[str, dict[str, dict[str, float]]] = {name: {} for name in OBJECTS}
     for name, items in OBJECTS.items():

@@ -24,7 +24,6 @@ from hardpoint.host.boundary.activity import Activity
 from hardpoint.host.boundary.errors import engine_dead
 from hardpoint.host.boundary.hang_watch import HangWatch
 from hardpoint.host.registry.kinds import KINDS, Process
-from hardpoint.host.system.encoding.output_check import OutputCheck
 from hardpoint.host.system.process.launch import Interpreter, main_objects
 from hardpoint.host.system.resources import check_descriptors
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
@@ -37,6 +36,7 @@ from hardpoint.process.launch import Launch
 from hardpoint.process.protocol import EngineCoreReadyResponse, RequestType
 
 from .base import Attempt, UtilityCalls
+from .output_check import OutputCheck
 from .output_queue import OutputQueue
 from .sockets import READER_THREAD, EngineSockets
 

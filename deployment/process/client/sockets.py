@@ -28,7 +28,6 @@ from hardpoint.host.system.encoding import (
     WireError,
     to_frames,
 )
-from hardpoint.host.system.encoding.output_check import OutputCheck
 from hardpoint.host.system.resources import CUT_S, SOCKET_NAMES, end_context, make_socket_folder
 from hardpoint.plugins import EngineCoreOutputs, RequestError
 from hardpoint.process.protocol import (
@@ -43,6 +42,7 @@ from hardpoint.process.protocol import (
 from hardpoint.process.utility_calls import result_type
 
 from .base import Attempt
+from .output_check import OutputCheck
 
 SEND_TIMEOUT_S = 10.0
 """How long an engine may accept no message before a sender gets an error."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 _MOST_NAMES, _MOST_NAME = 10_000, 1024  # names in a report, and characters of one
 _MOST_TEXT, _MOST_PATH = 1 << 20, 200  # characters
+_MOST_LOGPROB = 0.01  # because of rounding
 _MOST_UNKNOWN = 1 << 16  # outputs of requests that were aborted in the meantime
 _OUTPUTS_PER_REQUEST = 4  # of one message, because messages that wait are merged
 
@@ -39,6 +40,7 @@ class _Expected:
     """Limits of the outputs of a request.
 
     Attributes:
+        include: step parts whose figures and arrays come with its outputs.
         tokens_left: tokens that may still come.
         num_bytes: largest size of all outputs.
         num_positions: positions of the prompt and of all tokens.
@@ -48,6 +50,7 @@ class _Expected:
 
     __slots__ = (
         "has_pooling",
+        "include",
         "num_bytes",
         "num_logprobs",
         "num_positions",
@@ -63,6 +66,7 @@ class _Expected:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         room = max_model_len - self.num_prompt_tokens
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        self.include = params.include
         self.has_pooling = request.pooling_params is not None
         self.tokens_left = 0 if self.has_pooling else max(limit - before, 1)
         self.num_positions = self.num_prompt_tokens + max(limit, 1)
@@ -165,36 +169,49 @@ class OutputCheck:
             WireError: it has something that does not belong to its request.
         """
         requests, vocab_size = self._requests, self._vocab_size
-        known: list[EngineCoreOutput] = []
         limit = _MOST_UNKNOWN + _OUTPUTS_PER_REQUEST * len(requests)
         if len(batch.outputs) > limit:
             raise WireError(f"outputs: expected at most {limit}, got {len(batch.outputs)}")
+        unknown: set[int] = set()
         for output in batch.outputs:
             expected = requests.get(output.request_id)
             if expected is None:
+                unknown.add(id(output))
                 continue
-            known.append(output)
-            _check_tokens(output, expected, vocab_size)
+            tokens = output.new_token_ids
             if (
-                output.logprobs is not None
-                or output.num_cached_tokens is not None
-                or output.observed_logprobs is not None
-                or output.prompt_logprobs is not None
-                or output.part_arrays is not None
-                or output.routed_experts is not None
-                or output.pooling_output is not None
-                or output.weight_runs is not None
-                or output.events
-                or output.num_nans_in_logits
-                or output.finish_reason is not None
-            ):
-                _check_fields(output, expected, vocab_size)
+                len(tokens) == 1
+                and 0 <= tokens[0] < vocab_size
+                and expected.tokens_left
+                and output.finish_reason is None
+                and output.stop_reason is None
+                and output.logprobs is None
+                and output.prompt_logprobs is None
+                and output.error is None
+                and output.faulty_plugin is None
+                and not output.events
+                and output.num_cached_tokens is None
+                and output.error_kind is None
+                and output.pooling_output is None
+                and not output.num_nans_in_logits
+                and output.prefill_stats is None
+                and output.routed_experts is None
+                and output.part_figures is None
+                and output.part_arrays is None
+                and output.weight_runs is None
+                and not output.num_resumes
+                and output.observed_logprobs is None
+            ):  # one token, and nothing else that is checked: nearly every output
+                expected.tokens_left -= 1
+                continue
+            _check_tokens(output, expected, vocab_size)
+            _check_fields(output, expected, vocab_size)
             if output.finish_reason is not None:
                 del requests[output.request_id]
-                if self._is_remote:
-                    output.faulty_plugin = None
-        if len(known) < len(batch.outputs):
-            batch.outputs = known
+            if self._is_remote:
+                output.faulty_plugin = None
+        if unknown:
+            batch.outputs = [output for output in batch.outputs if id(output) not in unknown]
         if batch.finished_requests:
             self.forget(batch.finished_requests)
         _check_reports(batch)
@@ -237,6 +254,10 @@ def _check_fields(output: EngineCoreOutput, expected: _Expected, vocab_size: int
         _check_counts(output.prefill_stats, f"output of {output.request_id!r}: prefill_stats")
     if output.num_nans_in_logits < 0:
         raise _wrong(output, "num_nans_in_logits", "a number that is not negative")
+    if output.num_resumes:
+        raise _wrong(output, "num_resumes", "0, because the client of several engines sets it")
+    for part, figures in (output.part_figures or {}).items():
+        _check_figures(output, expected, part, figures)
     for field in ("error", "error_kind", "stop_reason"):
         text = getattr(output, field)
         if isinstance(text, str) and len(text) > _MOST_TEXT:
@@ -249,8 +270,11 @@ def _check_all_logprobs(output: EngineCoreOutput, expected: _Expected, vocab_siz
         raise _wrong(output, "logprobs", f"entries for {num_tokens} tokens")
     for entry in output.logprobs or ():
         _check_logprobs(output, "logprobs", entry, expected.num_logprobs, vocab_size)
-    if output.observed_logprobs is not None and len(output.observed_logprobs) != num_tokens:
+    observed = output.observed_logprobs
+    if observed is not None and len(observed) != num_tokens:
         raise _wrong(output, "observed_logprobs", f"entries for {num_tokens} tokens")
+    if observed and not all(logprob <= _MOST_LOGPROB for logprob in observed):  # NaN neither
+        raise _wrong(output, "observed_logprobs", f"numbers of at most {_MOST_LOGPROB}")
     expected.num_prompt_tokens -= len(output.prompt_logprobs or ())
     if expected.num_prompt_tokens < 0:
         raise _wrong(output, "prompt_logprobs", "at most an entry for each prompt token")
@@ -268,9 +292,31 @@ def _check_arrays(output: EngineCoreOutput, expected: _Expected) -> None:
         if output.routed_experts.ndim != 3 or output.routed_experts.dtype.kind not in "iu":
             raise _wrong(output, "routed_experts", "integers in three dimensions")
     for part, arrays in (output.part_arrays or {}).items():
+        _check_included(output, expected, "part_arrays", part)
         for name, pieces in arrays.items():
             for piece in pieces:
                 _check_part_array(output, expected, (part, name), piece)
+
+
+def _check_included(output: EngineCoreOutput, expected: _Expected, field: str, part: str) -> None:
+    if part not in expected.include:
+        raise _wrong(
+            output, field, f"parts that it includes, {expected.include}, not {part!r:.100}"
+        )
+
+
+def _check_figures(
+    output: EngineCoreOutput, expected: _Expected, part: str, figures: Mapping[str, Any]
+) -> None:
+    """Check the figures of a step part, which another engine gets if it resumes the request."""
+    _check_included(output, expected, "part_figures", part)
+    _check_names(figures, f"output of {output.request_id!r}: part_figures.{part}")
+    for name, value in figures.items():
+        values = value if isinstance(value, list) else [value]
+        is_number = all(isinstance(number, int | float) for number in values)
+        if len(values) > _MOST_NAMES or not (is_number or isinstance(value, str)):
+            field = f"part_figures.{part}.{name}"[:_MOST_PATH]
+            raise _wrong(output, field, f"a number, at most {_MOST_NAMES} numbers, or a text")
 
 
 def _check_logprobs(

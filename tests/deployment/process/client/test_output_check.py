@@ -84,6 +84,9 @@ WRONG = {
     "routed experts of two dimensions": one(routed_experts=np.zeros((3, 4), np.int32)),
     "routed experts of real numbers": one(routed_experts=np.zeros((3, 1, 2))),
     "routed experts of too many positions": one(routed_experts=np.zeros((12, 1, 2), np.int32)),
+    "part arrays of a part that it does not include": one(
+        part_arrays={"z": {"y": [PartArray(np.arange(1), np.zeros(1))]}}
+    ),
     "part arrays texts": one(part_arrays={"x": {"y": [PartArray("a", "b")]}}),
     "part arrays of two lengths": one(
         part_arrays={"x": {"y": [PartArray(np.arange(9), np.zeros(2))]}}
@@ -115,12 +118,68 @@ WRONG = {
     "timestamp": EngineCoreOutputs(timestamp=math.inf),
 }
 
+WRONG_ALONE = {
+    "stop_reason": "x" * 2_000_000,
+    "logprobs": [TokenLogprobs([], [], 1)],
+    "prompt_logprobs": [TokenLogprobs([999], [-1.0], 1)],
+    "error": "x" * 2_000_000,
+    "error_kind": "x" * 2_000_000,
+    "events": [EngineCoreEvent(EngineCoreEventType.QUEUED, math.nan)],
+    "num_cached_tokens": 10_000,
+    "pooling_output": np.zeros(3),
+    "num_nans_in_logits": -1,
+    "prefill_stats": PrefillStats(1, 1, -5),
+    "routed_experts": "abc",
+    "part_figures": {"z": {"count": 1}},
+    "part_arrays": {"x": {"y": [PartArray("a", "b")]}},
+    "weight_runs": [WeightRun(-3, "a", "a")],
+    "num_resumes": -1,
+    "observed_logprobs": [math.nan],
+}
+UNCHECKED = {"request_id", "new_token_ids", "finish_reason", "faulty_plugin"}
+UNCHECKED |= {"kv_transfer_params", "trace_headers"}  # for the request's own client
+
+WRONG_FIGURES = {
+    "a table": {"count": {"deep": 1}},
+    "a list of texts": {"count": ["a"]},
+    "None": {"count": None},
+    "numbers without end": {"count": [1] * 10_001},
+    "names without end": {f"n{i}": 1 for i in range(10_001)},
+    "a long name": {"n" * 2000: 1},
+}
+
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_does_not_belong_to_a_request_is_an_error(name):
-    check = checker(logprobs=2, prompt_logprobs=1)
+    check = checker(logprobs=2, prompt_logprobs=1, include=["x"])
     with pytest.raises(WireError, match="expected"):
         check.check(WRONG[name])
+
+
+@pytest.mark.parametrize("field", WRONG_ALONE)
+def test_each_field_is_checked_if_it_is_the_only_one(field):
+    with pytest.raises(WireError, match=f"output of 'r': {field}"):
+        checker(include=["x"]).check(one(new_token_ids=[5], **{field: WRONG_ALONE[field]}))
+
+
+def test_each_field_of_an_output_has_a_wrong_value_above():
+    assert WRONG_ALONE.keys() | UNCHECKED == set(EngineCoreOutput.__struct_fields__)
+
+
+@pytest.mark.parametrize("name", WRONG_FIGURES)
+def test_figures_are_numbers_and_texts_by_name(name):
+    """Another engine gets them if the request goes on there."""
+    with pytest.raises(WireError, match="part_figures"):
+        checker(include=["x"]).check(one(part_figures={"x": WRONG_FIGURES[name]}))
+
+
+def test_figures_and_arrays_of_an_included_part_pass():
+    output = one(
+        new_token_ids=[5],
+        part_figures={"x": {"count": 3, "share": 0.5, "by_position": [1, 2], "name": "ngram"}},
+        part_arrays={"x": {"y": [PartArray(np.arange(1), np.zeros(1))]}},
+    )
+    checker(include=["x"]).check(output)
 
 
 def test_the_error_names_request_and_field():
@@ -168,6 +227,13 @@ def test_a_remote_engine_quarantines_no_plugin(is_remote):
     failed = one(finish_reason=FinishReason.ERROR, error="lie", faulty_plugin="min_p")
     check.check(failed)
     assert failed.outputs[0].faulty_plugin == (None if is_remote else "min_p")
+
+
+def test_an_output_that_ends_nothing_quarantines_no_plugin():
+    """Its text may end it in the frontend, with a stop string."""
+    output = one(new_token_ids=[5], faulty_plugin="min_p")
+    checker(is_remote=True).check(output)
+    assert output.outputs[0].faulty_plugin is None
 
 
 class UnsendableError(Exception):

@@ -37,7 +37,7 @@ from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
 from hardpoint.plugins.step_part.engine_hooks import EngineHooks
 
-from .hooks import ENGINE_HOOKS, WORKER_HOOKS, HookTable
+from .hooks import ENGINE_HOOKS, WORKER_HOOKS, HookTable, selecting_fields
 
 _log = logging.getLogger("hardpoint")
 
@@ -63,6 +63,7 @@ class BoundHalf(Generic[HalfT]):
         source: names the part in messages.
         moves_blocks: see `StepPart.moves_blocks`.
         part: the part.
+        for_fields: paths of the fields that select its requests; empty if none do.
         calls: record and time its methods.
         state: its state, for the log.
         key: names the half among those of all generations of the plugins: of one that a live change
@@ -83,7 +84,7 @@ class BoundHalf(Generic[HalfT]):
         self.original = half
         self.name, self.source = part.name, calls.source
         self.moves_blocks = part.moves_blocks
-        self.part, self.calls = part, calls
+        self.part, self.calls, self.for_fields = part, calls, selecting_fields(half)
         self.state = StateAtFault(part, calls.source)
         self.key, self.since = part.name, 0
         self.until: int | None = None

@@ -80,7 +80,7 @@ class BoundHalf(Generic[HalfT]):
 
     def __init__(self, part: StepPart, half: object, calls: PluginCalls) -> None:
         self._implemented = self.hooks.implemented(half)
-        self.half: HalfT = self.hooks.completed(half)
+        self.half: HalfT = self.hooks.completed(half, self._implemented)
         self.original = half
         self.name, self.source = part.name, calls.source
         self.moves_blocks = part.moves_blocks
@@ -301,7 +301,7 @@ def call_for(part: BoundPart, method: str, *args: Any) -> Any:
         RequestError: it refuses the request, or failed.
     """
     try:
-        return part.calls.run(method, getattr(part.half, method), *args)
+        return part.run(method, *args)
     except RequestError:
         raise
     except BaseException as cause:

@@ -88,6 +88,7 @@ class EngineHalves:
         self._parts = tuple(parts)
         self.calls.answer_by(self._parts)
         self._fields = SelectingFields(path for part in parts for path in part.for_fields)
+        self._included = {f"step_parts/{part.name}" for part in parts if part.only_included}
         self._publishing = [part for part in parts if part.overrides("publish")]
         self._find_active()
 
@@ -204,7 +205,7 @@ class EngineHalves:
                     users.append(part)
                     if part.overrides("check"):
                         call_for(part, "check", request)
-            asked = figures.asked_for_figures(request, users, serving)
+            asked = self._asked_for_figures(request, users, serving)
         except BaseException:
             self._refuse(request.request_id, users)
             raise
@@ -216,6 +217,13 @@ class EngineHalves:
                 part.users.add(request.request_id)
             self._find_active()
         return without_data(request) if request.features else request
+
+    def _asked_for_figures(
+        self, request: EngineCoreRequest, users: Sequence[BoundPart], serving: Sequence[BoundPart]
+    ) -> dict[BoundPart, figures.ArrayForms]:
+        if request.params.include or not self._included.isdisjoint(request.plugin_args):
+            return figures.asked_for_figures(request, users, serving)
+        return {}
 
     def refused(self, request_id: str) -> None:
         """Notify the parts that a request was not added after all."""

@@ -66,11 +66,17 @@ class HookTable:
             and all(own is not vars(interface).get(name, _ABSENT) for interface in interfaces)
         )
 
-    def completed(self, half: Any) -> Any:
-        """Return a half with all hooks: itself, or an object that adds the defaults of others."""
+    def completed(self, half: Any, implemented: Collection[str] | None = None) -> Any:
+        """Return a half with all hooks: itself, or an object that adds the defaults of others.
+
+        Args:
+            half: to complete.
+            implemented: what `implemented` returned for it, if it is known.
+        """
         if isinstance(half, self.defaults):
             return half
-        return CompletedHalf(half, self.defaults(), self.implemented(half))
+        own = self.implemented(half) if implemented is None else implemented
+        return CompletedHalf(half, self.defaults(), own)
 
     def defect(self, half: object) -> str | None:
         """Return why an object cannot be a half, as the end of a sentence; None if it can."""

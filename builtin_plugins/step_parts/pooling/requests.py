@@ -58,12 +58,15 @@ _OF_ANSWERS = (
 """Kinds whose components do nothing for requests that pool."""
 
 _PAIR = ("text", "text_pair")
+_POOLING_FIELDS = ("pooling_params", "second_type_start")
 
 
 class PooledRequests(FrontendHalf):
     """Checks the parameters of requests that pool, and fills in those of the model."""
 
     prompt_keys = _PAIR
+    for_fields = _POOLING_FIELDS
+    for_parameters = ("plugin_args",)  # of poolers, which other requests are not to have
 
     def __init__(self, components: ComponentFactory, model: ModelPooling) -> None:
         """Look poolers up in `components`; `model` has what requests leave open."""
@@ -228,16 +231,14 @@ class PooledRequests(FrontendHalf):
 class PooledResults(RequestFilter, PlanData, StepObserver, ProgramCalls):
     """Hands the vectors of workers on to the scheduler, which ends their requests."""
 
+    for_fields = _POOLING_FIELDS
+
     def __init__(self, name: str, poolers: Collection[str], model: ModelPooling) -> None:
         """`poolers`: names of those that are enabled."""
         self._name, self._poolers, self._model = name, frozenset(poolers), model
         self.tasks = TASKS
         if model.labels:
             self.tasks = PAIRED if len(model.labels) == 1 else PAIRED[:1]
-
-    def uses(self, request: EngineCoreRequest) -> bool:
-        """Return whether a request pools, or has fields of those that do."""
-        return request.pooling_params is not None or request.second_type_start is not None
 
     def check(self, request: EngineCoreRequest) -> None:
         """Check a request that another frontend may have made.

@@ -44,7 +44,7 @@ from hardpoint.plugins.step_part.part import (
 
 from .bound_half import BoundHalf, OpenHalves, open_halves
 from .components import Components
-from .hooks import FRONTEND_HOOKS
+from .hooks import FRONTEND_HOOKS, SelectingFields
 from .observers import Observers
 
 Record = Callable[[str, str, str], None]
@@ -129,6 +129,7 @@ class FrontendParts:
         self._calling = [half for half in latest if half.overrides("prepare_calls")]
         self._preparing = [half for half in latest if half.overrides("prepare")]
         self._validating = [half for half in halves if half.overrides("validate")]
+        self._fields = SelectingFields(path for half in halves for path in half.for_fields)
 
     @property
     def components(self) -> list[Component]:
@@ -230,13 +231,17 @@ class FrontendParts:
         Raises:
             RequestError: one refuses it, or failed.
         """
+        fields = self._fields.set_in(request) if self._preparing else ()
         for half in self._preparing:
+            if half.for_fields and half.for_fields.isdisjoint(fields):
+                continue
             try:
                 half.half.prepare(request, reasoning)
             except RequestError:
                 raise
             except BaseException as cause:
                 raise self._refusal(half, "prepare", request.request_id, cause) from cause
+            fields = self._fields.set_in(request)  # the half may have set some
 
     def read_media(self, modality: str, items: Sequence[tuple[str, Any]]) -> Sequence[Any]:
         """Return items of media as `read_prompt` takes them, in any thread.
@@ -282,7 +287,10 @@ class FrontendParts:
         Raises:
             RequestError: a half failed.
         """
+        fields = self._fields.set_in(request) if self._validating else ()
         for half in self._validating:
+            if half.for_fields and half.for_fields.isdisjoint(fields):
+                continue
             try:
                 reads = half.serves(request.generation) and half.half.reads_answer(request)
             except BaseException as cause:
@@ -307,7 +315,10 @@ class FrontendParts:
 
     def validate(self, request: EngineCoreRequest, answer: str) -> str | None:
         """Return the first flaw that a half finds in an answer; a fault of a half is one."""
+        fields = self._fields.set_in(request)
         for half in self._validating:
+            if half.for_fields and half.for_fields.isdisjoint(fields):
+                continue
             try:
                 if not half.serves(request.generation) or not half.half.reads_answer(request):
                     continue

@@ -40,7 +40,7 @@ class Half(FrontendHalf):
 
 
 class First(Labels):
-    before = ("labels",)
+    before = ("labels", "for_tags")
 
 
 class OnlyInTheEngine(Sample, StepPart, contract=1):
@@ -74,6 +74,23 @@ class FailingHalf(Half):
 
     def validate(self, request, answer):
         return ["wrong"] if answer == "list" else {}[answer]
+
+
+class ForTags(Labels):
+    contract = 1
+
+    def frontend_half(self, context):
+        return ForTagsHalf(self.name, context)
+
+
+class ForTagsHalf(Half):
+    for_fields = ("tags",)
+
+    def reads_answer(self, request):
+        return True
+
+    def validate(self, request, answer):
+        return f"{request.tags['by']}: {answer}"
 
 
 class Asking(Labels):
@@ -180,6 +197,25 @@ def test_halves_complete_a_request_in_the_order_of_their_parts():
     DONE.clear()
     parts.close()
     assert sorted(DONE) == ["first", "labels"]
+
+
+def test_a_half_gets_requests_alone_that_set_a_field_which_it_declares():
+    parts, given = parts_of(ForTags), request()
+    parts.prepare(given, None)
+    assert given.tags == {}
+    assert parts.validator_of(given) is None
+    assert parts.validate(given, "a") is None
+    tagged = request(tags={"a": "b"})
+    parts.prepare(tagged, None)
+    assert tagged.tags["by"] == "for_tags."
+    assert parts.validator_of(tagged)
+    assert parts.validate(tagged, "a") == "for_tags.: a"
+
+
+def test_a_field_that_a_half_sets_selects_the_request_for_those_after_it():
+    parts, given = parts_of(ForTags, First), request()
+    parts.prepare(given, None)
+    assert given.tags == {"by": "first.for_tags."}
 
 
 def test_a_half_refuses_a_request_in_its_own_words():

@@ -80,7 +80,7 @@ STEP_PARTS = [
     (broken.ReadsFieldsOfOthers, "prompts", "prompts", r"gave the fields \['resumable'\]"),
     (broken.RefusesWhatItReads, "prompts", "prompts", "prepare.. refused .*: not this one"),
     (broken.ReadPromptRaises, "prompts", "prompts", "raised KeyError: 'letter'"),
-    (broken.NoFrontendHalf, "frontend", "contract", r"returned \{\}, expected a FrontendHalf or"),
+    (broken.NoFrontendHalf, "frontend", "contract", r"gave \{\}, expected a FrontendHalf or"),
     (broken.Slow, "speed", "speed", "times as long for 8 requests, times_plain is"),
 ]
 

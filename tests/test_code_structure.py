@@ -66,7 +66,6 @@ SMALL_MODULES = {
     "hardpoint.process.engine.garbage": "Python's collector; has tests of its own",
     "hardpoint.process.engine.watchdog": "faulthandler, whose timer the process has once",
     "hardpoint.process.child_processes.main_module.find_unpicklable": "for errors alone",
-    "hardpoint.core.frontend.outputs.pooling_state": "pooling models fill it",
     "hardpoint.host.system.rank_store": "a server, which runs only while ranks of hosts meet",
     "hardpoint.host.system.profiling": "torch's profiler, which nothing else of a worker needs",
     "hardpoint.host.boundary.logits.edits": "an algorithm with tests of its own",

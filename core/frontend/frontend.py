@@ -83,7 +83,6 @@ class Frontend:
             self._health,
             parts.model_config.vocab_size,
             parts.tokenizer,
-            parts.parsers,
             parts.step_parts,
         )
         self.input = InputProcessor(
@@ -120,8 +119,8 @@ class Frontend:
         return [self, halves, HalfChanges(parts)]
 
     def states(self) -> States:
-        """Return the states of parsers, frontend halves of step parts, and their components."""
-        found = states_of([*self._step_parts.components, *self._arguments.parsers.components])
+        """Return the states of the frontend halves of step parts, and of their components."""
+        found = states_of(self._step_parts.components)
         return found | states_of_parts(self._step_parts.halves, "frontend")
 
     def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
@@ -290,7 +289,6 @@ class Frontend:
             stack.callback(self._step_parts.close)
             for companion in self._companions:
                 stack.callback(companion.close)
-            stack.callback(self._arguments.close)
             stack.callback(lambda: self.observers.close(self.output.observed()))
             stack.callback(close_client)
             stack.callback(self._hooks.call, "engine_closing")

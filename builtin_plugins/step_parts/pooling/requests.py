@@ -12,19 +12,25 @@ from hardpoint import typed
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import (
     EncodedPair,
+    EngineCoreOutput,
     EngineCoreRequest,
     FrontendHalf,
     ModelRunnerOutput,
     Pooler,
     ReasoningMarkers,
     RequestFault,
+    RequestOutput,
     SchedulerOutput,
 )
 from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.plugins.step_part import (
     GivenPrompt,
+    OutputFormat,
+    OutputReader,
     PlanData,
     ProgramCalls,
+    RequestedCalls,
     RequestFilter,
     StepObserver,
 )
@@ -61,6 +67,41 @@ _PAIR = ("text", "text_pair")
 _POOLING_FIELDS = ("pooling_params", "second_type_start")
 
 
+class PooledFormat(OutputFormat):
+    """The format of outputs that have a result instead of text."""
+
+    def open(self, request: EngineCoreRequest) -> OutputReader:  # noqa: ARG002
+        """Return the reader of the result."""
+        return PooledReader()
+
+
+class PooledReader(OutputReader):
+    """Keeps the latest result of a request."""
+
+    def __init__(self) -> None:
+        self._result: Any = None
+
+    def update(self, output: EngineCoreOutput) -> None:
+        """Keep the result."""
+        if output.pooling_output is not None:
+            self._result = output.pooling_output
+
+    def result(self, output: RequestOutput) -> PoolingRequestOutput | None:
+        """Return the output with the result; None before there is one."""
+        (completion,) = output.outputs
+        if not output.finished and self._result is None:
+            return None
+        return PoolingRequestOutput(
+            request_id=output.request_id,
+            outputs=self._result,
+            prompt_token_ids=output.prompt_token_ids,
+            finished=output.finished,
+            finish_reason=completion.finish_reason,
+            error=completion.error,
+            error_kind=completion.error_kind,
+        )
+
+
 class PooledRequests(FrontendHalf):
     """Checks the parameters of requests that pool, and fills in those of the model."""
 
@@ -71,6 +112,14 @@ class PooledRequests(FrontendHalf):
     def __init__(self, components: ComponentFactory, model: ModelPooling) -> None:
         """Look poolers up in `components`; `model` has what requests leave open."""
         self._components, self._model = components, model
+
+    def output_format(
+        self,
+        request: EngineCoreRequest,
+        calls: RequestedCalls | None,  # noqa: ARG002
+    ) -> OutputFormat | None:
+        """Return the format of the results of a request that pools."""
+        return None if request.pooling_params is None else PooledFormat()
 
     def read_prompt(self, prompt: Mapping[str, Any], reader: PromptReader) -> GivenPrompt:
         """Return the tokens of a pair of texts.

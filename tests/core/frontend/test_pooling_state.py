@@ -6,6 +6,8 @@ import pytest
 from support.core.output_desk import ABORT, DELTA, ERROR, FINAL_ONLY, STOP, Desk
 
 from hardpoint import RequestError, SamplingParams, typed
+from hardpoint.builtin_plugins.step_parts.pooling.requests import PooledFormat
+from hardpoint.host.boundary.parts.output_formats import BoundFormat, OutputFormats
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput
@@ -16,7 +18,8 @@ EMBED = {"pooling_params": PoolingParams(task="embed")}
 
 @pytest.fixture
 def desk(byte_tokenizer):
-    return Desk(byte_tokenizer)
+    pooled = BoundFormat("pooling", PooledFormat(), lambda method, cause: f"{method}: {cause}")
+    return Desk(byte_tokenizer, formats=OutputFormats([pooled]))
 
 
 def pooled(data=None, finish=None, **fields):

@@ -15,7 +15,14 @@ from hardpoint.errors import (
 )
 from hardpoint.host.boundary.parts.frontend_parts import frontend_parts
 from hardpoint.host.registry.plugin_set import resolve_plugins
-from hardpoint.plugins import EngineCoreRequest, FrontendHalf, SamplingParams, StepPart
+from hardpoint.plugins import (
+    CompletionOutput,
+    EngineCoreRequest,
+    FrontendHalf,
+    SamplingParams,
+    StepPart,
+)
+from hardpoint.plugins.step_part import OutputFormat, OutputReader
 from hardpoint.plugins.step_part.part import GivenPrompt
 
 DONE = []
@@ -345,3 +352,107 @@ def test_media_are_read_by_the_part_that_places_them():
 def test_a_part_that_reads_no_media_gets_them_as_they_were_given():
     parts = parts_of(Placing, disable=["encoders"])
     assert parts.read_media("image", [("x", "a"), ("y", b"b")]) == ["a", b"b"]
+
+
+class Shouting(OutputReader):
+    """Changes contents to capitals; its part marks them so."""
+
+    special = (7,)
+
+    def complete(self, completion, *, finished):
+        completion.content = completion.text.upper()
+
+
+class ShoutedFormat(OutputFormat):
+    def __init__(self, reader):
+        self.reader = reader
+
+    def open(self, request):
+        return self.reader() if callable(self.reader) else self.reader
+
+    def close(self):
+        DONE.append("format")
+
+
+class Shouts(Labels):
+    contract = 1
+    reader = Shouting
+
+    def frontend_half(self, context):
+        half = Half(self.name, context)
+        return type("ShoutsHalf", (Half,), {"output_format": self.made})(half.name, context)
+
+    def made(self, request, calls):
+        return ShoutedFormat(self.reader)
+
+
+class OpensText(Shouts):
+    contract = 1
+    reader = "text"
+
+
+class Mute(Shouting):
+    def complete(self, completion, *, finished):
+        raise OSError("lost it")
+
+    def result(self, output):
+        return "text"
+
+
+class Mutes(Shouts):
+    contract = 1
+    reader = Mute
+
+
+class MadeOfText(Shouts):
+    contract = 1
+
+    def made(self, request, calls):
+        return "text"
+
+
+def test_formats_are_closed_with_their_last_holder():
+    parts, shown = parts_of(Shouts), CompletionOutput(index=0, text="a", token_ids=[1])
+    formats = parts.output_formats(request(), None)
+    (reader,) = formats.hold().open(request())
+    reader.complete(shown, finished=True)
+    assert (shown.content, reader.special, reader.has_calls) == ("A", (7,), False)
+    formats.close()
+    assert "format" not in DONE
+    formats.close()
+    assert DONE.count("format") == 1
+    DONE.clear()
+
+
+def test_a_request_of_which_no_part_has_a_format_has_none():
+    parts = parts_of(Labels)
+    assert parts.output_formats(request(), None) is None
+
+
+def test_a_fault_of_a_format_refuses_the_request_and_names_the_part():
+    parts, faults = parts_of(MadeOfText), []
+    parts.report_to(lambda *fault: faults.append(fault))
+    with pytest.raises(RequestError, match=r"its output_format\(\) failed: TypeError: expected an"):
+        parts.output_formats(request(), None)
+    ((name, request_id, _),) = faults
+    assert (name, request_id) == ("made_of_text", "r")
+
+
+@pytest.mark.parametrize(
+    ("part", "call", "words"),
+    [
+        (OpensText, None, r"its open\(\) failed: TypeError: expected an OutputReader or None"),
+        (Mutes, "complete", r"its complete\(\) failed: OSError: lost it"),
+        (Mutes, "result", r"its result\(\) failed: TypeError: expected an output or None"),
+    ],
+)
+def test_a_fault_of_a_reader_names_its_part(part, call, words):
+    formats = parts_of(part).output_formats(request(), None)
+    shown = CompletionOutput(index=0, text="a", token_ids=[1])
+    with pytest.raises(PluginFaultError, match=words) as fault:  # noqa: PT012
+        (reader,) = formats.open(request())
+        if call == "complete":
+            reader.complete(shown, finished=True)
+        else:
+            reader.result(shown)
+    assert fault.value.plugin == {OpensText: "opens_text", Mutes: "mutes"}[part]

@@ -36,7 +36,7 @@ from hardpoint.testing.reporting.calls import call
 
 from . import rules
 from .compared import Halves, block_hashes
-from .frontend import ScriptedComponents
+from .frontend import BytesReader, ScriptedComponents
 from .session import StepPartSession
 from .worker import HIDDEN_SIZE, WorkerSteps, overrides
 
@@ -120,6 +120,7 @@ class StepPartHalves(GeneralComponentSuite, LiveComponentSuite):
             FrontendHalfContext,
             vocabulary=self._vocabulary_or_none,
             encode=lambda text: list(text.encode()),
+            tokenizer=BytesReader.tokenizer,
         )
         return part, self._completed(half, FRONTEND_HOOKS, "frontend_half")
 

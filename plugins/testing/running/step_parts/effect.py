@@ -80,6 +80,8 @@ def completes(half: FrontendHalf, requests: Sequence[EngineCoreRequest]) -> bool
             return True
         if snapshot(given) != snapshot(request) or half.reads_answer(given):
             return True
+        if half.output_format(given, None) is not None:
+            return True
     return False
 
 

@@ -28,7 +28,7 @@ from hardpoint.host.system.memory import (
     memory_limit,
     out_of_memory,
 )
-from hardpoint.plugins import ModelError, Ops, WeightLoader, WorkerInfo
+from hardpoint.plugins import ConfigError, ModelError, Ops, WeightLoader, WorkerInfo
 from hardpoint.plugins.step_part.worker import PreparedModel
 from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
 
@@ -142,12 +142,18 @@ def open_parts(
         host_memory=lambda: memory_limit(torch.device("cpu")).available,
         loaded=_loaded_model(spec, planned, ops, prepare_again),
         open_model=model_opener(spec),
+        num_draft_tokens=spec.num_draft_tokens,
     )
     samples = ranks.is_output
     parts = open_worker_parts(spec.plugins, spec.for_parts, context, activity, samples=samples)
     with contextlib.ExitStack() as undo:
         close_if_failed(undo, parts.close)
         parts.check_hooks(planned.checked, ranks.parallel)
+        if spec.num_draft_tokens and samples and parts.verifier is None:
+            raise ConfigError(
+                "plugins: a step part drafts tokens, and none verifies drafts; expected one whose "
+                'worker half has verify_drafts, such as "speculation"'
+            )
         undo.pop_all()
     return parts
 

@@ -26,7 +26,6 @@ from hardpoint.core.engine.worker_launch import LaunchedWorker
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.core.weights.quantized_weights import QuantizedWeights
 from hardpoint.core.worker.input_batch import InputBatch
-from hardpoint.core.worker.sampling.drafts import with_drafts
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.host.boundary.activity import Activity, PluginCalls
 from hardpoint.host.boundary.faults import FaultReporter as FaultReporter
@@ -442,7 +441,16 @@ class ProcessorPipeline:
         self, requests: Sequence[LogitsRequest], drafts: Sequence[Sequence[int]], scratch_row: int
     ) -> list[LogitsRequest]:
         """Return each request followed by a view per draft, with forked states."""
-        return with_drafts(requests, drafts, self._pipeline, scratch_row)
+        self._pipeline.check_drafts()
+        rows, forks = list[LogitsRequest](), list[tuple[LogitsRequest, LogitsRequest, int]]()
+        for request, tokens in zip(requests, drafts, strict=True):
+            rows.append(request)
+            for token in tokens:
+                view = self._pipeline.fork(rows[-1], token, scratch_row + len(forks))
+                forks.append((rows[-1], view, token))
+                rows.append(view)
+        self._pipeline.fork_device_state(forks)
+        return rows
 
     def device_state(self, request: LogitsRequest) -> dict[str, torch.Tensor] | None:
         """Return the request's rows of the device state; None if there are none."""

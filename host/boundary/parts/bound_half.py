@@ -322,6 +322,7 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
         "embedded": "of which the model's trial step shows whether it is called",
         "linear": "of which the model's trial step shows whether it is called",
         "added": "of which the model's trial step shows whether it is called",
+        "verify_drafts": "which verifies the drafts of all parts",
         "idle": "which workers are asked for when they start",
         "packs": "for which inputs are laid out when the model is loaded",
         "encodes": "for which the model gets its encoder",

@@ -71,6 +71,7 @@ class WorkerParts:
         work_when_idle: whether a half has `idle`.
         open: opens the halves of further parts.
         observer: shows the logits of this step to halves that read them; None without such ones.
+        verifier: the half that verifies drafts; None without one.
     """
 
     def __init__(
@@ -106,6 +107,8 @@ class WorkerParts:
         self._halves = tuple(halves)
         self._in_steps = tuple(half for half in halves if any(map(half.overrides, _IN_STEPS)))
         self._follow = [half for half in halves if half.overrides("finished")]
+        verifiers = [half for half in halves if half.overrides("verify_drafts")]
+        self.verifier = verifiers[-1] if verifiers else None
 
     def __bool__(self) -> bool:
         return bool(self._active or self._faults)

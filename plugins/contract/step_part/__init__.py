@@ -49,11 +49,13 @@ from .worker import SequenceModel as SequenceModel
 from .worker import StepModel as StepModel
 from .worker import WorkerHalfContext
 from .worker_data import AllocatedCache as AllocatedCache
+from .worker_data import DraftedStep as DraftedStep
 from .worker_data import KVBlocks as KVBlocks
 from .worker_data import StepRows as StepRows
 from .worker_hooks import (
     BlockAccess,
     CacheObserver,
+    DraftVerifier,
     ForwardWrapper,
     HiddenStates,
     InputEmbeddings,
@@ -74,6 +76,7 @@ __all__ = [
     "CacheObserver",
     "DraftRequest",
     "DraftTokens",
+    "DraftVerifier",
     "EncoderBudget",
     "EngineHalf",
     "EngineHalfContext",

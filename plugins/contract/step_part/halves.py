@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hardpoint.plugins.sampling.phases import LogitsStage
     from hardpoint.plugins.sampling.rows import LogitsRequest
 
-    from .worker_data import AllocatedCache, KVBlocks, StepRows
+    from .worker_data import AllocatedCache, DraftedStep, KVBlocks, StepRows
 
 __all__ = ["EngineHalf", "WorkerHalf"]
 
@@ -224,6 +224,9 @@ class WorkerHalf:
     def processed(
         self, stage: LogitsStage, logits: torch.Tensor, requests: Sequence[LogitsRequest]
     ) -> None: ...
+
+    def verify_drafts(self, step: DraftedStep) -> Sequence[int]:
+        return [0] * len(step.requests)
 
     def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None: ...
 

@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from hardpoint.plugins.sampling.phases import LogitsStage
     from hardpoint.plugins.sampling.rows import LogitsRequest
 
-    from .worker_data import AllocatedCache, KVBlocks, StepRows
+    from .worker_data import AllocatedCache, DraftedStep, KVBlocks, StepRows
 
 __all__ = [
     "BlockAccess",
     "CacheObserver",
+    "DraftVerifier",
     "ForwardWrapper",
     "HiddenStates",
     "InputEmbeddings",
@@ -108,6 +109,22 @@ class ModelLogits(Protocol):
         Args:
             logits: float32 [rows, vocab_size].
             request_ids: request of each row; a request with drafts has one more row for each.
+        """
+
+
+class DraftVerifier(Protocol):
+    """Verifies draft tokens, in the rank that samples."""
+
+    @abstractmethod
+    def verify_drafts(self, step: DraftedStep) -> Sequence[int]:
+        """Return how many drafts of each request of `step.requests` are accepted.
+
+        Called in steps with drafts of any part; needs no data of the engine's half. Of several
+        halves, the last one is called. A draft can be accepted if it is the token that
+        `step.sample` returned for the row before it. The request then gets its accepted drafts,
+        and the token of the row after them. So drafts change no token.
+
+        An exception ends the step as one of the sampler does.
         """
 
 
@@ -329,6 +346,7 @@ WorkerHooks: TypeAlias = (
     WorkerStep
     | HiddenStates
     | ModelLogits
+    | DraftVerifier
     | InputEmbeddings
     | LinearProducts
     | ResidualStream

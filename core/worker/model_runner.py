@@ -334,7 +334,6 @@ class ModelRunner:
     ) -> None:
         """Sample a token per draft, too, and append the accepted ones as `_choose` does."""
         assert self._sampling is not None
-        assert self.parts.verifier is not None, "checked when the parts are opened"
         drafts, chosen = planned_drafts(plan, requests, last)
         owners = [r for r, own in zip(requests, drafts, strict=True) for _ in range(1 + len(own))]
         index = to_device(chosen, self._device)
@@ -345,9 +344,7 @@ class ModelRunner:
             lambda: self._new_logits(hidden, index, owners),
             None if bitmask is None else GrammarMask(bitmask, owners, self.ops),
         )
-        accepted = self.parts.verifier.checked("verify_drafts", rows)
-        if (expected := rows.defect(accepted)) is not None:
-            raise self.parts.verifier.wrong("verify_drafts", accepted, expected)
+        accepted = self.parts.verify_drafts(rows, rows.defect)
         rows.keep(accepted, self._batch.append, output)
 
     def _new_logits(

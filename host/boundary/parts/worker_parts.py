@@ -15,15 +15,11 @@ from hardpoint.errors import HardpointError, PluginContractError, PluginFaultErr
 from hardpoint.host.boundary.checked_attention import is_block_view
 from hardpoint.host.boundary.checked_model import CheckedModel, wrong_result
 from hardpoint.host.registry.blame import describe, faults_as, raise_unless_fault
-from hardpoint.plugins import (
-    ForwardBatch,
-    LogitsRequest,
-    ModelRunnerOutput,
-    SchedulerOutput,
-)
+from hardpoint.plugins import ForwardBatch, LogitsRequest, ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.model import Attend, LayerHooks
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.sampling.phases import LogitsStage
+from hardpoint.plugins.step_part import DraftedStep
 from hardpoint.plugins.worker_half import (
     AllocatedCache,
     Forward,
@@ -71,7 +67,7 @@ class WorkerParts:
         work_when_idle: whether a half has `idle`.
         open: opens the halves of further parts.
         observer: shows the logits of this step to halves that read them; None without such ones.
-        verifier: the half that verifies drafts; None without one.
+        verifies_drafts: whether a half verifies drafts.
     """
 
     def __init__(
@@ -107,8 +103,8 @@ class WorkerParts:
         self._halves = tuple(halves)
         self._in_steps = tuple(half for half in halves if any(map(half.overrides, _IN_STEPS)))
         self._follow = [half for half in halves if half.overrides("finished")]
-        verifiers = [half for half in halves if half.overrides("verify_drafts")]
-        self.verifier = verifiers[-1] if verifiers else None
+        self._verifiers = [half for half in halves if half.overrides("verify_drafts")]
+        self.verifies_drafts = bool(self._verifiers)
 
     def __bool__(self) -> bool:
         return bool(self._active or self._faults)
@@ -358,6 +354,15 @@ class WorkerParts:
                 own = {row: name for row, name in rows if self._is_user(half, name)}
                 logits = self._changed(half, "logits", logits, list(own), list(own.values()))
         return logits
+
+    def verify_drafts(
+        self, step: DraftedStep, expected: Callable[[object], str | None]
+    ) -> Sequence[int]:
+        """Return what a half returns; `expected` returns None, or what is expected instead."""
+        accepted: Sequence[int] = self._verifiers[-1].checked("verify_drafts", step)
+        if (defect := expected(accepted)) is not None:
+            raise self._verifiers[-1].wrong("verify_drafts", accepted, defect)
+        return accepted
 
     def _processed(
         self, stage: LogitsStage, logits: torch.Tensor, requests: Sequence[LogitsRequest]

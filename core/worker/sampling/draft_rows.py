@@ -132,7 +132,7 @@ class DraftRows:
         return sampled.token if isinstance(sampled, _Sampled) else None
 
     def defect(self, accepted: object) -> str | None:
-        """Return what is expected instead of such numbers of accepted drafts; None if they fit."""
+        """Return an error message for the numbers of accepted drafts; None if they are right."""
         if not isinstance(accepted, Sequence) or len(accepted) != len(self.requests):
             return f"expected a number for each of {len(self.requests)} requests"
         for index, count in enumerate(accepted):
@@ -182,14 +182,11 @@ class DraftRows:
             output.faults |= pipeline.advance(
                 requests, tokens, to_device(tokens, self._stage.device)
             )
-            seen = [
-                (r, s.token, s.logprob)
-                for r, s in zip(requests, now, strict=True)
-                if s.logprob is not None
-            ]
+            seen = [place for place, sampled in enumerate(now) if sampled.logprob is not None]
             if seen:
-                users, ids, logprobs = zip(*seen, strict=True)
-                output.faults |= pipeline.observe(users, ids, logprobs)
+                values = [sampled.logprob for sampled in now if sampled.logprob is not None]
+                users, ids = [requests[place] for place in seen], [tokens[place] for place in seen]
+                output.faults |= pipeline.observe(users, ids, values)
             depth += 1
             kept = [
                 (request, rows)

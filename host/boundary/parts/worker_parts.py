@@ -358,7 +358,7 @@ class WorkerParts:
     def verify_drafts(
         self, step: DraftedStep, expected: Callable[[object], str | None]
     ) -> Sequence[int]:
-        """Return what a half returns; `expected` returns None, or what is expected instead."""
+        """Return the numbers of accepted drafts, if `expected` returns None for them."""
         accepted: Sequence[int] = self._verifiers[-1].checked("verify_drafts", step)
         if (defect := expected(accepted)) is not None:
             raise self._verifiers[-1].wrong("verify_drafts", accepted, defect)

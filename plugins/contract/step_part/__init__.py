@@ -55,7 +55,6 @@ from .worker_data import StepRows as StepRows
 from .worker_hooks import (
     BlockAccess,
     CacheObserver,
-    DraftVerifier,
     ForwardWrapper,
     HiddenStates,
     InputEmbeddings,
@@ -67,6 +66,7 @@ from .worker_hooks import (
     WorkerMemory,
     WorkerStep,
 )
+from .worker_hooks import DraftVerifier as DraftVerifier
 
 __all__ = [
     "AdmissionGate",
@@ -76,7 +76,6 @@ __all__ = [
     "CacheObserver",
     "DraftRequest",
     "DraftTokens",
-    "DraftVerifier",
     "EncoderBudget",
     "EngineHalf",
     "EngineHalfContext",

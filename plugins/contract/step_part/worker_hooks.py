@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockAccess",
     "CacheObserver",
-    "DraftVerifier",
     "ForwardWrapper",
     "HiddenStates",
     "InputEmbeddings",

@@ -53,10 +53,9 @@ from hardpoint.plugins.worker_half import KVBlocks
 from hardpoint.toolkit.kv_blocks.identity import block_identity
 
 from .input_batch import InputBatch
-from .loaded_model import measure, naming_memory, open_parts, share_of_memory
+from .loaded_model import ReloadedModel, measure, naming_memory, open_parts, share_of_memory
 from .model_runner import ModelRunner
 from .ranks import Ranks
-from .reloaded_model import ReloadedModel
 
 _log = logging.getLogger("hardpoint")
 

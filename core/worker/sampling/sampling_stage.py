@@ -166,7 +166,7 @@ class SamplingStage:
             self._sample = calls.bound("sample", sampler.sample)
         self.pipeline = pipeline
         self.sampler = sampler
-        self._device = device
+        self.device = device
         self._processed_logprobs = processed_logprobs
         self.arguments_of = RequestArguments(pipeline, sampler).of
         self._rows = _StepRows((), device)
@@ -191,7 +191,7 @@ class SamplingStage:
             PluginFaultError: the sampler failed, or a plugin whose faults end the engine.
         """
         if not self._rows.are_of(requests):
-            self._rows = _StepRows(requests, self._device)
+            self._rows = _StepRows(requests, self.device)
         if self._rows.with_logprobs and not self._processed_logprobs:
             part = self._rows.of_logprobs(logits)
             self._raw = part.clone() if part is logits else part

@@ -3,6 +3,7 @@
 from hardpoint.plugins.model.forward import Forward as Forward
 from hardpoint.plugins.model.forward import ForwardStep as ForwardStep
 from hardpoint.plugins.model.forward import PackedInputs as PackedInputs
+from hardpoint.plugins.sampling.rows import DraftedStep as DraftedStep
 
 from .components import ComponentCalls as ComponentCalls
 from .components import ComponentFactory as ComponentFactory
@@ -64,6 +65,7 @@ from .worker_hooks import (
     WorkerMemory,
     WorkerStep,
 )
+from .worker_hooks import DraftVerifier as DraftVerifier
 
 __all__ = [
     "AdmissionGate",

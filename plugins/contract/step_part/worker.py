@@ -180,6 +180,7 @@ class WorkerHalfContext:
         host_memory: returns the bytes that the process may still allocate in CPU memory.
         loaded: the model itself; None if the context was made by hand.
         open_model: opens a further model; None if the context was made by hand.
+        num_draft_tokens: most drafts of a request that a step verifies; 0 if no part drafts.
     """
 
     device: Any
@@ -192,3 +193,4 @@ class WorkerHalfContext:
     host_memory: Callable[[], int]
     loaded: LoadedModel | None = None
     open_model: ModelOpener | None = None
+    num_draft_tokens: int = 0

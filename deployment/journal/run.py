@@ -344,13 +344,15 @@ class Run:
     def _control(self, event: Event) -> None:
         """Make a control call. Where a poll ended, what it asked for is awaited here, too.
 
+        Polls of a keyframe do not have what they returned; the last of them had ended.
+
         Raises:
             HardpointError: it is not done here after some minutes.
         """
         arguments = self._arguments.decode(list(event.arguments))
         call = functools.partial(run_utility, self._core, event.method, arguments)
         if is_poll(event.method, arguments):
-            if event.returned or event.failure is not None:
+            if event.returned is not False or event.failure is not None:
                 self._await(event.method, call)
         elif event.method == "call_part":
             self._call_part(event, call)

@@ -6,6 +6,7 @@ from `hardpoint.plugins`.
 
 from __future__ import annotations
 
+import os
 import sys
 
 TYPE_CHECKING = False  # as typing's; a program is imported without anything else first
@@ -69,6 +70,22 @@ __all__ = [
     "SamplingParams",
     "__version__",
 ]
+
+
+def _folders_of_others() -> list[str]:
+    """Return folders of modules that other distributions add, such as `hardpoint.vllm`.
+
+    Beside an installed Hardpoint they are in its own folder; beside an editable one they are not.
+    """
+    folders = [os.path.join(entry, __name__) for entry in dict.fromkeys(sys.path)]
+    return [
+        folder
+        for folder in folders
+        if os.path.isdir(folder) and not os.path.exists(os.path.join(folder, "__init__.py"))
+    ]
+
+
+__path__ += _folders_of_others()
 
 
 class _ContractFinder:

@@ -4,13 +4,16 @@ setuptools reuses `build/`, and packs all that it finds there: also modules that
 the source had.
 
 The kernels are one library per instruction set, with a plain C interface: one wheel serves every
-version of Python. Without a compiler that takes the source, there are none, and Hardpoint runs on
-torch's operations.
+version of Python. An installation from source compiles the best one for its processor and `plain`;
+HARDPOINT_BUILD_KERNELS names others, `all` or `none`. Without a compiler that takes the source,
+there are none, and Hardpoint runs on torch's operations.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
 import platform
 import shutil
 import tempfile
@@ -34,6 +37,14 @@ PATHS = {
     "avx512_bf16": AVX512_BF16,
     "amx_bf16": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
 }
+# The flags of /proc/cpuinfo that each needs beyond those of the one before it.
+PROCESSOR_FLAGS = {
+    "avx2": {"avx2", "fma"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "avx512_bf16": {"avx512_bf16", "avx512vbmi"},
+    "amx_bf16": {"amx_tile", "amx_bf16"},
+}
+VARIABLE = "HARDPOINT_BUILD_KERNELS"
 # Errors of mathematical functions are not reported, so that square roots are one instruction. What
 # Python is built with comes first: its -fwrapv makes the matrix product 4 % slower, and no signed
 # number overflows here. GCC warns of uninitialised values in its own header of vector instructions.
@@ -65,6 +76,8 @@ class BuildKernels(build_ext):
 
     def build_extensions(self) -> None:
         """Compile all libraries."""
+        names = ", ".join(ext.name.rpartition("cpu_")[2] for ext in self.extensions)
+        tell(f"compiling the CPU kernels {names}: 40 s of processor time each")
         with ThreadPoolExecutor() as pool:
             list(pool.map(self.build_extension, self.extensions))
 
@@ -98,19 +111,63 @@ class AnyPythonWheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
+def tell(line: str) -> None:
+    """Write a line to the user's terminal, if there is one: pip hides the output of a build."""
+    with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+        terminal.write(f"\n    {line}\n")
+
+
+def processor_flags() -> set[str]:
+    """Return the instruction sets of this processor by the names of /proc/cpuinfo."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return set(line.split())
+    return set()
+
+
+def native_paths(flags: set[str]) -> list[str]:
+    """Return `plain` and the best of `PATHS` for a processor with these flags."""
+    best = "plain"
+    for name, needed in PROCESSOR_FLAGS.items():
+        if not needed <= flags:
+            break
+        best = name
+    return ["plain"] if best == "plain" else ["plain", best]
+
+
+def chosen_paths() -> list[str]:
+    """Return the instruction sets to compile for.
+
+    Raises:
+        SystemExit: the variable names an unknown one.
+    """
+    available = [*PATHS] if platform.machine().lower() in ("x86_64", "amd64") else ["plain"]
+    value = os.environ.get(VARIABLE, "native").strip() or "native"
+    if value in ("all", "none"):
+        return available if value == "all" else []
+    if value == "native":
+        return [name for name in native_paths(processor_flags()) if name in available]
+    names = [name.strip() for name in value.split(",")]
+    if unknown := [name for name in names if name not in available]:
+        raise SystemExit(
+            f"{VARIABLE}: expected all, native, none or names of {', '.join(available)}, "
+            f"separated by commas, got {unknown[0]!r}"
+        )
+    return [name for name in available if name == "plain" or name in names]
+
+
 def libraries() -> list[Extension]:
-    """Return the libraries of this processor's architecture."""
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    """Return the libraries to compile."""
     return [
         Extension(
             f"hardpoint.kernels.cpu_{name}",
             [str(SOURCE)],
             depends=HEADERS,
-            extra_compile_args=[*FLAGS, *flags],
+            extra_compile_args=[*FLAGS, *PATHS[name]],
             optional=True,
         )
-        for name, flags in PATHS.items()
-        if is_x86 or name == "plain"
+        for name in chosen_paths()
     ]
 
 

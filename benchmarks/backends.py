@@ -12,12 +12,13 @@ import ctypes
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 MAX_MODEL_LEN = 2048
+LIMITS: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "dtype": "bfloat16"}
 _REQUEST_S = 3600.0
 _PATIENCE_S = 60
 Options = dict[str, Any]
@@ -89,22 +90,22 @@ def generate(llm: Any, batch: Batch, params: Any, loras: list[Any], **more: Any)
 
 
 class Hardpoint(Backend):
-    """`LLM` with its defaults and the options' `config`."""
+    """`LLM` with its defaults and the options' `config`, and their `model` instead of a folder."""
 
     def __init__(self, folder: Path, options: Options) -> None:
         from hardpoint import LLM, LoRARequest
 
         dtype = options.get("dtype", "bfloat16")
         limits = {"max_model_len": MAX_MODEL_LEN, "dtype": dtype, "progress": False}
-        files = next(folder.glob("*.gguf"), folder)
-        self._llm = LLM(str(files), config=options.get("config"), **limits)
+        model = options.get("model") or next(folder.glob("*.gguf"), folder)
+        self._llm = LLM(str(model), config=options.get("config"), **limits)
         self._loras = [
             self._llm.adapters.add(LoRARequest(f"a{number}", number + 1, path))
             for number, path in enumerate(options.get("adapters", ()))
         ]
         limit = self._llm.config.scheduler
         self.settings = (
-            f"{options.get('weights', 'bf16')}, max_num_seqs {limit.max_num_seqs}, "
+            f"{options.get('weights', dtype)}, max_num_seqs {limit.max_num_seqs}, "
             f"max_num_batched_tokens {limit.max_num_batched_tokens}, prefix caching"
         )
 
@@ -136,18 +137,14 @@ class HardpointAsync(Backend):
 
         config = options.get("config", {})
         self.settings = json.dumps(config) if config else ""
-        self._llm = AsyncLLM(
-            str(folder), dtype="bfloat16", max_model_len=MAX_MODEL_LEN, config=config
-        )
+        self._llm = AsyncLLM(str(folder), config=config, **LIMITS)
 
     async def stream(self, ids: list[int], tokens: int) -> AsyncIterator[int]:
         """Yield from `AsyncLLM.generate`."""
         from hardpoint import RequestOutputKind, SamplingParams
 
-        kind = RequestOutputKind.DELTA
-        params = SamplingParams(
-            temperature=0.0, max_tokens=tokens, ignore_eos=True, output_kind=kind
-        )
+        kind = {"output_kind": RequestOutputKind.DELTA, "ignore_eos": True}
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, **kind)
         async for output in self._llm.generate(ids, params):
             yield len(output.outputs[0].token_ids)
 
@@ -186,8 +183,6 @@ class HardpointServer(Backend):
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of the server's process, without the engine's."""
-        from soak_parts.holdings import cpu_seconds
-
         return cpu_seconds(self._server.pid)
 
     def close(self) -> None:
@@ -277,10 +272,8 @@ class Vllm(Backend):
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
-        limits = {"max_model_len": MAX_MODEL_LEN, "dtype": "bfloat16"}
-        self._llm = LLM(
-            str(folder), enable_prefix_caching=True, **limits, **options.get("vllm", {})
-        )
+        more = options.get("vllm", {})
+        self._llm = LLM(str(folder), enable_prefix_caching=True, **LIMITS, **more)
         self._loras = [
             LoRARequest(f"a{number}", number + 1, path)
             for number, path in enumerate(options.get("adapters", ()))
@@ -316,10 +309,8 @@ class VllmAsync(Backend):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        limits = {"max_model_len": MAX_MODEL_LEN, "dtype": "bfloat16"}
-        arguments = AsyncEngineArgs(
-            model=str(folder), enable_prefix_caching=True, disable_log_stats=True, **limits
-        )
+        caching = {"enable_prefix_caching": True, "disable_log_stats": True}
+        arguments = AsyncEngineArgs(model=str(folder), **caching, **LIMITS)
         self._llm: Any = AsyncLLM.from_engine_args(arguments)
         self._count, self.settings = 0, vllm_settings()
 
@@ -328,12 +319,12 @@ class VllmAsync(Backend):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        kind = RequestOutputKind.DELTA
-        params = SamplingParams(
-            temperature=0.0, max_tokens=tokens, ignore_eos=True, output_kind=kind
+        kind = {"output_kind": RequestOutputKind.DELTA, "ignore_eos": True}
+        params, prompt = (
+            SamplingParams(max_tokens=tokens, temperature=0.0, **kind),
+            {"prompt_token_ids": ids},
         )
         self._count += 1
-        prompt = {"prompt_token_ids": ids}
         async for output in self._llm.generate(prompt, params, request_id=str(self._count)):
             yield len(output.outputs[0].token_ids)
 
@@ -353,7 +344,6 @@ class LlamaCpp(Backend):
             f"{path.stem}, llama_batch of all sequences, all prompts first; caches apart, "
             "in the load with a shared prefix unified"
         )
-        self._threads = len(os.sched_getaffinity(0))
         llama_cpp.llama_backend_init()
         parameters = llama_cpp.llama_model_default_params()
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
@@ -382,7 +372,7 @@ class LlamaCpp(Backend):
         parameters.n_seq_max = size[0]
         parameters.n_ctx = batch.shared + size[0] * own
         parameters.n_batch = self._STEP_TOKENS
-        parameters.n_threads = parameters.n_threads_batch = self._threads
+        parameters.n_threads = parameters.n_threads_batch = len(os.sched_getaffinity(0))
         # As its header recommends for sequences with and without a large common prefix.
         parameters.kv_unified = batch.shared > 0
         self._context = self._api.llama_init_from_model(self._model, parameters)
@@ -392,40 +382,38 @@ class LlamaCpp(Backend):
 
     def generate(self, batch: Batch) -> None:
         """Compute all prompts, then a token per unfinished sequence and step."""
-        memory = self._api.llama_get_memory(self._context)
+        memory, count = self._api.llama_get_memory(self._context), len(batch.prompts)
         self._api.llama_memory_clear(memory, False)
         if batch.shared:
             shared = enumerate(batch.prompts[0][: batch.shared])
             self._compute([(token, position, 0, False) for position, token in shared])
-            for sequence in range(1, len(batch.prompts)):
+            for sequence in range(1, count):
                 self._api.llama_memory_seq_cp(memory, 0, sequence, -1, -1)
+        running = list(range(count))
         sampled = self._compute(
-            (token, position, sequence, position == len(ids) - 1)
-            for sequence, ids in enumerate(batch.prompts)
-            for position, token in enumerate(ids)
-            if position >= batch.shared
+            [
+                (token, position, sequence, position == len(ids) - 1)
+                for sequence, ids in enumerate(batch.prompts)
+                for position, token in enumerate(ids)
+                if position >= batch.shared
+            ]
         )
-        newest = dict(zip(range(len(batch.prompts)), sampled, strict=True))
         for step in range(1, max(batch.outputs)):
-            running = [s for s in newest if batch.outputs[s] > step]
-            lengths = [len(batch.prompts[s]) + step - 1 for s in running]
-            pairs = zip(running, lengths, strict=True)
-            sampled = self._compute([(newest[s], length, s, True) for s, length in pairs])
             newest = dict(zip(running, sampled, strict=True))
+            running = [sequence for sequence in running if batch.outputs[sequence] > step]
+            places = ((s, len(batch.prompts[s]) + step - 1) for s in running)
+            sampled = self._compute([(newest[s], place, s, True) for s, place in places])
 
-    def _compute(self, tokens: Iterable[tuple[int, int, int, bool]]) -> list[int]:
+    def _compute(self, listed: list[tuple[int, int, int, bool]]) -> list[int]:
         """Compute (token, position, sequence, is last); return the next tokens of the last ones."""
         import numpy as np
 
         sampled: list[int] = []
-        listed = list(tokens)
         for start in range(0, len(listed), self._STEP_TOKENS):
             part = listed[start : start + self._STEP_TOKENS]
             for index, (token, position, sequence, is_last) in enumerate(part):
-                self._tokens.token[index] = token
-                self._tokens.pos[index] = position
-                self._sequences[index] = sequence
-                self._tokens.logits[index] = is_last
+                self._tokens.token[index], self._tokens.pos[index] = token, position
+                self._sequences[index], self._tokens.logits[index] = sequence, is_last
             self._tokens.n_tokens = len(part)
             if result := self._api.llama_decode(self._context, self._tokens):
                 raise RuntimeError(f"llama_decode returned {result}")
@@ -434,6 +422,21 @@ class LlamaCpp(Backend):
                 table = np.ctypeslib.as_array(logits, (rows, self._vocab_size))
                 sampled += table.argmax(-1).tolist()
         return sampled
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of the threads of a process that live, without its children."""
+    folder = Path(f"/proc/{pid}/task")
+    if not folder.exists():
+        import psutil
+
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    nanoseconds = 0
+    for task in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            nanoseconds += int((task / "schedstat").read_text().split()[0])
+    return nanoseconds / 1e9
 
 
 def vllm_settings() -> str:

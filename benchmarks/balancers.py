@@ -10,14 +10,12 @@ are in flight, and their prompts are computed after a while. Every second reques
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections import deque
 from importlib.metadata import entry_points
-from pathlib import Path
 
-from engines import save
+from options import options_of, save
 from tables import show_table
 
 from hardpoint.plugins import BalancerContext, LoadBalancer
@@ -27,18 +25,13 @@ BALANCERS = ("least_cost", "two_choices", "round_robin")
 SESSIONS = 1000
 
 
-def build(name: str, num_engines: int) -> LoadBalancer:
-    """Return a built-in balancer with its default options."""
-    (point,) = entry_points(group="hardpoint.balancers", name=name)
-    cls: type[LoadBalancer] = point.load()
-    options = cls.Options()
-    clock = time.monotonic
-    return cls(BalancerContext(name=name, options=options, num_engines=num_engines, clock=clock))
-
-
 def microseconds(name: str, num_engines: int, decisions: int) -> float:
     """Return the median time of a decision."""
-    balancer, engines = build(name, num_engines), ScriptedEngines(num_engines)
+    (point,) = entry_points(group="hardpoint.balancers", name=name)
+    cls: type[LoadBalancer] = point.load()
+    sizes = {"num_engines": num_engines, "clock": time.monotonic}
+    balancer = cls(BalancerContext(name=name, options=cls.Options(), **sizes))
+    engines = ScriptedEngines(num_engines)
     sent: deque[str] = deque()
     spent, clock = [], time.perf_counter
     for number in range(decisions):
@@ -59,28 +52,21 @@ def microseconds(name: str, num_engines: int, decisions: int) -> float:
     return statistics.median(spent) * 1e6
 
 
-def measure(decisions: int, sizes: list[int]) -> dict[str, dict[str, float]]:
-    """Return the time of a decision by balancer and number of engines."""
-    return {
-        name: {str(size): microseconds(name, size, decisions) for size in sizes}
+def main() -> None:
+    """Measure, and print the table."""
+    options = options_of(
+        __doc__, decisions=(100_000, "of each"), engines=([2, 4, 64, 1000], "numbers of engines")
+    )
+    results = {
+        name: {str(size): microseconds(name, size, options.decisions) for size in options.engines}
         for name in BALANCERS
     }
-
-
-def main() -> None:
-    """Parse arguments and run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--decisions", type=int, default=100_000, help="of each (default 100000)")
-    parser.add_argument("--engines", nargs="*", type=int, default=[2, 4, 64, 1000])
-    parser.add_argument("--json", type=Path, help="also write the result here")
-    arguments = parser.parse_args()
-    results = measure(arguments.decisions, arguments.engines)
     rows = [
         [name, *(f"{value:.2f}" for value in times.values())] for name, times in results.items()
     ]
-    title = f"microseconds of a decision, median of {arguments.decisions}"
-    show_table(title, ("engines", *map(str, arguments.engines)), rows)
-    save(arguments.json, results)
+    title = f"microseconds of a decision, median of {options.decisions}"
+    show_table(title, ("engines", *options.engines), rows)
+    save(options.json, results)
 
 
 if __name__ == "__main__":

@@ -31,18 +31,12 @@ _SECONDS = 0.4  # for which a call is repeated
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The sizes of a model of the Llama architecture.
-
-    Attributes:
-        linears: (rows, columns) of the matrices of a layer.
-        head: (rows, columns) of the matrix that gives logits.
-        kv_bytes: size of a token's keys and values, all layers.
-    """
+    """The sizes of a model of the Llama architecture."""
 
     layers: int
-    linears: tuple[tuple[int, int], ...]
-    head: tuple[int, int]
-    kv_bytes: int
+    linears: tuple[tuple[int, int], ...]  # (rows, columns) of the matrices of a layer
+    head: tuple[int, int]  # (rows, columns) of the matrix that gives logits
+    kv_bytes: int  # size of a token's keys and values, all layers
 
     @classmethod
     def read(cls, folder: Path) -> ModelSize:
@@ -51,17 +45,10 @@ class ModelSize:
         hidden, inner = config["hidden_size"], config["intermediate_size"]
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         size = config.get("head_dim") or hidden // heads
-        return cls(
-            config["num_hidden_layers"],
-            (
-                ((heads + 2 * kv_heads) * size, hidden),
-                (hidden, heads * size),
-                (2 * inner, hidden),
-                (hidden, inner),
-            ),
-            (config["vocab_size"], hidden),
-            config["num_hidden_layers"] * 2 * kv_heads * size * 2,
-        )
+        layers, queries = config["num_hidden_layers"], heads * size
+        attention = ((queries + 2 * kv_heads * size, hidden), (hidden, queries))
+        linears = (*attention, (2 * inner, hidden), (hidden, inner))
+        return cls(layers, linears, (config["vocab_size"], hidden), layers * 4 * kv_heads * size)
 
     @property
     def layer_weights(self) -> int:
@@ -76,20 +63,10 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Machine:
-    """The measured rates of a machine.
+    """The measured rates of a machine."""
 
-    Attributes:
-        read: bytes per second, all cores.
-        gemm: FLOP per second by dtype.
-    """
-
-    read: float
-    gemm: dict[str, float]
-
-    @property
-    def best_gemm(self) -> float:
-        """FLOP per second of the dtype that is fastest: bf16 weights can be widened."""
-        return max(self.gemm.values())
+    read: float  # bytes per second, all cores
+    gemm: dict[str, float]  # FLOP per second by dtype
 
     def better(self, other: Machine) -> Machine:
         """Return the better of two measurements."""
@@ -161,14 +138,7 @@ def _best_seconds(call: Callable[[], object]) -> float:
 def bound_seconds(
     machine: Machine, size: ModelSize, lengths: list[tuple[int, int]], shared: int = 0
 ) -> float:
-    """Return the least seconds of a load.
-
-    Args:
-        machine: measured.
-        size: sizes of the model.
-        lengths: prompt and output tokens per request.
-        shared: number of prompt tokens that all requests share.
-    """
+    """Return the least seconds of requests with (prompt, output) tokens, some of them shared."""
     num_prompt = shared + sum(prompt - shared for prompt, _ in lengths)
     seconds = _products(machine, size, num_prompt, len(lengths))
     for step in range(1, max(output for _, output in lengths)):
@@ -180,19 +150,17 @@ def bound_seconds(
 
 
 def _products(machine: Machine, size: ModelSize, tokens: int, rows: int) -> float:
-    """Return the least seconds of the matrix products of a step with `rows` rows of logits."""
+    """Return the least seconds of the matrix products of a step with `rows` rows of logits.
+
+    The fastest dtype counts: bf16 weights can be widened.
+    """
     flop = 2 * (tokens * size.layer_weights + rows * size.head_weights)
     num_bytes = 2 * (size.layer_weights + size.head_weights)
-    return max(flop / machine.best_gemm, num_bytes / machine.read)
+    return max(flop / max(machine.gemm.values()), num_bytes / machine.read)
 
 
-def main() -> None:
-    """Measure and print."""
+if __name__ == "__main__":
     from engines import exported
 
     with exported(None) as folder:
         print(measure(ModelSize.read(folder / "checkpoint")))
-
-
-if __name__ == "__main__":
-    main()

@@ -11,16 +11,15 @@ for that engine, and for one that repeats recorded steps.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from engines import save
+from loads import VALID, random_ids
+from options import options_of, save
 from tables import show_table
 
 from hardpoint import LLM, SamplingParams
@@ -50,16 +49,11 @@ PARTS = {
 
 
 class Timers:
-    """Times methods, each without what it calls of the others.
-
-    Attributes:
-        seconds: by part.
-        active: whether time is taken.
-    """
+    """Times methods while it is active, each without its calls of the other methods."""
 
     def __init__(self) -> None:
         """Start without methods, inactive."""
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, float] = defaultdict(float)  # by part
         self.active = False
         self._inner = 0.0  # seconds of the timed methods that the running one has called
 
@@ -113,8 +107,7 @@ def measure(llm: LLM, timers: Timers, running: int, prompt: int, steps: int) -> 
         temperature=0.0, max_tokens=2 * steps + _FIRST + 26, ignore_eos=True, detokenize=False
     )
     for index in range(running):
-        ids = [rng.randrange(100, 40_000) for _ in range(prompt)]
-        engine.add_request(f"{running}, {index}", ids, params)
+        engine.add_request(f"{running}, {index}", random_ids(rng, prompt, VALID), params)
     while len(engine.step()) < running:  # until all prompts are computed
         pass
     for _ in range(_FIRST):
@@ -134,33 +127,16 @@ def measure(llm: LLM, timers: Timers, running: int, prompt: int, steps: int) -> 
     return {**found, "step": sum(found.values()), "untimed": untimed / steps * 1e3}
 
 
-def show(result: dict[str, dict[str, float]]) -> None:
-    """Print the table."""
-    columns = list(result.values())
-    rows = [
-        [
-            part,
-            *(f"{found[part]:.2f} ({found[part] / found['step']:.0%})" for found in columns),
-            what,
-        ]
-        for part, what in PARTS.items()
-    ]
-    sums = {"step": "their sum", "untimed": "steps without timers", "repeated": "repeated steps"}
-    rows += [[key, *(f"{found[key]:.2f}" for found in columns), what] for key, what in sums.items()]
-    title = "milliseconds of a step (share), by number of running requests"
-    show_table(title, ("part", *result, "meaning"), rows)
-
-
 def main() -> None:
-    """Parse arguments and run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--running", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
-    parser.add_argument("--steps", type=int, default=16, help="steps that are timed")
-    parser.add_argument("--json", type=Path, help="also write the result here")
-    options = parser.parse_args()
+    """Measure, and print the table."""
+    options = options_of(
+        __doc__,
+        model="smollm2",
+        dtype="bfloat16",
+        running=[1, 32, 256],
+        prompt=(128, "tokens of each prompt"),
+        steps=(16, "steps that are timed"),
+    )
     timers = Timers()
     watch_engine(timers)
     length = options.prompt + 2 * options.steps + _FIRST + 26
@@ -177,7 +153,15 @@ def main() -> None:
                     result[str(running)] = found
                 else:
                     result[str(running)]["repeated"] = found["untimed"]
-    show(result)
+    columns = list(result.values())
+    rows = [
+        [part, *(f"{f[part]:.2f} ({f[part] / f['step']:.0%})" for f in columns), meaning]
+        for part, meaning in PARTS.items()
+    ]
+    sums = {"step": "their sum", "untimed": "steps without timers", "repeated": "repeated steps"}
+    rows += [[key, *(f"{f[key]:.2f}" for f in columns), meaning] for key, meaning in sums.items()]
+    title = "milliseconds of a step (share), by number of running requests"
+    show_table(title, ("part", *result, "meaning"), rows)
     save(options.json, result)
 
 

@@ -10,7 +10,6 @@ weights; the draft model is the other one without its last layer.
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import tempfile
 from collections.abc import Sequence
@@ -19,29 +18,17 @@ from typing import Any
 
 import msgspec
 import torch
+from loads import random_ids
+from scenarios import write_llama
+from tables import show_table
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.speculators.draft_model import DraftModel
 from hardpoint.plugins import DraftRequest
-from hardpoint.testing import write_scripted_model
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 DRAFTERS = ("coupled", "greedy")
-_SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 257,
-    "hidden_size": 256,
-    "intermediate_size": 352,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "initializer_range": 0.12,
-    "torch_dtype": "float32",
-    "hidden_act": "silu",
-    "eos_token_id": 256,
-    "tie_word_embeddings": False,
-}
+_SIZES = {"hidden_size": 256, "intermediate_size": 352, "initializer_range": 0.12}
 _LAYERS = {"target": 4, "drafter": 3}
 Text = tuple[tuple[int, ...], int]
 
@@ -78,32 +65,26 @@ class Greedy(Coupled):
 
 def opened(folder: Path, drafter: str | None = None) -> LLM:
     """Return an engine; its drafts are those of the class that `drafter` names."""
-    config: dict[str, Any] = {
-        "model": str(folder / ("target" if drafter else "drafter")),
-        "dtype": "float32",
-        "load": {"use": "dummy"},
-        "engine": {"in_process": True},
-        "max_model_len": 256,
-    }
+    config: dict[str, Any] = {"load": {"use": "dummy"}, "engine": {"in_process": True}}
     if drafter:
         name = f"{__name__}:{drafter.capitalize()}"
         config["speculation"] = {"use": [name], "num_draft_tokens": 3, "adaptive": False}
         config["plugin"] = {drafter: {"model": str(folder / "drafter")}}
-    return LLM(config=config, progress=False)
+    model, limits = folder / ("target" if drafter else "drafter"), {"max_model_len": 256}
+    return LLM(str(model), dtype="float32", config=config, progress=False, **limits)
 
 
-def log_probabilities(llm: LLM, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def log_probabilities(llm: LLM, texts: Sequence[list[int]]) -> list[torch.Tensor]:
     """Return those of each token but the first of each text, float32 [tokens - 1, vocab]."""
     params = SamplingParams(
         temperature=0.0, max_tokens=1, prompt_logprobs=-1, detokenize=False, speculator="none"
     )
-    found: list[torch.Tensor] = []
-    for output in llm.generate([list(text) for text in texts], params):
-        assert output.prompt_logprobs is not None
-        entries = [entry for entry in output.prompt_logprobs if entry is not None]
-        rows = [[entry[token].logprob for token in sorted(entry)] for entry in entries]
-        found.append(torch.tensor(rows))
-    return found
+    return [
+        torch.tensor(
+            [[entry[token].logprob for token in sorted(entry)] for entry in entries if entry]
+        )
+        for entries in (output.prompt_logprobs for output in llm.generate(list(texts), params))
+    ]
 
 
 def overlaps(p: torch.Tensor, q: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -115,17 +96,15 @@ def overlaps(p: torch.Tensor, q: torch.Tensor, temperature: float) -> torch.Tens
 
 
 def compare(prompts: int, tokens: int) -> list[dict[str, Any]]:
-    """Print and return what is accepted, by temperature and drafter."""
+    """Show and return the acceptance by temperature and drafter."""
     rng = random.Random(0)
-    texts = [[rng.randrange(256) for _ in range(8)] for _ in range(prompts)]
+    texts = [random_ids(rng, 8, (0, 256)) for _ in range(prompts)]
     results: list[dict[str, Any]] = []
-    print("temperature  drafter   drafts  accepted  optimum of rejection sampling")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for model, layers in _LAYERS.items():
-            write_scripted_model(folder / model)  # its tokenizer
-            config = {**_SHAPE, "num_hidden_layers": layers}
-            (folder / model / "config.json").write_text(json.dumps(config))
+            fields = {**_SIZES, "num_hidden_layers": layers, "tie_word_embeddings": False}
+            write_llama(folder / model, **fields)
         with opened(folder) as other:
             for drafter in DRAFTERS:
                 with opened(folder, drafter) as llm:
@@ -133,9 +112,12 @@ def compare(prompts: int, tokens: int) -> list[dict[str, Any]]:
                         found = _accepted(llm, other, texts, temperature, tokens)
                         about = {"temperature": temperature, "drafter": drafter}
                         results.append(about | found)
-    for r in sorted(results, key=lambda result: result["temperature"]):
-        cells = f"{r['temperature']:>11}  {r['drafter']:<8}{r['drafts']:>8}"
-        print(f"{cells}{r['accepted']:>10.1%}{r['optimum']:>9.1%}")
+    rows = [
+        [r["temperature"], r["drafter"], r["drafts"], f"{r['accepted']:.1%}", f"{r['optimum']:.1%}"]
+        for r in sorted(results, key=lambda result: result["temperature"])
+    ]
+    heads = ("temperature", "drafter", "drafts", "accepted", "optimum of rejection sampling")
+    show_table("drafts of a draft model", heads, rows)
     return results
 
 

@@ -1,6 +1,6 @@
 """An engine in a process of its own, which other benchmarks ask (`engines.Engine`).
 
-    python engine_process.py NAME FOLDER [OPTIONS]
+    python engine_process.py NAME FOLDER OPTIONS
 
 It opens an engine of `backends.ENGINES` with the options (JSON), prints its version and settings,
 then answers each line of standard input: a `Batch`, a `ClosedLoop` or a `LongPrompt`.
@@ -9,6 +9,7 @@ then answers each line of standard input: a `Batch`, a `ClosedLoop` or a `LongPr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -20,87 +21,64 @@ from pathlib import Path
 from typing import Any
 
 from backends import ENGINES, Backend, Batch
+from loads import VALID, random_ids
 
 MARK = "hardpoint-benchmark "
 
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """Streams, each of which sends a request when the one before has ended.
-
-    Attributes:
-        streams: number of streams.
-        requests: number of requests of each stream.
-        prompt, output: tokens of each request.
-        seed: seed of the prompts, which are random.
-        seconds: time limit of a request, from its first output.
-    """
+    """Streams with one running request each."""
 
     streams: int
-    requests: int
-    prompt: int
+    requests: int  # of each stream
+    prompt: int  # tokens of each request
     output: int
-    seed: str
-    seconds: float = 1e9
+    seed: str  # of the prompts
+    seconds: float = 1e9  # limit of a request, from its first output
 
 
 @dataclass(frozen=True)
 class LongPrompt:
-    """Streams, and a long prompt that comes later.
-
-    Attributes:
-        streams: number of streams.
-        output: tokens of each stream, whose prompts have 16.
-        long: tokens of the long prompt, which gets 4 tokens.
-        after: seconds after which it comes.
-        seed: seed of the prompts.
-    """
+    """Streams, and a long prompt that comes later."""
 
     streams: int
-    output: int
-    long: int
-    after: float
-    seed: str
+    output: int  # tokens of each stream, whose prompts have 16
+    long: int  # tokens of the long prompt, which gets 4 tokens
+    after: float  # seconds after which the long prompt comes
+    seed: str  # of the prompts
 
 
 @dataclass
 class Times:
-    """The durations of a closed loop.
+    """The durations of a closed loop."""
 
-    Attributes:
-        seconds: duration of all requests.
-        tokens: generated tokens.
-        first: seconds to the first token, per request.
-        gaps: seconds between two outputs of a request.
-        speed: tokens per second of one stream, from its first token on.
-        cpu: seconds of CPU of the frontend's process.
-    """
-
-    seconds: float = 0.0
+    seconds: float = 0.0  # of all requests
     tokens: int = 0
-    first: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    speed: float = 0.0
-    cpu: float = 0.0
+    first: list[float] = field(default_factory=list)  # seconds to the first token, per request
+    gaps: list[float] = field(default_factory=list)  # seconds between two outputs of a request
+    speed: float = 0.0  # tokens per second of one stream, from its first token on
+    cpu: float = 0.0  # seconds of CPU of the frontend's process
 
 
 def run_batch(engine: Backend, batch: Batch) -> dict[str, Any]:
-    """Return the seconds of a batch, its drafts and, of outputs that may stop, their tokens."""
+    """Return the times of a batch, its drafts and, of outputs that may stop, their tokens.
+
+    Returns:
+        `seconds`, and `cpu`, seconds of CPU of the frontend's process; with `batch.stop` also
+        `outputs`, `drafts` and `accepted`.
+    """
     engine.prepare(batch)
     before = engine.drafts() if batch.stop else (0, 0)
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), engine.cpu_seconds()
     outputs = engine.generate(batch)
     result: dict[str, Any] = {"seconds": time.perf_counter() - start}
+    result["cpu"] = engine.cpu_seconds() - cpu
     if batch.stop:
         drafts, accepted = (new - old for new, old in zip(engine.drafts(), before, strict=True))
         return result | {"outputs": outputs, "drafts": drafts, "accepted": accepted}
     assert outputs is None or [len(ids) for ids in outputs] == batch.outputs
     return result
-
-
-def prompt_of(rng: random.Random, tokens: int) -> list[int]:
-    """Return random token ids, which are valid in every engine."""
-    return [rng.randrange(100, 40_000) for _ in range(tokens)]
 
 
 async def run_loop(engine: Backend, load: ClosedLoop) -> Times:
@@ -110,56 +88,45 @@ async def run_loop(engine: Backend, load: ClosedLoop) -> Times:
     async def stream(index: int) -> None:
         rng = random.Random(f"{load.seed}, {index}")
         for _ in range(load.requests):
-            await _read(engine, prompt_of(rng, load.prompt), load, times)
+            await _read(engine, random_ids(rng, load.prompt, VALID), load, times)
 
     start, cpu = time.perf_counter(), engine.cpu_seconds()
     await asyncio.gather(*(stream(index) for index in range(load.streams)))
-    times.seconds = time.perf_counter() - start
-    times.cpu = engine.cpu_seconds() - cpu
+    times.seconds, times.cpu = time.perf_counter() - start, engine.cpu_seconds() - cpu
     return times
 
 
 async def _read(engine: Backend, ids: list[int], load: ClosedLoop, times: Times) -> None:
     """Read one request's outputs to their end, or for the load's seconds."""
-    start = last = time.perf_counter()
-    first = 0.0
-    tokens = later = 0
+    last, first, later = time.perf_counter(), 0.0, 0
     outputs: Any = engine.stream(ids, load.output)
     async for count in outputs:
         now = time.perf_counter()
-        tokens += count
-        if not first:
-            first = now
-            times.first.append(now - start)
-        else:
-            later += count
-            times.gaps.append(now - last)
-        last = now
+        times.tokens += count
+        (times.gaps if first else times.first).append(now - last)
+        later += count if first else 0
+        first, last = first or now, now
         if now - first > load.seconds:
             break
     await outputs.aclose()
-    times.tokens += tokens
     times.speed = later / (last - first) if later else 0.0
 
 
 async def run_long_prompt(engine: Backend, load: LongPrompt) -> dict[str, Any]:
-    """Return the gaps between outputs of the first stream, and the times of the long prompt.
+    """Return times in seconds: `sent` and `first` of the long prompt, `gaps` of the first stream.
 
-    Returns:
-        `gaps`, pairs of a time and the seconds since the output before; `sent` and `first`, when
-        the long prompt came and got its first token. Times are in seconds.
+    Each of `gaps` is the time of an output, and the seconds since the one before.
     """
-    rng = random.Random(load.seed)
-    gaps: list[tuple[float, float]] = []
+    rng, gaps = random.Random(load.seed), list[tuple[float, float]]()
     times: dict[str, Any] = {"gaps": gaps}
     start = time.perf_counter()
 
-    async def read(ids: list[int], kept: list[tuple[float, float]]) -> None:
+    async def read(ids: list[int], gaps: list[tuple[float, float]]) -> None:
         last = None
         async for _ in engine.stream(ids, load.output):
             now = time.perf_counter() - start
             if last is not None:
-                kept.append((now, now - last))
+                gaps.append((now, now - last))
             last = now
 
     async def send(ids: list[int]) -> None:
@@ -168,9 +135,11 @@ async def run_long_prompt(engine: Backend, load: LongPrompt) -> dict[str, Any]:
         async for _ in engine.stream(ids, 4):
             times.setdefault("first", time.perf_counter() - start)
 
-    others = [read(prompt_of(rng, 16), []) for _ in range(load.streams - 1)]
-    first = read(prompt_of(rng, 16), gaps)
-    await asyncio.gather(first, send(prompt_of(rng, load.long)), *others)
+    readers = [
+        read(random_ids(rng, 16, VALID), gaps if index == 0 else [])
+        for index in range(load.streams)
+    ]
+    await asyncio.gather(*readers, send(random_ids(rng, load.long, VALID)))
     return times
 
 
@@ -202,7 +171,7 @@ def serve(engine: Backend) -> None:
 
 
 def print_ready(engine: Backend) -> None:
-    """Print what the engine is."""
+    """Print the version and the settings of the engine."""
     version = importlib.metadata.version(engine.package)
     print_answer({"version": version, "settings": engine.settings})
 
@@ -212,18 +181,11 @@ def print_answer(value: Any) -> None:
     print(f"\n{MARK}{json.dumps(value)}", flush=True)
 
 
-def main() -> None:
-    """Open the engine and serve."""
-    name, folder, *options = sys.argv[1:]
-    engine = ENGINES[name](Path(folder), json.loads(options[0]) if options else {})
-    try:
+if __name__ == "__main__":
+    name, folder, options = sys.argv[1:]
+    engine = ENGINES[name](Path(folder), json.loads(options))
+    with contextlib.closing(engine):
         if type(engine).generate is Backend.generate:
             asyncio.run(serve_streams(engine))
         else:
             serve(engine)
-    finally:
-        engine.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -31,23 +31,22 @@ Question = Batch | ClosedLoop | LongPrompt
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine of a scenario.
+    """An engine of a scenario."""
 
-    Attributes:
-        backend: name in `backends.ENGINES`.
-        options: its options.
-        module: Python module without which the engine is not installed.
-        gguf: whether it reads the GGUF file instead of the bf16 checkpoint.
-        low_bit: whether the weights have fewer bits than bf16.
-    """
-
-    backend: str = "hardpoint"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    module: str = "hardpoint"
-    gguf: bool = False
-    low_bit: bool = False
+    backend: str = "hardpoint"  # name in `backends.ENGINES`
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the backend
+    module: str = "hardpoint"  # Python module without which the engine is not installed
+    gguf: bool = False  # whether it reads the GGUF file instead of the bf16 checkpoint
+    low_bit: bool = False  # whether the weights have fewer bits than bf16
 
 
+SCRIPTED = {
+    "dtype": "float32",
+    "load.use": "dummy",
+    "attention.use": "hardpoint.testing:HistoryAttention",
+    "plugins.enable": '[{use="hardpoint.testing:ScriptedModel", name="ScriptedForCausalLM"}]',
+}
+"""Settings of a command with the scripted model."""
 PEERS: dict[str, Peer] = {
     "hardpoint": Peer(),
     "hardpoint-int8": Peer(
@@ -61,29 +60,16 @@ PEERS: dict[str, Peer] = {
 """The engines of offline batches; other scenarios have tables of their own."""
 
 
-def parser_of(doc: str | None, *, rounds: int, peers: bool = True) -> argparse.ArgumentParser:
-    """Return a parser with the options of all scenarios."""
-    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"counted (default {rounds})")
-    parser.add_argument("--json", type=Path, help="also write the result here")
-    if peers:
-        parser.add_argument("--peers", nargs="*", help="default: all that are installed")
-        parser.add_argument(
-            "--python",
-            action="append",
-            default=[],
-            metavar="ENGINE=PATH",
-            help="the interpreter of an engine's environment, such as "
-            "vllm=/opt/vllm/bin/python; default: this one",
-        )
-        parser.add_argument("--folder", type=Path, help="folder that keeps the exported model")
-    return parser
-
-
-def save(file: Path | None, result: Any) -> None:
-    """Write a result as JSON, if there is a file for it."""
-    if file is not None:
-        file.write_text(json.dumps(result, indent=1))
+PEER_OPTIONS: dict[str, Any] = {
+    "peers": (list[str], "engines next to Hardpoint; default: all that are installed"),
+    "python": (
+        list[str],
+        "ENGINE=PATH: the interpreter of an engine's environment, such as "
+        "vllm=/opt/vllm/bin/python; default: this one",
+    ),
+    "folder": (Path, "folder that keeps the exported model"),
+}
+"""Options of programs that compare engines."""
 
 
 def choose(arguments: argparse.Namespace, known: Sequence[str] = tuple(PEERS)) -> dict[str, str]:
@@ -93,7 +79,7 @@ def choose(arguments: argparse.Namespace, known: Sequence[str] = tuple(PEERS)) -
         SystemExit: an engine is unknown or not installed.
     """
     pythons = dict.fromkeys(known, sys.executable)
-    for pair in arguments.python:
+    for pair in arguments.python or ():
         name, _, path = pair.partition("=")
         if name not in known or not Path(path).is_file():
             raise SystemExit(
@@ -101,31 +87,32 @@ def choose(arguments: argparse.Namespace, known: Sequence[str] = tuple(PEERS)) -
                 f"{', '.join(known)}, got {pair!r}"
             )
         pythons[name] = path
-    installed = [name for name in known if _is_installed(name, pythons[name])]
+    program = "import importlib.util as u, sys; sys.exit(u.find_spec(sys.argv[1]) is None)"
+    installed = [
+        name
+        for name, python in pythons.items()
+        if subprocess.call([python, "-c", program, PEERS[name].module]) == 0
+    ]
     peers = installed if arguments.peers is None else ["hardpoint", *arguments.peers]
     if missing := set(peers) - set(installed):
         raise SystemExit(f"--peers: not installed, or unknown: {', '.join(sorted(missing))}")
     return {name: pythons[name] for name in known if name in peers}
 
 
-def _is_installed(name: str, python: str) -> bool:
-    module = PEERS[name].module
-    program = f"import importlib.util as u; raise SystemExit(u.find_spec({module!r}) is None)"
-    return subprocess.run([python, "-c", program], check=False).returncode == 0
-
-
 @contextlib.contextmanager
 def exported(kept: Path | None) -> Iterator[Path]:
-    """Give a folder with the exported model: `kept`, if there is one, or for the body alone."""
+    """Give a folder with the demo model: `kept`, if there is one, or for the body alone.
+
+    It has a bf16 checkpoint that every engine reads, and a link to the GGUF file.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = kept or Path(name)
         if not (folder / "gguf").exists():
-            export(folder)
+            _export(folder)
         yield folder
 
 
-def export(folder: Path) -> None:
-    """Write the demo model as a bf16 checkpoint that every engine reads, and a link to its GGUF."""
+def _export(folder: Path) -> None:
     os.environ["TQDM_DISABLE"] = "1"
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -158,14 +145,7 @@ class Engine:
     _last: ClassVar[Engine | None] = None
 
     def __init__(self, name: str, peer: Peer, folder: Path, python: str = sys.executable) -> None:
-        """Start the process and wait until the engine is ready.
-
-        Args:
-            name: name of the engine in tables.
-            peer: the engine.
-            folder: folder that `export` wrote.
-            python: interpreter of the process.
-        """
+        """Start the process, on a folder as of `exported`, and wait until the engine is ready."""
         start = time.perf_counter()
         self.name = name
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the engine
@@ -231,7 +211,7 @@ def opened(
 
     Args:
         peers: the engines, by their names in tables. The first one has to open.
-        folder: folder that `export` wrote.
+        folder: folder as of `exported`.
         pythons: interpreters, by name or module of the engine.
     """
     pythons = pythons or {}
@@ -244,18 +224,15 @@ def opened(
             except SystemExit as error:
                 if not engines:
                     raise
-                print(f"{name} is not measured: {_last_error(str(error))}")
+                lines = str(error).splitlines()
+                last = [line for line in lines if "Error" in line] or lines
+                print(f"{name} is not measured: {last[-1].strip()}")
                 continue
             stack.callback(engine.stop)
             engines[name] = engine
             about, seconds = engine.about, engine.start_seconds
             print(f"{name} {about['version']}: {about['settings']}; ready after {seconds:.1f} s")
         yield engines
-
-
-def _last_error(text: str) -> str:
-    lines = [line for line in text.splitlines() if "Error" in line] or text.splitlines()
-    return lines[-1].strip()
 
 
 def take_turns(engines: Mapping[str, Engine], rounds: Iterable[Question]) -> dict[str, list[Any]]:

@@ -13,17 +13,18 @@ is the share of prompt tokens that were found. "no limit" is a cache that holds 
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
+import functools
+import itertools
+from collections.abc import Sequence
 
+import msgspec
 from acme_caching import AdaptiveReplacement, LeastFrequentlyUsed, TwoQueues
-from eviction_traces import BLOCK, TRACES, Trace
-from rich.console import Console
-from rich.table import Table
+from options import options_of, save
+from tables import show_table
 
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.plugins import EvictionPolicy
+from hardpoint.simulation import Lengths, SyntheticLoad
 from hardpoint.testing import measure_hit_rate
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
@@ -32,47 +33,73 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
     "2q": TwoQueues,
     "arc": AdaptiveReplacement,
 }
-SIZES = (256, 512)
+BLOCK = 16
+LOADS: dict[str, tuple[SyntheticLoad, ...]] = {
+    "shared prompts": (
+        SyntheticLoad(prompt=Lengths(median=56, sigma=0.5), hot_prefixes=40, hot_tokens=256),
+    ),
+    "chat": (
+        SyntheticLoad(
+            prompt=Lengths(median=40, sigma=0.4),
+            output=Lengths(median=80, sigma=0.4),
+            hot_prefixes=1,
+            hot_tokens=192,
+            turns=5.0,
+            rate=1.0,
+            think_seconds=40.0,
+        ),
+    ),
+    "scans": (
+        SyntheticLoad(prompt=Lengths(median=32), hot_prefixes=12, hot_tokens=256, zipf=0.0),
+        SyntheticLoad(prompt=Lengths(median=640)),
+    ),
+}
+"""The second of two loads comes in runs between the first one's requests."""
+RUNS = 30, 8
+LONGEST = 2000  # tokens of a prompt; longer ones are left out
 
 
-def hit_rates(trace: Trace, num_blocks: int) -> dict[str, float]:
-    """Return the hit rate of each policy."""
-    return {
-        name: measure_hit_rate(policy, trace, num_blocks=num_blocks, block_size=BLOCK)
-        for name, policy in POLICIES.items()
-    }
-
-
-def measure(seed: int, requests: int, sizes: list[int]) -> list[dict[str, str | int | float]]:
-    """Return the hit rates of each workload and size."""
-    results: list[dict[str, str | int | float]] = []
-    for name, make in TRACES.items():
-        trace = make(seed, requests)
-        everything = sum(len(prompt) // BLOCK + 1 for prompt in trace)
-        limit = measure_hit_rate(LeastRecentlyUsed, trace, num_blocks=everything, block_size=BLOCK)
-        for blocks in sizes:
-            rates = hit_rates(trace, blocks)
-            results.append({"trace": name, "blocks": blocks, **rates, "no limit": limit})
-    return results
+def prompts(loads: Sequence[SyntheticLoad], seed: int, count: int) -> list[list[int]]:
+    """Return prompts as token ids, without a common token."""
+    streams = [
+        msgspec.structs.replace(load, requests=10 * count, seed=seed).generate() for load in loads
+    ]
+    found: list[list[int]] = []
+    texts: dict[tuple[int, int], range] = {}
+    used = 0
+    while len(found) < count:
+        for number, (stream, run) in enumerate(zip(streams, RUNS, strict=False)):
+            short = (request for request in stream if request.prompt_length <= LONGEST)
+            for request in itertools.islice(short, run):
+                found.append([])
+                for segment in request.prompt:
+                    key = number, segment.id
+                    if key not in texts:
+                        texts[key] = range(used, used + segment.length)
+                        used += segment.length
+                    found[-1] += texts[key][: segment.length]
+    return found[:count]
 
 
 def main() -> None:
-    """Parse arguments and run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--requests", type=int, default=3000, help="per workload (default 3000)")
-    parser.add_argument("--sizes", nargs="*", type=int, default=list(SIZES), help="blocks")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="also write the result here")
-    arguments = parser.parse_args()
-    results = measure(arguments.seed, arguments.requests, arguments.sizes)
-    table = Table(title="hit rate, share of prompt tokens")
-    for title in results[0]:
-        table.add_column(title, justify="left" if title == "trace" else "right")
-    for result in results:
-        table.add_row(*(f"{v:.1%}" if isinstance(v, float) else str(v) for v in result.values()))
-    Console(width=100).print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2))
+    """Measure, and print the table."""
+    options = options_of(
+        __doc__, requests=(3000, "per workload"), sizes=([256, 512], "blocks"), seed=1
+    )
+    results: list[dict[str, str | int | float]] = []
+    for name, loads in LOADS.items():
+        trace = prompts(loads, options.seed, options.requests)
+        everything = sum(len(prompt) // BLOCK + 1 for prompt in trace)
+        measure = functools.partial(measure_hit_rate, prompts=trace, block_size=BLOCK)
+        limit = measure(LeastRecentlyUsed, num_blocks=everything)
+        for size in options.sizes:
+            rates = {key: measure(policy, num_blocks=size) for key, policy in POLICIES.items()}
+            results.append({"trace": name, "blocks": size, **rates, "no limit": limit})
+    rows = [
+        [f"{v:.1%}" if isinstance(v, float) else v for v in result.values()] for result in results
+    ]
+    show_table("hit rate, share of prompt tokens", results[0], rows)
+    save(options.json, results)
 
 
 if __name__ == "__main__":

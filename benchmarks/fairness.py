@@ -10,17 +10,18 @@ from a request's arrival to its first token, per tenant, and the ratio.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
+from options import options_of, save
+from tables import show_table
+
+from hardpoint.configuration.loading import config_from
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.plugins import RequestOutputKind, SamplingParams
 
 BIG_PER_SMALL = 10
@@ -28,40 +29,35 @@ BIG_PER_SMALL = 10
 
 def main() -> None:
     """Measure and print."""
-    arguments = _arguments()
-    config, config_sources = config_from(
-        {
-            "scheduler": {"max_num_seqs": arguments.seqs},
-            "kv_cache": {"prefix_caching": False},
-        },
-        {"model": arguments.model, "max_model_len": 512},
+    options = options_of(
+        __doc__,
+        model="smollm2",
+        requests=(20, "requests of the small tenant"),
+        seqs=(8, "limit of running requests"),
+        tokens=(24, "output tokens per request"),
+        seconds=(20.0, "duration of the load"),
     )
-    engine = build_engine(config, config_sources)
+    tables = {"scheduler": {"max_num_seqs": options.seqs}, "kv_cache": {"prefix_caching": False}}
+    engine = build_engine(*config_from(tables, {"model": options.model, "max_model_len": 512}))
     report: dict[str, Any] = {}
     try:
-        _serve(engine, arguments, small=2, seconds=0.0)  # warm up
+        _serve(engine, options, small=2, seconds=0.0)  # warm up
         for policy in ("fcfs", "fair"):
             engine.set_policy(policy)
-            seconds = report.get("fcfs", {}).get("seconds", arguments.seconds)
-            report[policy] = _serve(engine, arguments, arguments.requests, seconds)
-            _show(policy, report[policy])
+            seconds = report.get("fcfs", {}).get("seconds", options.seconds)
+            report[policy] = _serve(engine, options, options.requests, seconds)
     finally:
         engine.close()
+    rows = []
+    for policy, figures in report.items():
+        for tenant in ("small", "big"):
+            times = *figures[tenant].values(), figures["seconds"]
+            rows.append([f"{policy}, {tenant}", *(f"{seconds:.2f}" for seconds in times)])
+    heads = ("policy, tenant", "TTFT p50", "TTFT p95", "whole load")
+    show_table("seconds", heads, rows)
     ratio = report["fair"]["small"]["p95"] / report["fcfs"]["small"]["p95"]
     print(f"small tenant's p95 under fair / under fcfs: {ratio:.3f} (aim: at most 0.2)")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--requests", type=int, default=20, help="requests of the small tenant")
-    parser.add_argument("--seqs", type=int, default=8, help="limit of running requests")
-    parser.add_argument("--tokens", type=int, default=24, help="output tokens per request")
-    parser.add_argument("--seconds", type=float, default=20.0, help="duration of the load")
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    save(options.json, report)
 
 
 def _serve(
@@ -69,12 +65,8 @@ def _serve(
 ) -> dict[str, Any]:
     """Run the load; return percentiles of the time to first token by tenant."""
     rng = random.Random(1)
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=arguments.tokens,
-        ignore_eos=True,
-        output_kind=RequestOutputKind.DELTA,
-    )
+    kind = {"ignore_eos": True, "output_kind": RequestOutputKind.DELTA}
+    params = SamplingParams(temperature=0.0, max_tokens=arguments.tokens, **kind)
     # The small tenant's requests arrive in the first half, while the big one's queue is long.
     arrivals = [(0.0, "big")] * (small * BIG_PER_SMALL)
     arrivals += [(0.5 * seconds * i / small, "small") for i in range(small)]
@@ -98,16 +90,6 @@ def _serve(
         cuts = statistics.quantiles(waits, n=20, method="inclusive")
         report[tenant] = {"p50": statistics.median(waits), "p95": cuts[-1]}
     return report
-
-
-def _show(policy: str, report: dict[str, Any]) -> None:
-    for tenant in ("small", "big"):
-        found = report[tenant]
-        print(
-            f"{policy:5} {tenant:5} time to first token: p50 {found['p50']:6.2f} s, "
-            f"p95 {found['p95']:6.2f} s"
-        )
-    print(f"{policy:5} finished after {report['seconds']:.1f} s")
 
 
 if __name__ == "__main__":

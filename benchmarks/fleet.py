@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from options import options_of, save
 from plots import draw_fleets
-from rich.console import Console
-from rich.table import Table
+from tables import show_table
 
 from hardpoint.plugins import StepCost
 from hardpoint.simulation import (
@@ -111,62 +111,57 @@ def run(arguments: argparse.Namespace, balancer: str, num_engines: int) -> dict[
     return {**figures, "real_seconds": seconds, "decisions": msgspec.to_builtins(decisions)}
 
 
-def table(results: list[dict[str, Any]]) -> Table:
-    """Return the figures as a table."""
-    found = Table(title="simulated fleets", show_edge=False)
-    for name in ("engines", "balancer", "requests", "reuse", "TTFT p50, p99", "TPOT p50, p99"):
-        found.add_column(name, justify="left" if name == "balancer" else "right")
-    for name in ("within SLO", "max/mean", "variation", "us/decision", "virtual s", "real s"):
-        found.add_column(name, justify="right")
+def show(results: list[dict[str, Any]]) -> None:
+    """Print the figures as a table."""
+    rows = []
     for one in results:
         ttft, tpot = one["ttft"], one["tpot"]
-        found.add_row(
-            str(one["engines"]),
-            one["balancer"],
-            str(one["finished"]),
-            f"{100 * one['reuse']:.1f} %",
+        has_choice = one["engines"] > 1
+        rows.append([
+            f"{one['engines']} {one['balancer']}",
+            one["finished"],
+            f"{one['reuse']:.1%}",
             f"{1e3 * ttft['p50']:.0f}, {1e3 * ttft['p99']:.0f} ms",
             f"{1e3 * tpot['p50']:.1f}, {1e3 * tpot['p99']:.1f} ms",
-            f"{100 * one['goodput_share']:.1f} %",
+            f"{one['goodput_share']:.1%}",
             f"{one['imbalance']:.2f}",
             f"{one['load_variation']:.2f}",
-            f"{one['decisions']['p50']:.1f}" if one["engines"] > 1 else "-",
+            f"{one['decisions']['p50']:.1f}" if has_choice else "-",
             f"{one['virtual_seconds']:.0f}",
             f"{one['real_seconds']:.0f}",
-        )
-    return found
+        ])  # fmt: skip
+    heads = ("engines", "requests", "reuse", "TTFT p50, p99", "TPOT p50, p99", "within SLO")
+    heads += ("max/mean", "variation", "us/decision", "virtual s", "real s")
+    show_table("simulated fleets", heads, rows, width=160)
 
 
 def main() -> None:
     """Parse arguments and run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--balancers", nargs="*", default=list(BALANCERS), help="names or FQCNs")
-    parser.add_argument("--engines", nargs="*", type=int, default=[1, 4, 64, 1000])
-    parser.add_argument("--load", choices=LOADS, default="hot")
-    parser.add_argument("--rate", type=float, default=PER_ENGINE, help="per engine and second")
-    parser.add_argument("--requests", type=int, help="2000 per engine, at most 100000")
-    parser.add_argument("--blocks", type=int, default=4096, help="of 16 tokens, of each cache")
-    parser.add_argument("--trace", type=Path, help="a file of Mooncake's form, instead of --load")
-    parser.add_argument("--bailian", action="store_true", help="--trace is of Bailian's form")
-    parser.add_argument("--processes", type=int, default=2, help="runs at the same time")
-    parser.add_argument(
-        "--earlier", nargs="*", type=Path, default=[], help="files of --json to add"
+    options = options_of(
+        __doc__,
+        balancers=(list(BALANCERS), "names or FQCNs"),
+        engines=[1, 4, 64, 1000],
+        load=("hot", ", ".join(LOADS)),
+        rate=(PER_ENGINE, "per engine and second"),
+        requests=(int, "default: 2000 per engine, at most 100000"),
+        blocks=(4096, "of 16 tokens, of each cache"),
+        trace=(Path, "a file of Mooncake's form, instead of --load"),
+        bailian=(False, "--trace is of Bailian's form"),
+        processes=(2, "runs at the same time"),
+        earlier=(list[Path], "files of --json to add"),
+        plot=(Path, "also draw them, as SVG"),
     )
-    parser.add_argument("--json", type=Path, help="also write all figures here")
-    parser.add_argument("--plot", type=Path, help="also draw them, as SVG")
-    arguments = parser.parse_args()
-    cases = [(name, size) for size in arguments.engines for name in arguments.balancers]
+    cases = [(name, size) for size in options.engines for name in options.balancers]
     with ProcessPoolExecutor(
-        arguments.processes, get_context("spawn"), max_tasks_per_child=1
+        options.processes, get_context("spawn"), max_tasks_per_child=1
     ) as pool:
-        running = [pool.submit(run, arguments, *case) for case in cases]
-        earlier = [one for file in arguments.earlier for one in json.loads(file.read_text())]
-        results = earlier + [one.result() for one in running]
-    Console(width=160).print(table(results))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2))
-    if arguments.plot:
-        arguments.plot.write_text(draw_fleets(results))
+        running = [pool.submit(run, options, *case) for case in cases]
+        results = [one for file in options.earlier or () for one in json.loads(file.read_text())]
+        results += [one.result() for one in running]
+    show(results)
+    save(options.json, results)
+    if options.plot:
+        options.plot.write_text(draw_fleets(results))
 
 
 if __name__ == "__main__":

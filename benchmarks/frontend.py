@@ -10,32 +10,23 @@ step of the tokenizers library's own `DecodeStream` for each of the tokens, and 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from options import options_of, save
 from tokenizers.decoders import DecodeStream
 
+from hardpoint import plugins
 from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
 from hardpoint.builtin_plugins.tokenizer.gguf import build_gguf_tokenizer
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import ParentRequest
 from hardpoint.host.registry.model_files import find_files
 from hardpoint.host.registry.plugin_set import resolve_plugins
-from hardpoint.plugins import (
-    EngineConfig,
-    EngineCoreOutput,
-    EngineCoreRequest,
-    FinishReason,
-    RequestOutputKind,
-    SamplingParams,
-    TokenizerContext,
-)
 
 TEXT = (
     "Once upon a time, in a village between two rivers, there lived a clockmaker who built a new "
@@ -47,56 +38,51 @@ Run = Callable[[], None]
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    plugins = resolve_plugins(EngineConfig())
-    files = find_files("smollm2")
-    tokenizer = plugins.create(plugins.one("tokenizers"), TokenizerContext, files=files)
-    ids = (tokenizer.encode(TEXT) * (arguments.tokens // 40 + 1))[: arguments.tokens]
+    options = options_of(__doc__, requests=64, tokens=128, rounds=5)
+    found_plugins = resolve_plugins(plugins.EngineConfig())
+    files, kind = find_files("smollm2"), found_plugins.one("tokenizers")
+    tokenizer = found_plugins.create(kind, plugins.TokenizerContext, files=files)
+    ids = (tokenizer.encode(TEXT) * (options.tokens // 40 + 1))[: options.tokens]
     runs: dict[str, Run] = {
-        "hardpoint": lambda: _hardpoint(tokenizer, ids, arguments.requests),
-        "bare": _bare(files.path, ids, arguments.requests),
+        "hardpoint": lambda: _hardpoint(tokenizer, ids, options.requests),
+        "bare": _bare(files.path, ids, options.requests),
     }
     if importlib.util.find_spec("vllm"):
-        runs["vllm"] = _vllm(files.path, ids, arguments.requests)
+        runs["vllm"] = _vllm(files.path, ids, options.requests)
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(arguments.rounds + 1):
+    for _ in range(options.rounds + 1):
         for name, run in runs.items():
             start = time.thread_time()
             run()
             times[name].append(time.thread_time() - start)
-    count = arguments.requests * arguments.tokens
+    count = options.requests * options.tokens
     found = {name: statistics.median(seconds[1:]) / count * 1e6 for name, seconds in times.items()}
     for name, microseconds in found.items():
         print(f"{name:10} {microseconds:5.2f} us per output token")
-    print(f"hardpoint / bare: {found['hardpoint'] / found['bare']:.2f} (aim: at most 1.6)")
-    if "vllm" in found:
-        ratio = found["hardpoint"] / found["vllm"]
-        print(f"hardpoint / vllm: {ratio:.2f} (aim: at most 0.5)")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1))
+    for name, aim in (("bare", 1.6), ("vllm", 0.5)):
+        if name in found:
+            ratio = found["hardpoint"] / found[name]
+            print(f"hardpoint / {name}: {ratio:.2f} (aim: at most {aim})")
+    save(options.json, found)
 
 
 def _hardpoint(tokenizer: Any, ids: list[int], requests: int) -> None:
     processor = OutputProcessor(tokenizer)
-    params = SamplingParams(max_tokens=len(ids), output_kind=RequestOutputKind.DELTA)
+    kind = plugins.RequestOutputKind.DELTA
+    params = plugins.SamplingParams(max_tokens=len(ids), output_kind=kind)
     names = [f"request-{i}" for i in range(requests)]
     for name in names:
-        request = EngineCoreRequest(request_id=name, prompt_token_ids=[1, 2, 3], params=params)
+        request = plugins.EngineCoreRequest(
+            request_id=name, prompt_token_ids=[1, 2, 3], params=params
+        )
         processor.add_request(request, None, ParentRequest(name, name, 1))
-    for token in ids[:-1]:
-        outputs = [EngineCoreOutput(request_id=n, new_token_ids=[token]) for n in names]
-        processed = processor.process(outputs)
-        assert len(processed.request_outputs) == requests
-    last = [
-        EngineCoreOutput(request_id=n, new_token_ids=[ids[-1]], finish_reason=FinishReason.LENGTH)
-        for n in names
-    ]
-    processor.process(last)
+    reasons = [None] * (len(ids) - 1) + [plugins.FinishReason.LENGTH]
+    for token, reason in zip(ids, reasons, strict=True):
+        outputs = [
+            plugins.EngineCoreOutput(request_id=n, new_token_ids=[token], finish_reason=reason)
+            for n in names
+        ]
+        assert len(processor.process(outputs).request_outputs) == requests
 
 
 def _bare(path: Path, ids: list[int], requests: int) -> Run:
@@ -136,16 +122,12 @@ def _vllm(path: Path, ids: list[int], requests: int) -> Run:
             }
             fields = dict.fromkeys(VllmRequest.__struct_fields__[:10], None) | known
             processor.add_request(VllmRequest(**fields), None)
-        for token in ids[:-1]:
-            outputs = [VllmOutput(request_id=n, new_token_ids=[token]) for n in names]
-            processed = processor.process_outputs(outputs)
-            assert len(processed.request_outputs) == requests
-        processor.process_outputs(
-            [
-                VllmOutput(request_id=n, new_token_ids=[ids[-1]], finish_reason=VllmReason.LENGTH)
-                for n in names
+        reasons = [None] * (len(ids) - 1) + [VllmReason.LENGTH]
+        for token, reason in zip(ids, reasons, strict=True):
+            outputs = [
+                VllmOutput(request_id=n, new_token_ids=[token], finish_reason=reason) for n in names
             ]
-        )
+            assert len(processor.process_outputs(outputs).request_outputs) == requests
 
     return run
 

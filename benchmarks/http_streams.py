@@ -1,7 +1,6 @@
 """A client of OpenAI's streaming API, and a server in a process of its own; for other benchmarks.
 
-The client keeps its connections, measures times, and can leave an answer at any byte, which the
-soaks need. To measure a server, use guidellm or `vllm bench serve` (docs/bench.md).
+To measure a server, use guidellm or `vllm bench serve` (docs/bench.md).
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+
+import httpx
 
 T = TypeVar("T")
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
 _ANNOUNCED = re.compile(r"^Serving .* at (http\S+)$", re.MULTILINE)
 _READY_S, _STOP_S, _POLL_S = 1800.0, 30.0, 0.05
 _MESSAGE_TERMS = 12
@@ -56,48 +54,42 @@ class Timeline:
     text: str = ""
     error: str = ""
 
+    def add(self, text: str) -> None:
+        """Add a chunk with text, which came now."""
+        now = time.perf_counter()
+        if self.chunks:
+            self.gaps.append(now - self.last)
+        else:
+            self.first = now
+        self.last = now
+        self.chunks += 1
+        self.text += text
+
 
 class Client:
     """Sends requests to a server over connections that stay open."""
 
     def __init__(self, address: str, headers: Mapping[str, str] | None = None) -> None:
         """Make one for `http://HOST:PORT` or the path of a Unix socket."""
-        self._uds = "" if "://" in address else address
-        parts = urlsplit(address if not self._uds else "http://localhost")
-        self._host, self._port = parts.hostname or "", parts.port or 80
-        self._headers = {
-            "Host": parts.netloc,
-            "Content-Type": "application/json",
-            **(headers or {}),
-        }
-        self._idle: list[Connection] = []
+        is_url = "://" in address
+        self.url = address if is_url else "http://localhost"
+        self.headers = dict(headers or {})
+        transport = httpx.AsyncHTTPTransport(
+            verify=False,
+            uds=None if is_url else address,
+            limits=httpx.Limits(max_connections=None),
+        )
+        self._http = httpx.AsyncClient(
+            base_url=self.url, headers=self.headers, transport=transport, timeout=None
+        )
 
-    def request(self, method: str, path: str, body: Any = None) -> bytes:
-        """Return the bytes of a request with a JSON body."""
-        content = b"" if body is None else json.dumps(body).encode()
-        lines = [f"{method} {path} HTTP/1.1", *(f"{n}: {v}" for n, v in self._headers.items())]
-        head = "\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""])
-        return head.encode() + content
-
-    async def connect(self) -> Connection:
-        """Return a new connection."""
-        if self._uds:
-            return await asyncio.open_unix_connection(self._uds)
-        return await asyncio.open_connection(self._host, self._port)
-
-    async def ask(self, request: bytes) -> tuple[int, bytes]:
-        """Return status and body of an answer.
-
-        Raises:
-            OSError, EOFError: the connection ended before the answer did.
-        """
-        async with self._connection() as connection:
-            connection[1].write(request)
-            status, headers = await _head(connection[0])
-            return status, b"".join([data async for data in _body(connection, headers)])
+    async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
+        """Return status and body of an answer."""
+        answer = await self._http.request(method, path, json=body)
+        return answer.status_code, answer.text
 
     async def send(
-        self, path: str, body: Any, timeout: float, *, on_text: Callable[[], None] | None = None
+        self, path: str, body: Any, timeout: float, *, on_text: Callable[[], None] = lambda: None
     ) -> Timeline:
         """Send a request and read its stream to the end; an error is in the timeline.
 
@@ -108,127 +100,55 @@ class Client:
             on_text: called at each chunk with text.
         """
         timeline = Timeline(sent=time.perf_counter())
-        request = self.request("POST", path, body)
         try:
-            async with asyncio.timeout(timeout), self._connection() as connection:
-                await read_stream(connection, request, timeline, on_text)
+            async with (
+                asyncio.timeout(timeout),
+                self._http.stream("POST", path, json=body) as answer,
+            ):
+                await _read_stream(answer, timeline, on_text)
         except TimeoutError:
             timeline.error = f"timeout after {timeout:g} s"
-        except (OSError, EOFError) as error:
+        except httpx.TransportError as error:
             timeline.error = f"connection: {type(error).__name__}"
         timeline.ended = time.perf_counter()
         return timeline
 
-    @contextlib.asynccontextmanager
-    async def _connection(self) -> AsyncIterator[Connection]:
-        """Lend a connection; it is kept if the answer was read to its end."""
-        while self._idle and self._idle[-1][0].at_eof():
-            self._idle.pop()[1].close()
-        connection = self._idle.pop() if self._idle else await self.connect()
-        is_whole = False
-        try:
-            yield connection
-            is_whole = True
-        finally:
-            reader, writer = connection
-            if is_whole and not (reader.at_eof() or writer.is_closing()):
-                self._idle.append(connection)
-            else:
-                writer.close()
-
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close the connections."""
-        while self._idle:
-            self._idle.pop()[1].close()
+        await self._http.aclose()
 
 
-async def read_stream(
-    connection: Connection,
-    request: bytes,
-    timeline: Timeline,
-    on_text: Callable[[], None] | None = None,
+async def _read_stream(
+    answer: httpx.Response, timeline: Timeline, on_text: Callable[[], None]
 ) -> None:
-    """Send a request and write the course of its answer into a timeline.
-
-    Raises:
-        OSError, EOFError: the connection ended before the answer did.
-    """
-    reader, writer = connection
-    writer.write(request)
-    status, headers = await _head(reader)
-    if status != 200:
-        content = b"".join([data async for data in _body(connection, headers)])
-        timeline.error = f"{status} {message_of(content)}"
+    """Write the course of an answer into a timeline."""
+    if answer.status_code != 200:
+        timeline.error = f"{answer.status_code} {message_of(await answer.aread())}"
         return
     ends: set[str] = set()
-    async for line in _lines(_body(connection, headers)):
-        if line.startswith(b"data:"):
+    async for line in answer.aiter_lines():
+        if line.startswith("data:"):
             ends.update(_read_event(line[5:].strip(), timeline, on_text))
     if not timeline.error and ends != {"finish_reason", "[DONE]"}:
         timeline.error = "stream: ended without a finish_reason and [DONE]"
 
 
-def _read_event(
-    payload: bytes, timeline: Timeline, on_text: Callable[[], None] | None
-) -> Iterator[str]:
+def _read_event(payload: str, timeline: Timeline, on_text: Callable[[], None]) -> Iterator[str]:
     """Write an event into a timeline; yield the ends that it has: a finish_reason, or [DONE]."""
-    if payload == b"[DONE]":
+    if payload == "[DONE]":
         yield "[DONE]"
         return
     chunk = json.loads(payload)
     if chunk.get("error") is not None:
-        timeline.error = f"stream: {message_of(payload)}"
+        timeline.error = f"stream: {message_of(payload.encode())}"
     elif chunk.get("usage"):
         timeline.output_tokens = chunk["usage"]["completion_tokens"]
     for choice in chunk.get("choices", ()):
         if choice.get("finish_reason") is not None:
             yield "finish_reason"
         if text := choice.get("text") or (choice.get("delta") or {}).get("content"):
-            _add_text(timeline, text)
-            if on_text is not None:
-                on_text()
-
-
-def _add_text(timeline: Timeline, text: str) -> None:
-    now = time.perf_counter()
-    if timeline.chunks:
-        timeline.gaps.append(now - timeline.last)
-    else:
-        timeline.first = now
-    timeline.last = now
-    timeline.chunks += 1
-    timeline.text += text
-
-
-async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Return status and headers, whose names are lower case."""
-    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    pairs = (line.partition(":") for line in lines if line)
-    return int(first.split()[1]), {name.lower(): value.strip() for name, _, value in pairs}
-
-
-async def _body(connection: Connection, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-    """Yield the parts of a body; close the connection after it if the server asks for that."""
-    reader, writer = connection
-    if headers.get("transfer-encoding") == "chunked":
-        while size := int(await reader.readuntil(b"\r\n"), 16):
-            yield (await reader.readexactly(size + 2))[:-2]
-        await reader.readexactly(2)
-    elif "content-length" in headers:
-        yield await reader.readexactly(int(headers["content-length"]))
-    else:
-        while data := await reader.read(1 << 16):
-            yield data
-    if headers.get("connection") == "close":
-        writer.close()
-
-
-async def _lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    rest = b""
-    async for data in parts:
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            yield line
+            timeline.add(text)
+            on_text()
 
 
 def message_of(body: bytes) -> str:
@@ -257,8 +177,8 @@ def allow_descriptors(count: int) -> None:
     """Raise the limit of open files to a number, as far as the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
-        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 class RunningServer(NamedTuple):

@@ -1,7 +1,7 @@
 """Time an engine that joins over TCP next to a local one, in turns: with keys (CURVE) and without.
 
     python benchmarks/joined_engines.py                    # the scripted model, then smollm2
-    python benchmarks/joined_engines.py --model scripted --rounds 9
+    python benchmarks/joined_engines.py --models scripted --rounds 9
 
 Prints, per number of requests, tokens per second of both and their ratio, and the microseconds that
 joining adds to each step; then what it adds to a request of a long prompt.
@@ -9,30 +9,27 @@ joining adds to each step; then what it adds to a request of a long prompt.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from engines import SCRIPTED
+from options import options_of, save
+from tables import show_table
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.testing import scripted_config, write_scripted_model
 from hardpoint.toolkit.curve_keys import make_client
 
-
-def toml(value: object) -> str:
-    """Return a value in TOML, in one line."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(k)} = {toml(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(toml, value)) + "]"
-    return json.dumps(value)
+PROMPT = [5, 6, 7]
+CASES = {"scripted": ((1, 256), (32, 256), (1, 1)), "smollm2": ((1, 32), (32, 32))}
+"""Numbers of requests and of output tokens, by model."""
 
 
 def free_address() -> str:
@@ -43,76 +40,68 @@ def free_address() -> str:
 
 
 @contextlib.contextmanager
-def engines(folder: Path, own: dict[str, Any], *, keys: bool) -> Iterator[LLM]:
+def opened(folder: Path, model: str, *, has_keys: bool) -> Iterator[LLM]:
     """Open a local engine and one that joins."""
-    address, file = free_address(), folder / "engine.toml"
-    file.write_text("\n".join(f"{name} = {toml(value)}" for name, value in own.items()))
-    command = [sys.executable, "-m", "hardpoint", "-q", "engine", "--config", str(file)]
+    address = free_address()
+    config: dict[str, Any] = {"model": model}
+    settings = {"model": model, "executor.threads": "1"}
+    if model == "scripted":
+        path = write_scripted_model(folder / "model", max_position_embeddings=1 << 15)
+        config = scripted_config(path)
+        settings |= {**SCRIPTED, "model": str(path)}
+    command = [sys.executable, "-m", "hardpoint", "-q", "engine", "--join", address]
+    command += [f"--set={name}={value}" for name, value in settings.items()]
     parallel: dict[str, Any] = {"data": 2, "local": 1, "join_address": address}
-    command += ["--join", address]
-    if keys:
+    if has_keys:
         parallel["keys"] = str(folder / "keys")
         command += ["--keys", str(make_client(parallel["keys"], "other"))]
-    threads = {"executor": {"threads": 1}}
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as joining:
         try:
-            with LLM(config=own | threads | {"parallel": parallel}) as llm:
+            with LLM(config=config | {"executor": {"threads": 1}, "parallel": parallel}) as llm:
                 yield llm
         finally:
             joining.terminate()
 
 
-def seconds(llm: LLM, rank: int, prompts: list[Any], params: SamplingParams) -> float:
-    """Return the time that an engine takes for some prompts."""
-    began = time.perf_counter()
-    llm.generate(prompts, params, data_parallel_rank=rank)
-    return time.perf_counter() - began
-
-
-def compare(llm: LLM, name: str, count: int, tokens: int, rounds: int, prompt: list[int]) -> None:
-    """Print the times of both engines, each the best of some rounds in turns."""
+def compare(
+    llm: LLM, name: str, count: int, tokens: int, rounds: int, prompt: list[int]
+) -> list[str]:
+    """Return a row of the table: the best of some rounds in turns of both engines."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     prompts = [{"prompt_token_ids": [*prompt, index + 1]} for index in range(count)]
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 1):
         for rank in (0, 1):
-            taken = seconds(llm, rank, prompts, params)
+            began = time.perf_counter()
+            llm.generate(prompts, params, data_parallel_rank=rank)
             if turn:
-                times[rank].append(taken)
+                times[rank].append(time.perf_counter() - began)
     local, joined = map(min, times)  # others use the machine as well
-    added = (joined - local) / tokens * 1e6
-    print(
-        f"{name}: {count} requests of {len(prompts[0]['prompt_token_ids'])} + {tokens} tokens: "
-        f"local {count * tokens / local:.0f} tok/s, joined {count * tokens / joined:.0f} tok/s, "
-        f"ratio {local / joined:.3f}, added {added:.0f} us per step",
-        flush=True,
-    )
+    rates = (f"{count * tokens / best:.0f}" for best in (local, joined))
+    load = f"{name}: {count} x {len(prompt) + 1}/{tokens}"
+    return [load, *rates, f"{local / joined:.3f}", f"{(joined - local) / tokens * 1e6:.0f}"]
 
 
 def main() -> None:
     """Measure the models of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=("scripted", "smollm2", "both"), default="both")
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
-    for model in ("scripted", "smollm2"):
-        if options.model not in (model, "both"):
-            continue
-        for keys in (False, True):
-            with tempfile.TemporaryDirectory() as temporary:
-                folder = Path(temporary)
-                own: dict[str, Any] = {"model": "smollm2"}
+    options = options_of(__doc__, models=CASES, rounds=7)
+    rows = []
+    for model in options.models:
+        for has_keys in (False, True):
+            name = f"{model}, {'CURVE' if has_keys else 'plain'}"
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                opened(Path(folder), model, has_keys=has_keys) as llm,
+            ):
+                for count, tokens in CASES[model]:
+                    rounds = options.rounds * (20 if tokens == 1 else 1)
+                    rows.append(compare(llm, name, count, tokens, rounds, PROMPT))
                 if model == "scripted":
-                    path = write_scripted_model(folder / "model", max_position_embeddings=1 << 15)
-                    own = scripted_config(path)
-                name = f"{model}, {'CURVE' if keys else 'plain'}"
-                with engines(folder, own, keys=keys) as llm:
-                    tokens = 256 if model == "scripted" else 32
-                    compare(llm, name, 1, tokens, options.rounds, [5, 6, 7])
-                    compare(llm, name, 32, tokens, options.rounds, [5, 6, 7])
-                    if model == "scripted":
-                        compare(llm, name, 1, 1, options.rounds * 20, [5, 6, 7])
-                        compare(llm, name, 1, 1, options.rounds, list(range(1, 250)) * 120)
+                    long = list(range(1, 250)) * 120
+                    rows.append(compare(llm, name, 1, 1, options.rounds, long))
+    heads = ("load", "local, tok/s", "joined, tok/s", "ratio", "added, us per step")
+    show_table("an engine that joined next to a local one", heads, rows)
+    save(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ times of whole runs, which is as uncertain as their spread.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -17,21 +16,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from options import options_of, save
+
 import hardpoint.journal.recording as recording
 from hardpoint import LLM, SamplingParams
 from hardpoint.testing import scripted_config, write_scripted_model
 
 
 class Stopwatch:
-    """Adds up the processor time of calls.
+    """Adds up the processor time of calls."""
 
-    Attributes:
-        seconds: sum over all calls.
-    """
-
-    def __init__(self) -> None:
-        """Begin with no time."""
-        self.seconds = 0.0
+    seconds = 0.0
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose time counts."""
@@ -48,12 +43,8 @@ class Stopwatch:
 
 def main() -> None:
     """Run in turns, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2", help="'scripted' is a model without weights")
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    model = "smollm2", "'scripted' is a model without weights"
+    options = options_of(__doc__, model=model, requests=16, tokens=128, rounds=5)
     folder = Path(tempfile.mkdtemp(prefix="hardpoint-journal-"))
     path, watch = folder / "journal", Stopwatch()
     # What the journal adds to a step in the engine's thread, but for the readings of clocks.
@@ -90,6 +81,7 @@ def main() -> None:
     print(f"  run with / without        {statistics.median(ratios):9.3f}")
     print(f"  spread of these ratios    {min(ratios):9.3f} to {max(ratios):.3f}")
     print(f"  file                      {size:9.0f} bytes per step")
+    save(options.json, {"step": step, "journal": own, "ratios": ratios, "bytes": size})
 
 
 if __name__ == "__main__":

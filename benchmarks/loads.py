@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 from backends import Batch
 
+VALID = (100, 40_000)
+"""Range of token ids that are valid in every engine."""
+BYTES = (1, 250)
+"""Range of the token ids of the scripted model."""
 _WARM_UP = 8  # requests of a load that warm up for it
+
+
+def random_ids(rng: random.Random, count: int, vocabulary: tuple[int, int]) -> list[int]:
+    """Return random token ids of a range."""
+    return [rng.randrange(*vocabulary) for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,7 @@ class Load:
     prompt: tuple[int, int]
     output: tuple[int, int]
     shared: int = 0
-    vocabulary: tuple[int, int] = (100, 40_000)
+    vocabulary: tuple[int, int] = VALID
     adapters: int = 0
 
     def lengths(self) -> list[tuple[int, int]]:
@@ -38,11 +47,10 @@ class Load:
     def batch(self, seed: str, count: int | None = None) -> Batch:
         """Return the first `count` requests."""
         rng = random.Random(seed)
-        prefix = [rng.randrange(*self.vocabulary) for _ in range(self.shared)]
+        prefix = random_ids(rng, self.shared, self.vocabulary)
         lengths = self.lengths()[:count]
         prompts = [
-            prefix + [rng.randrange(*self.vocabulary) for _ in range(length - self.shared)]
-            for length, _ in lengths
+            prefix + random_ids(rng, length - self.shared, self.vocabulary) for length, _ in lengths
         ]
         adapters = [index % self.adapters for index in range(len(prompts) * bool(self.adapters))]
         return Batch(prompts, [output for _, output in lengths], self.shared, adapters)
@@ -54,10 +62,16 @@ class Load:
             yield self.batch(f"{name}, {number}")
 
     @property
+    def generated(self) -> int:
+        """The number of output tokens."""
+        return sum(output for _, output in self.lengths())
+
+    @property
     def tokens(self) -> int:
         """The number of counted tokens: output tokens; prompt tokens if one token is generated."""
-        counted = 0 if self.output == (1, 1) else 1
-        return sum(pair[counted] for pair in self.lengths())
+        if self.output == (1, 1):
+            return sum(prompt for prompt, _ in self.lengths())
+        return self.generated
 
     def __str__(self) -> str:
         """Return the load as a table names it."""

@@ -21,13 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from options import options_of, save
+from scenarios import FAMILIES
+from tables import show_table
 
 MIB = 1 << 20
 BLOCK = 16
 
 
-def config_of(tokens: int, layers: int) -> dict[str, Any]:
-    """Return config.json of a Llama that has that many positions and layers."""
+def write_config(folder: Path, tokens: int, layers: int) -> None:
+    """Write config.json of a Llama that has that many positions and layers."""
     scaling = {
         "rope_type": "llama3",
         "rope_theta": 100000.0,
@@ -36,22 +39,19 @@ def config_of(tokens: int, layers: int) -> dict[str, Any]:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    return {
-        "architectures": ["LlamaForCausalLM"],
+    architecture, sizes = FAMILIES["llama"]
+    config = {
+        **sizes,
+        "architectures": [architecture],
         "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
         "num_hidden_layers": layers,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
         "max_position_embeddings": tokens,
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
         "bos_token_id": None,
         "eos_token_id": None,
         "rope_parameters": scaling,
     }
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def measure(given: argparse.Namespace, folder: str) -> dict[str, Any]:
@@ -100,20 +100,13 @@ def measure(given: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=131072)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--chunk", type=int, default=2048)
-    parser.add_argument("--generate", type=int, default=64)
-    parser.add_argument("--kv-dtype", default="auto")
-    parser.add_argument("--dtype", default="bfloat16")
-    given = parser.parse_args()
+    sizes = {"tokens": 131072, "layers": 4, "chunk": 2048, "generate": 64}
+    options = options_of(__doc__, **sizes, kv_dtype="auto", dtype="bfloat16")
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config_of(given.tokens, given.layers)))
-        for name, value in measure(given, folder).items():
-            print(f"{name:26}{value:>10}")
+        write_config(Path(folder), options.tokens, options.layers)
+        figures = measure(options, folder)
+    show_table("one long prompt", ("figure", "value"), figures.items())
+    save(options.json, figures)
 
 
 if __name__ == "__main__":

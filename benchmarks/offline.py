@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from bounds import Machine, ModelSize, bound_seconds, measure
-from engines import PEERS, choose, exported, opened, parser_of, save, take_turns
+from engines import PEER_OPTIONS, PEERS, choose, exported, opened, take_turns
 from loads import LOADS, Load
+from options import options_of, save
 from tables import show_table
 
 Speeds = dict[str, dict[str, list[float]]]
@@ -103,10 +104,8 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     """Parse arguments and run."""
-    parser = parser_of(__doc__, rounds=3)
-    default = [name for name in LOADS if name != "short"]
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=default)
-    arguments = parser.parse_args()
+    loads = [name for name in LOADS if name != "short"]
+    arguments = options_of(__doc__, rounds=3, loads=(loads, ", ".join(LOADS)), **PEER_OPTIONS)
     pythons = choose(arguments)
     with exported(arguments.folder) as folder:
         result = compare(pythons, arguments.loads, arguments.rounds, folder)

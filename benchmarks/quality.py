@@ -13,14 +13,14 @@ with.
 
 from __future__ import annotations
 
-import argparse
 import math
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from engines import exported
+from options import options_of, save
 from tables import show_table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,14 +48,8 @@ def read_texts(checkpoint: Path, positions: int) -> list[list[int]]:
     return texts
 
 
-@dataclass(frozen=True)
-class Reading:
-    """The predictions of an engine for the texts.
-
-    Attributes:
-        choices: the likeliest token after each token but the last of every text.
-        perplexity: perplexity of the tokens that follow.
-    """
+class Reading(NamedTuple):
+    """The likeliest token after each token but the last of every text, and the perplexity."""
 
     choices: list[int]
     perplexity: float
@@ -75,16 +69,12 @@ def read_by_transformers(checkpoint: Path, texts: list[list[int]], dtype: torch.
 
 
 def read_by_hardpoint(
-    model: Path,
-    texts: list[list[int]],
-    dtype: str,
-    quantization: str = "auto",
-    cache_dtype: str = "auto",
+    model: Path, texts: list[list[int]], dtype: str, quantization: str = "auto", cache: str = "auto"
 ) -> Reading:
     """Read the texts with Hardpoint."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     prompts = [{"prompt_token_ids": ids} for ids in texts]
-    config = {"quantization": {"use": quantization}, "kv_cache": {"dtype": cache_dtype}}
+    config = {"quantization": {"use": quantization}, "kv_cache": {"dtype": cache}}
     limits = {"max_model_len": LENGTH + 1, "progress": False}
     with LLM(str(model), dtype=dtype, config=config, **limits) as llm:
         outputs = llm.generate(prompts, params)
@@ -110,17 +100,13 @@ def compare(folder: Path, positions: int, cache_dtypes: list[str]) -> list[list[
         rows.append([name, f"{equal} of {len(found.choices)}", f"{found.perplexity:.3f}"])
 
     add("transformers, bfloat16", read_by_transformers(checkpoint, texts, torch.bfloat16))
-    for dtype, quantization, cache_dtype in (
-        ("float32", "auto", "auto"),
-        ("bfloat16", "auto", "auto"),
-        *(("bfloat16", "auto", cache_dtype) for cache_dtype in cache_dtypes),
-        ("bfloat16", "int8", "auto"),
-        ("bfloat16", "int4", "auto"),
-    ):
-        weights = "" if quantization == "auto" else f", {quantization}"
-        cache = "" if cache_dtype == "auto" else f", {cache_dtype} keys and values"
-        found = read_by_hardpoint(checkpoint, texts, dtype, quantization, cache_dtype)
-        add(f"Hardpoint, {dtype}{weights}{cache}", found)
+    variants = {"float32": ("float32",), "bfloat16": ("bfloat16",)}
+    for cache in cache_dtypes:
+        variants[f"bfloat16, {cache} keys and values"] = "bfloat16", "auto", cache
+    for weights in ("int8", "int4"):
+        variants[f"bfloat16, {weights}"] = "bfloat16", weights
+    for name, settings in variants.items():
+        add(f"Hardpoint, {name}", read_by_hardpoint(checkpoint, texts, *settings))
     expected = read_by_hardpoint(gguf, texts, "float32", "none")
     rows.append(["Hardpoint, float32, GGUF dequantized", "", f"{expected.perplexity:.3f}"])
     add("Hardpoint, float32, GGUF", read_by_hardpoint(gguf, texts, "float32"))
@@ -132,14 +118,12 @@ def compare(folder: Path, positions: int, cache_dtypes: list[str]) -> list[list[
 
 def main() -> None:
     """Parse arguments, compare, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--positions", type=int, default=3000)
-    parser.add_argument("--folder", type=Path, help="where the model is exported to, and kept")
-    parser.add_argument("--cache-dtypes", nargs="*", default=["int8", "fp8"])
-    options = parser.parse_args()
+    folder = Path, "where the model is exported to, and kept"
+    options = options_of(__doc__, positions=3000, folder=folder, cache_dtypes=["int8", "fp8"])
     with exported(options.folder) as folder:
         rows = compare(folder, options.positions, options.cache_dtypes)
     show_table("positions with float32's choice", ("engine", "equal", "perplexity"), rows)
+    save(options.json, rows)
 
 
 if __name__ == "__main__":

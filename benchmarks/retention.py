@@ -15,7 +15,8 @@ import statistics
 import time
 from typing import Any
 
-from engines import parser_of, save
+from loads import VALID, random_ids
+from options import options_of, save
 from tables import show_table
 
 from hardpoint import LLM, SamplingParams
@@ -28,11 +29,7 @@ _PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = parser_of(__doc__, rounds=1, peers=False)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--turns", type=int, default=40)
-    parser.add_argument("--conversations", type=int, default=4)
-    options = parser.parse_args()
+    options = options_of(__doc__, model="smollm2", turns=40, conversations=4)
     results = {
         name: measure(options.model, options.turns, options.conversations, seconds)
         for name, seconds in (("none", None), ("retain_seconds = 600", 600.0))
@@ -63,7 +60,7 @@ def measure(model: str, turns: int, conversations: int, seconds: float | None) -
     with LLM(model, config=config, progress=False) as llm:
         for turn in range(turns):
             for index, history in enumerate(histories):
-                history += _some(numbers, _TURN_TOKENS)
+                history += random_ids(numbers, _TURN_TOKENS, VALID)
                 retained = {"session": str(index), "retain_seconds": seconds} if seconds else {}
                 first, output = _asked(llm, history, **retained)
                 history += output.outputs[0].token_ids
@@ -72,7 +69,7 @@ def measure(model: str, turns: int, conversations: int, seconds: float | None) -
                     asked += len(output.prompt_token_ids)
                     hit += output.num_cached_tokens
                 for _ in range(_OTHERS):
-                    of_others.append(_asked(llm, _some(numbers, _OTHER_TOKENS))[0])
+                    of_others.append(_asked(llm, random_ids(numbers, _OTHER_TOKENS, VALID))[0])
     return {
         "found": hit / asked,
         "ttft_p50": statistics.median(of_turns),
@@ -82,19 +79,13 @@ def measure(model: str, turns: int, conversations: int, seconds: float | None) -
 
 
 def _asked(llm: LLM, prompt: list[int], **options: Any) -> tuple[float, Any]:
-    """Return the time to the first token of a request, and its whole output."""
-    started, first, tokens = time.perf_counter(), None, []
+    """Return the time to the first token of a request, and its last output with all tokens."""
+    started, first, tokens = time.perf_counter(), 0.0, []
     for output in llm.stream(list(prompt), _PARAMS, **options):
         first = first or time.perf_counter() - started
         tokens += output.outputs[0].token_ids
-        last = output
-    last.outputs[0].token_ids = tokens
-    assert first is not None, "it has tokens"
-    return first, last
-
-
-def _some(numbers: random.Random, count: int) -> list[int]:
-    return [numbers.randrange(1000, 40_000) for _ in range(count)]
+    output.outputs[0].token_ids = tokens
+    return first, output
 
 
 if __name__ == "__main__":

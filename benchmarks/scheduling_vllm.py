@@ -1,23 +1,57 @@
-"""vLLM's scheduler and KV cache manager, driven by benchmarks/scheduler.py."""
+"""The load of benchmarks/scheduler.py, and vLLM's scheduler and KV cache manager under it."""
 
 from __future__ import annotations
 
 import json
+import random
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from scheduling_load import (
-    BLOCK_SIZE,
-    MAX_MODEL_LEN,
-    TOKEN,
-    VOCABULARY,
-    WAITING_PROMPT,
-    prompt,
-    running_prompts,
-    timed,
-)
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 65_536
+VOCABULARY = 32_000
+SHORTEST, WAITING_PROMPT = 64, 8
+TOKEN = 5  # the token that every request samples
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": MAX_MODEL_LEN,
+}
+"""The config.json that vLLM's scheduler needs."""
+
+
+def prompt(index: int, length: int) -> list[int]:
+    """Return a prompt that shares no block with those of other indices."""
+    return random.Random(index).choices(range(VOCABULARY), k=length)
+
+
+def running_prompts(count: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield ids and prompts, whose lengths reach block boundaries in different steps."""
+    for index in range(count):
+        yield f"running-{index}", prompt(index, SHORTEST + index % BLOCK_SIZE)
+
+
+def waiting_prompts(count: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield ids and prompts of requests that find no running slot."""
+    for index in range(count):
+        yield f"waiting-{index}", prompt(-1 - index, WAITING_PROMPT)
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the microseconds of processor time that a call takes, and its result."""
+    time.thread_time()  # warms the caches for the clock itself
+    start = time.thread_time()
+    result = call()
+    return (time.thread_time() - start) * 1e6, result
 
 
 class Vllm:
@@ -50,9 +84,8 @@ class Vllm:
 
     def add_waiting(self, count: int) -> None:
         """Add requests that find no running slot."""
-        for index in range(count):
-            tokens = prompt(-1 - index, WAITING_PROMPT)
-            self._scheduler.add_request(self._request(f"waiting-{index}", tokens))
+        for request_id, tokens in waiting_prompts(count):
+            self._scheduler.add_request(self._request(request_id, tokens))
 
     def _update(self, plan: Any, sampled: list[list[int]]) -> float:
         ids = list(plan.num_scheduled_tokens)
@@ -70,7 +103,6 @@ class VllmCache:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         """Create an empty cache."""
         self._request = vllm_requests(block_size)
-        self._block_size = block_size
         self._cache = vllm_scheduler(1, num_blocks, block_size).kv_cache_manager
 
     def fill(self, tokens: list[int]) -> None:
@@ -78,13 +110,6 @@ class VllmCache:
         request = self._request("first", tokens)
         assert self._cache.allocate_slots(request, len(tokens)) is not None
         self._cache.free(request)
-
-    def look_up(self, tokens: list[int]) -> tuple[float, float]:
-        """Return the microseconds of creating a request with hashes, and of finding its blocks."""
-        hashing, request = timed(lambda: self._request("second", tokens))
-        looking_up, found = timed(lambda: self._cache.get_computed_blocks(request))
-        assert found[1] == (len(tokens) - 1) // self._block_size * self._block_size
-        return hashing, looking_up
 
 
 def vllm_requests(block_size: int) -> Callable[[str, list[int]], Any]:
@@ -112,7 +137,7 @@ def vllm_scheduler(max_num_seqs: int, num_blocks: int, block_size: int) -> Any:
     from vllm.v1.structured_output import StructuredOutputManager
 
     with tempfile.TemporaryDirectory() as folder:
-        write_model_config(Path(folder))
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         config = VllmConfig(
             model_config=ModelConfig(
                 model=folder,
@@ -143,19 +168,3 @@ def vllm_scheduler(max_num_seqs: int, num_blocks: int, block_size: int) -> Any:
         structured_output_manager=StructuredOutputManager(config),
         block_size=block_size,
     )
-
-
-def write_model_config(folder: Path) -> None:
-    """Write the config.json that vLLM's scheduler needs."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 2,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": MAX_MODEL_LEN,
-    }
-    (folder / "config.json").write_text(json.dumps(config))

@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any
 
 from engine_process import ClosedLoop, LongPrompt
-from engines import Peer, choose, exported, opened, parser_of, save
+from engines import PEER_OPTIONS, Peer, choose, exported, opened
+from options import options_of, save
 from plots import draw_gaps
 from tables import show_table
 
@@ -75,7 +76,7 @@ def peers_of(options: argparse.Namespace, pythons: dict[str, str]) -> dict[str, 
     peers = {name: STREAMS[name] for name in pythons}
     if options.busy:
         peers["hardpoint, in-process"] = Peer()
-    for step in options.steps:
+    for step in options.steps or ():
         config = {"scheduler": {"step_milliseconds": step}}
         peers[f"{step:g} ms"] = Peer("hardpoint-async", {"config": config})
     if options.server:
@@ -174,16 +175,17 @@ def show_busy(result: dict[str, dict[str, float]], rounds: int) -> None:
 
 def main() -> None:
     """Parse arguments and run."""
-    parser = parser_of(__doc__, rounds=3)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--requests", type=int, default=3, help="of each stream, per round")
-    parser.add_argument(
-        "--steps", type=float, nargs="*", default=[], help="values of scheduler.step_milliseconds"
+    options = options_of(
+        __doc__,
+        rounds=3,
+        streams=[1, 4, 16, 64],
+        requests=(3, "of each stream, per round"),
+        steps=(list[float], "values of scheduler.step_milliseconds"),
+        plot=(Path, "an SVG of the time between tokens"),
+        server=(False, "`hardpoint serve`, too"),
+        busy=(list[int], "numbers of busy processes"),
+        **PEER_OPTIONS,
     )
-    parser.add_argument("--plot", type=Path, help="an SVG of the time between tokens")
-    parser.add_argument("--server", action="store_true", help="`hardpoint serve`, too")
-    parser.add_argument("--busy", type=int, nargs="+", help="numbers of busy processes")
-    options = parser.parse_args()
     pythons = choose(options, tuple(STREAMS))
     result: Any
     with (

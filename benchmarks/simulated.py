@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -33,9 +32,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from options import options_of, save
+from tables import show_table
 
 from hardpoint import AsyncLLM, SamplingParams
-from hardpoint.simulation import Lengths, Segment, SimulatedRequest, SyntheticLoad, simulate
+from hardpoint.plugins import EngineConfig
+from hardpoint.simulation import Lengths, SimulatedRequest, SyntheticLoad, simulate
 from hardpoint.simulation.runs import SimulatedLoad
 from hardpoint.typed import convert
 
@@ -75,56 +77,37 @@ LOADS = {
         seed=2,
     ),
 }
-
-FIGURES = ("ttft.p50", "ttft.p95", "tpot.p50", "tpot.p95", "e2e.p50", "e2e.p95")
+TIMES = ("ttft", "tpot", "e2e")
 GOALS = {"p50": 0.05, "p95": 0.10}
-
-
 MAX_NUM_SEQS, MAX_MODEL_LEN, NUM_BLOCKS = 8, 4096, 2048
+Figures = dict[str, float]
+"""Seconds by time and statistic, such as `ttft.p50`."""
 
 
-def calibrated(file: Path, arguments: argparse.Namespace) -> Path:
+def calibrated(file: Path, options: argparse.Namespace) -> Path:
     """Calibrate the model as the runs configure it."""
-    settings = {
-        "executor.threads": arguments.threads,
-        "scheduler.max_num_seqs": MAX_NUM_SEQS,
-        "max_model_len": MAX_MODEL_LEN,
-        "kv_cache.num_blocks": NUM_BLOCKS,
-    }
-    command = [sys.executable, "-m", "hardpoint", "calibrate", arguments.model]
-    command += ["--output", str(file), "--seconds", str(arguments.seconds)]
-    for name, value in settings.items():
-        command += ["--set", f"{name}={value}"]
+    command = [sys.executable, "-m", "hardpoint", "calibrate", options.model]
+    command += ["--output", str(file), "--seconds", str(options.seconds)]
+    for setting in (
+        f"executor.threads={options.threads}",
+        f"scheduler.max_num_seqs={MAX_NUM_SEQS}",
+        f"max_model_len={MAX_MODEL_LEN}",
+        f"kv_cache.num_blocks={NUM_BLOCKS}",
+    ):
+        command += ["--set", setting]
     subprocess.run(command, check=True)
     return file
 
 
-def config_of(policy: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the configuration of an engine."""
-    config: dict[str, Any] = {
-        "scheduler": {
-            "policy": policy,
-            "max_num_seqs": MAX_NUM_SEQS,
-            "step_milliseconds": 150.0,
-        },
+def config_of(policy: str) -> dict[str, Any]:
+    """Return the configuration of real and simulated engines."""
+    limits = {"max_num_seqs": MAX_NUM_SEQS, "step_milliseconds": 150.0}
+    return {
+        "scheduler": {"policy": policy, **limits},
         "kv_cache": {"num_blocks": NUM_BLOCKS},
         "max_model_len": MAX_MODEL_LEN,
-        "executor": {"threads": arguments.threads},
         "stats": {"sinks": []},
     }
-    if arguments.paced:
-        config["executor"]["use"] = "hardpoint.simulation:PacedExecutor"
-        config["plugin"] = {"paced_executor": {"cost": str(arguments.cost)}}
-    return config
-
-
-def text_of(segments: tuple[Segment, ...]) -> list[int]:
-    """Return the tokens of a prompt; equal segments are equal tokens."""
-    return [
-        token
-        for segment in segments
-        for token in random.Random(segment.id).choices(range(256), k=segment.length)
-    ]
 
 
 async def warm_up(llm: AsyncLLM, number: int) -> None:
@@ -134,163 +117,145 @@ async def warm_up(llm: AsyncLLM, number: int) -> None:
         pass
 
 
+async def send(
+    llm: AsyncLLM, start: float, request: SimulatedRequest, *, has_priority: bool
+) -> tuple[float, float, float]:
+    """Send a request at its time; return its time to the first token, TPOT, and time to the end."""
+    ids = [  # equal segments are equal tokens
+        token
+        for segment in request.prompt
+        for token in random.Random(segment.id).choices(range(256), k=segment.length)
+    ]
+    params = SamplingParams(max_tokens=request.output.length, ignore_eos=True, temperature=0.0)
+    more = {"tags": dict(request.tags), "priority": request.priority if has_priority else 0}
+    await asyncio.sleep(start + request.at - time.perf_counter())
+    sent, first = time.perf_counter(), 0.0
+    async for _ in llm.generate({"prompt_token_ids": ids}, params, **more):
+        first = first or time.perf_counter()
+    last = time.perf_counter()
+    further = request.output.length - 1
+    return first - sent, (last - first) / further if further else np.nan, last - sent
+
+
 async def measure(
-    policy: str, requests: list[SimulatedRequest], arguments: argparse.Namespace
-) -> dict[str, float]:
+    policy: str, requests: list[SimulatedRequest], options: argparse.Namespace
+) -> Figures:
     """Return the figures of a real run."""
-    times: list[tuple[float, float, float]] = []  # of each request: to the first token, TPOT, all
-
-    async def send(llm: AsyncLLM, start: float, request: SimulatedRequest) -> None:
-        prompt = {"prompt_token_ids": text_of(request.prompt)}
-        params = SamplingParams(max_tokens=request.output.length, ignore_eos=True, temperature=0.0)
-        await asyncio.sleep(start + request.at - time.perf_counter())
-        priority = request.priority if policy == "priority" else 0
-        sent, first = time.perf_counter(), 0.0
-        async for _ in llm.generate(prompt, params, tags=dict(request.tags), priority=priority):
-            first = first or time.perf_counter()
-        last = time.perf_counter()
-        further = request.output.length - 1
-        times.append((first - sent, (last - first) / further if further else np.nan, last - sent))
-
-    model = "scripted" if arguments.paced else arguments.model
-    llm = AsyncLLM(model, config=config_of(policy, arguments))
+    config = {**config_of(policy), "executor": {"threads": options.threads}}
+    if options.paced:
+        config["executor"]["use"] = "hardpoint.simulation:PacedExecutor"
+        config["plugin"] = {"paced_executor": {"cost": str(options.cost)}}
+    llm = AsyncLLM("scripted" if options.paced else options.model, config=config)
     try:
         # Twelve steps of each size, for the first ones take longer: the engine records them.
         for _ in range(2):
             await asyncio.gather(*(warm_up(llm, number + 1) for number in range(MAX_NUM_SEQS)))
-        start = time.perf_counter() + 0.5
-        await asyncio.gather(*(send(llm, start, request) for request in requests))
+        start, has_priority = time.perf_counter() + 0.5, policy == "priority"
+        times = await asyncio.gather(
+            *(send(llm, start, request, has_priority=has_priority) for request in requests)
+        )
     finally:
         await llm.aclose()
     found = {}
-    for name, values in zip(("ttft", "tpot", "e2e"), zip(*times, strict=True), strict=True):
+    for name, values in zip(TIMES, zip(*times, strict=True), strict=True):
         for percent in (50, 95):
             found[f"{name}.p{percent}"] = float(np.nanpercentile(values, percent))
         found[f"{name}.mean"] = float(np.nanmean(values))
     return found
 
 
-def simulated(
-    load: SyntheticLoad, cost: Path, arguments: argparse.Namespace
-) -> dict[str, dict[str, float]]:
-    """Return the same figures of simulations, by policy."""
-    from hardpoint.plugins import EngineConfig
+def simulated(load: SyntheticLoad, cost: Path, policies: list[str]) -> dict[str, Figures]:
+    """Return the figures of simulations, by policy."""
+    variants = {policy: convert(config_of(policy), EngineConfig, path="") for policy in policies}
+    return {
+        record["variant"]: {
+            f"{name}.{key}": record["report"][name][key]
+            for name in TIMES
+            for key in ("p50", "p95", "mean")
+        }
+        for record in simulate(variants, SimulatedLoad(synthetic=load), cost=cost)
+        if record["record"] == "result"
+    }
 
-    variants = {}
-    for policy in arguments.policies:
-        config = config_of(policy, arguments)
-        del config["executor"]
-        config.pop("plugin", None)
-        variants[policy] = convert(config, EngineConfig, path="")
-    found = {}
-    for record in simulate(variants, SimulatedLoad(synthetic=load), cost=cost):
-        if record["record"] == "result":
-            report = record["report"]
-            found[record["variant"]] = {
-                f"{name}.{key}": report[name][key]
-                for name in ("ttft", "tpot", "e2e")
-                for key in ("p50", "p95", "mean")
-            }
-    return found
+
+def medians(runs: list[Figures]) -> Figures:
+    """Return the median of each figure."""
+    return {figure: statistics.median(run[figure] for run in runs) for figure in runs[0]}
 
 
 def compare(
-    name: str,
-    simulations: list[dict[str, dict[str, float]]],
-    runs: dict[str, list[dict[str, float]]],
+    load: str, simulations: list[dict[str, Figures]], runs: dict[str, list[Figures]]
 ) -> list[dict[str, Any]]:
-    """Print measured and simulated figures of a load; return them."""
-    predicted = {
-        policy: {
-            figure: statistics.median(one[policy][figure] for one in simulations)
-            for figure in simulations[0][policy]
-        }
-        for policy in runs
-    }
-    rows = []
-    for policy, found in runs.items():
-        for figure in FIGURES:
-            values = [one[figure] for one in found]
-            median = statistics.median(values)
+    """Print and return measured and simulated figures, and the order of the policies."""
+    measured = {policy: medians(listed) for policy, listed in runs.items()}
+    predicted = {policy: medians([one[policy] for one in simulations]) for policy in runs}
+    results: list[dict[str, Any]] = []
+    for policy, listed in runs.items():
+        for figure in (f"{name}.{key}" for name in TIMES for key in GOALS):
+            values, median = [one[figure] for one in listed], measured[policy][figure]
             spread = (max(values) - min(values)) / median
             error = predicted[policy][figure] / median - 1
             goal = max(GOALS[figure.rpartition(".")[2]], spread if len(values) > 1 else 0.0)
-            rows.append(
-                {
-                    "load": name,
-                    "policy": policy,
-                    "figure": figure,
-                    "measured": median,
-                    "spread": spread,
-                    "simulated": predicted[policy][figure],
-                    "error": error,
-                    "within": abs(error) <= goal,
-                }
-            )
-            print(
-                f"{name:10} {policy:15} {figure:9} measured {1e3 * median:8.1f} ms, spread "
-                f"{100 * spread:5.1f} %; simulated {1e3 * predicted[policy][figure]:8.1f} ms, "
-                "error "
-                f"{100 * error:+6.1f} %{'' if abs(error) <= goal else '  outside'}"
-            )
-    for figure in ("ttft.mean", "e2e.mean"):
-        real = sorted(runs, key=lambda p: statistics.median(one[figure] for one in runs[p]))
-        ranked = sorted(runs, key=lambda p: predicted[p][figure])
-        agree = "agree" if real == ranked else "differ"
-        print(
-            f"{name:10} by {figure}: measured {', '.join(real)}; simulated {', '.join(ranked)}: "
-            f"{agree}"
+            result = {"load": load, "policy": policy, "figure": figure, "measured": median}
+            result |= {"spread": spread, "simulated": predicted[policy][figure], "error": error}
+            results.append(result | {"within": abs(error) <= goal})
+    rows = []
+    for r in results:
+        times = (f"{1e3 * r[key]:.1f}" for key in ("measured", "simulated"))
+        shares = f"{r['spread']:.1%}", f"{r['error']:+.1%}"
+        rows.append(
+            [f"{r['policy']} {r['figure']}", *times, *shares, "" if r["within"] else "outside"]
         )
-        rows.append({"load": name, "ranking": figure, "measured": real, "simulated": ranked})
-    return rows
+    heads = ("policy, figure", "measured, ms", "simulated, ms", "spread", "error", "")
+    show_table(load, heads, rows)
+    for figure in ("ttft.mean", "e2e.mean"):
+        orders = [sorted(runs, key=lambda p: found[p][figure]) for found in (measured, predicted)]
+        texts = [", ".join(order) for order in orders]
+        agree = "agree" if texts[0] == texts[1] else "differ"
+        print(f"{load} by {figure}: measured {texts[0]}; simulated {texts[1]}: {agree}")
+        ranking = {"load": load, "ranking": figure, "measured": orders[0], "simulated": orders[1]}
+        results.append(ranking)
+    return results
 
 
 def main() -> None:
     """Parse arguments and run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--cost", type=Path, help="a file of `hardpoint calibrate`, for all turns")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each calibration")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS))
-    parser.add_argument("--policies", nargs="*", default=list(POLICIES))
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--requests", type=int, help="of each load, instead of its own number")
-    parser.add_argument("--speed", type=float, default=1.0, help="of arrivals")
-    parser.add_argument("--threads", type=int, default=1, help="of the engine, as calibrated")
-    parser.add_argument(
-        "--paced",
-        action="store_true",
-        help="measure the scripted model with the pace of the cost: the error of all but the cost",
+    options = options_of(
+        __doc__,
+        cost=(Path, "a file of `hardpoint calibrate`, for all turns"),
+        seconds=(40.0, "of each calibration"),
+        model="smollm2",
+        loads=LOADS,
+        policies=list(POLICIES),
+        runs=3,
+        requests=(int, "of each load, instead of its own number"),
+        speed=(1.0, "of arrivals"),
+        threads=(1, "of the engine, as calibrated"),
+        paced=(False, "measure the scripted model with the pace of the cost"),
     )
-    parser.add_argument("--json", type=Path, help="also write all figures here")
-    arguments = parser.parse_args()
-    if arguments.paced and arguments.cost is None:
-        parser.error("--paced: expected --cost FILE too, the pace of the scripted model")
-    rows = []
-    for name in arguments.loads:
+    if options.paced and options.cost is None:
+        raise SystemExit("--paced: expected --cost FILE too, the pace of the scripted model")
+    results = []
+    for name in options.loads:
         load = LOADS[name]
-        load = msgspec.structs.replace(
-            load,
-            rate=load.rate * arguments.speed,
-            requests=arguments.requests or load.requests,
-        )
+        requests = options.requests or load.requests
+        load = msgspec.structs.replace(load, rate=load.rate * options.speed, requests=requests)
         simulations = []
-        runs: dict[str, list[dict[str, float]]] = {policy: [] for policy in arguments.policies}
-        for number in range(arguments.runs):
+        runs: dict[str, list[Figures]] = {policy: [] for policy in options.policies}
+        for number in range(options.runs):
             with tempfile.TemporaryDirectory() as folder:
-                cost = arguments.cost or calibrated(Path(folder, "cost.json"), arguments)
-                simulations.append(simulated(load, cost, arguments))
-            for policy in arguments.policies:
-                found = asyncio.run(measure(policy, list(load.generate()), arguments))
+                cost = options.cost or calibrated(Path(folder, "cost.json"), options)
+                simulations.append(simulated(load, cost, options.policies))
+            for policy in options.policies:
+                found = asyncio.run(measure(policy, list(load.generate()), options))
                 runs[policy].append(found)
                 print(
                     f"run {number + 1} of {name}, {policy}: TTFT p50 {found['ttft.p50']:.3f} s; "
                     f"load of the machine {os.getloadavg()[0]:.1f}",
                     flush=True,
                 )
-        rows += compare(name, simulations, runs)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+        results += compare(name, simulations, runs)
+    save(options.json, results)
 
 
 if __name__ == "__main__":

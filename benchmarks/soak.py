@@ -1,19 +1,31 @@
-"""A server under load for minutes, with clients that go away and a plugin that fails.
+"""A server under load for minutes, with clients that go away, plugins that fail, engines that die.
 
     python benchmarks/soak.py
     python benchmarks/soak.py --model smollm2 --seconds 60 --json result.json
     python benchmarks/soak.py --url http://127.0.0.1:8000 --pid 4711 --faulty 0
+    python benchmarks/soak.py engines --seconds 600
+    python benchmarks/soak.py engines --seconds 60 --floods without --log server.log
 
-Without `--url` it starts `hardpoint serve`, by default on the scripted model, with a logits
-processor that fails on demand. Streams send seeded requests; some of them go away, before the head
-of the answer, at its first token, mid stream, half-closed or within their own body, and some use
-the processor that fails. Every whole answer is compared with the one that the same request got
-alone, before the load: neighbours of failing requests get the same tokens. A model whose results
-depend on the batch may differ in near ties, which `--different` allows for.
+Without `--url` it starts `hardpoint serve`, by default on the scripted model. Streams send seeded
+requests. Every whole answer is compared with the one that the same request got alone, before the
+load. A model whose results depend on the batch may differ in near ties, which `--different` allows
+for. The last line is the verdict; exit code: 1 if there is a problem.
 
-When the load has ended and the server is idle, nothing of it may be left: no request, no block of
-the KV cache, no process, descriptor or thread, and not more memory than `--memory` allows. The last
-line is the verdict; exit code: 1 if something was left or an answer was wrong.
+leaks: a logits processor fails on demand. Some streams go away, before the head of the answer, at
+    its first token, mid stream, half-closed or within their own body, and some use the processor
+    that fails: neighbors of failing requests get the same tokens. When the load has ended and the
+    server is idle, nothing of it may be left: no request, no block of the KV cache, no process,
+    descriptor or thread, and not more memory than `--memory` allows.
+engines: a server with three engines and two keys. The quiet key sends requests on a few streams,
+    some with a deadline (`timeout`), while an engine is killed (SIGKILL) every 20 seconds, and the
+    number of engines changes between 2 and 4 every 30 seconds (`/engines/scale`). The other key
+    sends as many requests as it can; admission limits (`requests_per_minute`,
+    `scheduler.max_waiting`, `scheduler.max_waiting_tokens`) reject most of them. Two runs are made,
+    with the flood and without it, each with a server of its own. Wrong are answers with other
+    tokens than without disturbance; after a deadline, an answer is a prefix of them (each token is
+    one letter). Lost are requests that ended with an error, or not within two minutes, and late
+    are ends more than a second after a deadline. The p99 of the quiet key's first tokens and of
+    the gaps between tokens may be `--ratio` times as long with the flood as without it.
 """
 
 from __future__ import annotations
@@ -21,392 +33,373 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
+import itertools
 import json
 import math
 import os
 import random
+import signal
 import string
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from http_streams import (
-    Client,
-    Timeline,
-    allow_descriptors,
-    run_on_uvloop,
-    running_server,
-)
-from soak_parts.disconnects import Point, disconnect
-from soak_parts.ends import percentiles
-from soak_parts.holdings import Holdings
-from soak_parts.metrics import IDLE, OPTIONAL, read_metrics
+import psutil
+from engines import SCRIPTED
+from http_streams import Client, allow_descriptors, run_on_uvloop, running_server
+from options import options_of, save
+from server_state import TASKS, holdings_at_rest, leaks, metrics_when_idle
+from soak_load import DEADLINES_S, REQUEST_S, Counts, Point, Traffic, disconnect
 
-SETTINGS = {
-    "plugins.quarantine_after": "0",  # the processor keeps failing, until the end
-    "stats.sinks": '["prometheus"]',
-}
-SCRIPTED = {
-    "dtype": "float32",
-    "load.use": "dummy",
-    "attention.use": "hardpoint.testing:HistoryAttention",
-}
-SCRIPTED_MODEL = '{use="hardpoint.testing:ScriptedModel", name="ScriptedForCausalLM"}'
-FAILING = "soak_parts.faulty:FailsAt"
-_REQUEST_S = 120.0
-_IDLE_S = 60.0
-_IDLE_PERIOD_S = 0.2
-_REST_S = 15.0
-_REST_PERIOD_S = 0.5
+FAILING = "failing_processor:FailsAt"
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _QUESTIONS = 40
 _SIGMA = 0.4
 """Of the logarithm of lengths: 95 % are from 0.46 to 2.2 times the median."""
 _CHECKED_AFTER = 8
-_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+_WARM_UP_S, _KILL_S, _SCALE_S = 60.0, 20.0, 30.0
+_SHOWN = 10
 
 
-@dataclass
-class Counts:
-    """The results of the load.
+@dataclass(frozen=True)
+class Scenario:
+    """A server and the load on it.
 
     Attributes:
-        whole: timelines of the requests that were read to their end.
-        compared: answers that were compared.
-        wrong: requests with another answer than alone, by number of the question.
-        failed: failures of the requests that use the failing processor, by kind.
-        survived: such requests that ended well, since they were shorter.
-        left: clients that went away, by where.
-        refused_connections: number of refused connections of clients that wanted to go away.
+        settings: settings of the server.
+        traffic: traffic by key, from the options.
+        likely: characters of the scripted model's texts; "" for all.
+        has_engines: whether engines are killed, their number changes, and keys are checked;
+            otherwise, whatever is left in the server is a problem.
     """
 
-    whole: list[Timeline] = field(default_factory=list)
-    compared: int = 0
-    wrong: Counter[int] = field(default_factory=Counter)
-    failed: Counter[str] = field(default_factory=Counter)
-    survived: int = 0
-    left: Counter[str] = field(default_factory=Counter)
-    refused_connections: int = 0
+    settings: Mapping[str, str]
+    traffic: Callable[[argparse.Namespace], dict[str, Traffic]]
+    likely: str = ""
+    has_engines: bool = False
+
+
+SCENARIOS = {
+    "leaks": Scenario(
+        {"plugins.quarantine_after": "0", "stats.sinks": '["prometheus"]'},
+        lambda options: {
+            "all": Traffic(
+                options.streams or 64, leaving=options.disconnects, failing=options.faulty
+            )
+        },
+    ),
+    "engines": Scenario(
+        {
+            "parallel.data": "3",
+            "executor.threads": "1",
+            "engine.max_restarts_per_minute": "30",
+            "engine.max_resumes": "10",
+            "scheduler.policy": "fair",
+            "scheduler.max_num_seqs": "16",
+            "scheduler.max_waiting": "64",
+            "scheduler.max_waiting_tokens": "8192",
+            "kv_cache.num_blocks": "2000",
+        },
+        lambda options: {
+            "quiet": Traffic(options.streams or 4, timed=0.2, pause_s=0.05, retry_s=0.05),
+            "flood": Traffic(32, timed=0.2, retry_s=0.2, per_minute=600),
+        },
+        likely=string.ascii_letters,
+        has_engines=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server that runs; the process and the admin socket are known if it was started here."""
+
+    url: str
+    pid: int | None = None
+    admin: str = ""
+
+    def client(self, key: str) -> Client:
+        """Return a client with a key."""
+        return Client(self.url, {"Authorization": f"Bearer {secret_of(key)}"})
+
+
+def secret_of(key: str) -> str:
+    """Return the secret of a key."""
+    return key[0] * 32
 
 
 class Soak:
     """A load on a server, and its checks."""
 
-    def __init__(self, url: str, model: str, options: argparse.Namespace) -> None:
-        """Make one.
+    def __init__(
+        self, target: Target, traffic: dict[str, Traffic], options: argparse.Namespace
+    ) -> None:
+        """Make one for a server, with traffic by key."""
+        self._target, self._traffic, self._options = target, traffic, options
+        self._path, self._numbers = PATHS[options.endpoint], itertools.cycle((4, 2, 3))
+        self._questions: list[dict[str, Any]] = []
+        self._answers: list[str] = []
 
-        Args:
-            url: address of the server.
-            model: its model, as the server knows it.
-            options: options of the command line.
-        """
-        self._url, self._path = url, _PATHS[options.endpoint]
-        self._options = options
-        rng = random.Random(options.seed)
+    async def run(self, scenario: Scenario) -> dict[str, Any]:
+        """Run all phases; return the figures and the problems."""
+        options, pid, problems = self._options, self._target.pid, []
+        client = self._target.client(next(iter(self._traffic)))
+        self._questions = self._draw(await self._model(client))
+        self._answers = await self._ask_alone(client, _QUESTIONS)
+        if scenario.has_engines:
+            counts, figures = await self._load(options.seconds, options.seed, scenario)
+            await client.close()
+            return {**figures, "problems": counts.problems(options.different)}
+        await self._load(min(_WARM_UP_S, 0.2 * options.seconds), options.seed, scenario)
+        first_metrics, left = await metrics_when_idle(client)
+        problems += [f"left after the warm-up: {what}" for what in left]
+        before = after = None
+        if pid is not None:
+            before = await holdings_at_rest(pid, lambda old, new: not leaks(old, new, 1.0))
+        counts, figures = await self._load(options.seconds, options.seed + 1, scenario)
+        metrics, left = await metrics_when_idle(client)
+        problems += [f"left after the load: {what}" for what in left]
+        if pid is not None and before is not None:
+            base, limit = before, options.memory
+            after = await holdings_at_rest(pid, lambda _, new: not leaks(base, new, limit))
+            problems += leaks(base, after, limit)
+        tasks = [found.get(TASKS, 0.0) for found in (first_metrics, metrics)]
+        if TASKS in first_metrics and tasks[1] > tasks[0]:
+            problems.append(f"{TASKS}: {tasks[0]:g} before, {tasks[1]:g} after")
+        for number, text in enumerate(await self._ask_alone(client, _CHECKED_AFTER)):
+            if text != self._answers[number]:
+                problems.append(f"question {number} has another answer after the load")
+        await client.close()
+        problems += counts.problems(options.different)
+        found = {"metrics": metrics, "before": before, "after": after, "problems": problems}
+        return figures | found
+
+    async def _model(self, client: Client) -> str:
+        """Return the model that the options name for a server that runs, or that it lists first."""
+        if self._options.url and self._options.model:
+            return str(self._options.model)
+        status, text = await client.ask("GET", "/v1/models")
+        if status != 200:
+            raise SystemExit(f"soak.py: GET /v1/models: {status} {text}")
+        return str(json.loads(text)["data"][0]["id"])
+
+    def _draw(self, model: str) -> list[dict[str, Any]]:
+        rng, options = random.Random(self._options.seed), self._options
 
         def length(median: int) -> int:
             return max(1, round(median * math.exp(rng.gauss(0, _SIGMA))))
 
-        self._questions: list[dict[str, Any]] = []
-        self._answers: list[str] = []
+        questions: list[dict[str, Any]] = []
         for number in range(_QUESTIONS):
             text = " ".join(rng.choices(string.ascii_lowercase, k=length(options.input_tokens)))
-            is_chat = options.endpoint == "chat"
-            self._questions.append(
-                {
-                    "model": model,
-                    "max_tokens": length(options.output_tokens),
-                    "stream": True,
-                    "temperature": 1.0,
-                    "seed": number,
-                    **({"messages": [{"role": "user", "content": text}]} if is_chat else {}),
-                    **({} if is_chat else {"prompt": text}),
-                }
-            )
+            message = {"messages": [{"role": "user", "content": text}]}
+            prompt = message if options.endpoint == "chat" else {"prompt": text}
+            body = {"model": model, "max_tokens": length(options.output_tokens), "stream": True}
+            questions.append({**body, **prompt, "temperature": 1.0, "seed": number})
+        return questions
 
-    async def ask_alone(self, client: Client, numbers: range) -> list[str]:
-        """Return the answers to questions that are asked one after the other.
-
-        Raises:
-            SystemExit: one failed.
-        """
+    async def _ask_alone(self, client: Client, count: int) -> list[str]:
+        """Return the answers to the first questions, asked one after the other."""
         texts = []
-        for number in numbers:
-            timeline = await client.send(self._path, self._questions[number], _REQUEST_S)
+        for question in self._questions[:count]:
+            timeline = await client.send(self._path, question, REQUEST_S)
             if timeline.error:
                 raise SystemExit(f"soak.py: a request without any load failed: {timeline.error}")
             texts.append(timeline.text)
         return texts
 
-    async def prepare(self) -> None:
-        """Keep the answers that are right."""
-        client = Client(self._url)
-        self._answers = await self.ask_alone(client, range(_QUESTIONS))
-        client.close()
-
-    async def load(self, seconds: float, seed: int) -> tuple[Counts, float]:
-        """Send the load; return its counts and the share of a core that it took here."""
-        counts, client = Counts(), Client(self._url)
+    async def _load(
+        self, seconds: float, seed: int, scenario: Scenario
+    ) -> tuple[Counts, dict[str, Any]]:
+        """Send the load; return its counts and figures."""
+        counts, clients = Counts(), {key: self._target.client(key) for key in self._traffic}
         end, cpu, start = time.monotonic() + seconds, time.process_time(), time.perf_counter()
 
-        async def stream(index: int) -> None:
-            rng = random.Random(f"{seed}, {index}")
+        async def stream(key: str, index: int) -> None:
+            rng = random.Random(f"{seed}, {key}, {index}")
             while time.monotonic() < end:
-                await self._one(client, rng, counts)
+                await self._send(clients[key], key, rng, counts)
 
-        await asyncio.gather(*(stream(index) for index in range(self._options.streams)))
-        client.close()
-        return counts, (time.process_time() - cpu) / (time.perf_counter() - start)
+        async def repeat(period: float, act: Callable[[Counter[str]], Awaitable[None]]) -> None:
+            while True:
+                await asyncio.sleep(period)
+                await act(counts.events)
 
-    async def _one(self, client: Client, rng: random.Random, counts: Counts) -> None:
-        number = rng.randrange(_QUESTIONS)
-        drawn = rng.random()
-        if drawn < self._options.disconnects:
+        disturbances = {_KILL_S: self._kill, _SCALE_S: self._scale} if scenario.has_engines else {}
+        tasks = [asyncio.create_task(repeat(*pair)) for pair in disturbances.items()]
+        numbers = {key: range(traffic.streams) for key, traffic in self._traffic.items()}
+        await asyncio.gather(*(stream(key, index) for key in numbers for index in numbers[key]))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for client in clients.values():
+            await client.close()
+        taken = time.perf_counter() - start
+        share = (time.process_time() - cpu) / taken
+        return counts, {**counts.figures(taken), "client_cpu_share": share}
+
+    async def _send(self, client: Client, key: str, rng: random.Random, counts: Counts) -> None:
+        """Send a request of a kind that is drawn, and wait for the pause after it."""
+        traffic, number, drawn = self._traffic[key], rng.randrange(_QUESTIONS), rng.random()
+        body, is_failing, timeout = self._questions[number], False, None
+        if drawn < traffic.leaving:
             point = rng.choice(list(Point))
-            chunks = int(self._questions[number]["max_tokens"])
             try:
-                request = client.request("POST", self._path, self._questions[number])
-                await disconnect(client, request, point, rng, chunks)
+                await disconnect(client, self._path, body, point, rng)
                 counts.left[point.value] += 1
             except OSError:
-                counts.refused_connections += 1
-        elif drawn < self._options.disconnects + self._options.faulty:
-            at = rng.randrange(2 * int(self._questions[number]["max_tokens"]))
-            extra = {"plugin_args": {"fails_at": {"tokens": at}}}
-            body = {**self._questions[number], **extra}
-            timeline = await client.send(self._path, body, _REQUEST_S)
-            if timeline.error:
-                counts.failed[timeline.error] += 1
-            else:
-                counts.survived += 1
-                self._compare(number, timeline, counts)
-        else:
-            timeline = await client.send(self._path, self._questions[number], _REQUEST_S)
-            counts.whole.append(timeline)
-            if not timeline.error:
-                self._compare(number, timeline, counts)
+                counts.lost[f"{key}: a refused connection"] += 1
+            return
+        if drawn < traffic.leaving + traffic.failing:
+            is_failing, at = True, rng.randrange(2 * int(body["max_tokens"]))
+            body = {**body, "plugin_args": {"fails_at": {"tokens": at}}}
+        elif drawn < traffic.leaving + traffic.failing + traffic.timed:
+            timeout = rng.choice(DEADLINES_S)
+            body = {**body, "timeout": timeout}
+        timeline = await client.send(self._path, body, REQUEST_S)
+        kind = {"is_limited": bool(traffic.per_minute), "is_failing": is_failing}
+        counts.record(key, number, self._answers[number], timeline, timeout=timeout, **kind)
+        if pause := traffic.retry_s if timeline.error else traffic.pause_s:
+            await asyncio.sleep(rng.uniform(0.5, 1.5) * pause)
 
-    def _compare(self, number: int, timeline: Timeline, counts: Counts) -> None:
-        counts.compared += 1
-        counts.wrong[number] += timeline.text != self._answers[number]
+    async def _kill(self, events: Counter[str]) -> None:
+        engines = []
+        for child in psutil.Process(self._target.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.name().startswith("EngineCore"):
+                    engines.append(child.pid)
+        if engines:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(random.choice(engines), signal.SIGKILL)
+                events["kills"] += 1
 
-    async def wait_until_idle(self) -> tuple[dict[str, float], list[str]]:
-        """Wait until no request and no block is in use; return the metrics, and what is left."""
-        deadline = time.monotonic() + _IDLE_S
-        while True:
-            client = Client(self._url)
-            found = await read_metrics(client)
-            client.close()
-            left = [
-                f"{name}: not in /metrics" if name not in found else f"{name}: {found[name]:g}"
-                for name in IDLE
-                if found.get(name, -1.0) != 0
-            ]
-            if not left or time.monotonic() > deadline:
-                return found, left
-            await asyncio.sleep(_IDLE_PERIOD_S)
-
-    async def check_again(self) -> list[str]:
-        """Return which questions get another answer than before the load."""
-        client = Client(self._url)
-        numbers = range(_CHECKED_AFTER)
-        again = await self.ask_alone(client, numbers)
-        client.close()
-        different = [number for number in numbers if again[number] != self._answers[number]]
-        return [f"question {number} has another answer after the load" for number in different]
-
-
-async def holdings_at_rest(pid: int, is_done: Callable[[Holdings, Holdings], bool]) -> Holdings:
-    """Return the server's resources, as soon as it is at rest, or after a while.
-
-    Args:
-        pid: process id of the server.
-        is_done: a predicate of what it held just before, and what it holds.
-    """
-    deadline = time.monotonic() + _REST_S
-    last = Holdings.of(pid)
-    while True:
-        await asyncio.sleep(_REST_PERIOD_S)
-        found = Holdings.of(pid)
-        if is_done(last, found) or time.monotonic() > deadline:
-            return found
-        last = found
-
-
-async def find_model(url: str) -> str:
-    """Return the first model that a server lists."""
-    client = Client(url)
-    status, content = await client.ask(client.request("GET", "/v1/models"))
-    client.close()
-    if status != 200:
-        raise SystemExit(f"soak.py: GET /v1/models: {status} {content.decode()}")
-    return str(json.loads(content)["data"][0]["id"])
-
-
-async def run(url: str, pid: int | None, options: argparse.Namespace) -> dict[str, Any]:
-    """Run all phases; return the figures and what is wrong."""
-    model = options.model if options.url and options.model else await find_model(url)
-    soak = Soak(url, model, options)
-    await soak.prepare()
-    before = None
-    warm_up = min(60.0, 0.2 * options.seconds)
-    print(f"warm-up of {warm_up:g} s, then {options.seconds:g} s", flush=True)
-    await soak.load(warm_up, options.seed)
-    first_metrics, left = await soak.wait_until_idle()
-    problems = [f"left after the warm-up: {what}" for what in left]
-    if pid is not None:
-        before = await holdings_at_rest(pid, lambda old, new: not old.leaks(new, 1.0))
-    start = time.perf_counter()
-    counts, cpu_share = await soak.load(options.seconds, options.seed + 1)
-    metrics, left = await soak.wait_until_idle()
-    problems += [f"left after the load: {what}" for what in left]
-    after = None
-    if pid is not None and before is not None:
-        reference = before
-        after = await holdings_at_rest(pid, lambda _, new: not new.leaks(reference, options.memory))
-        problems += after.leaks(before, options.memory)
-    for name in OPTIONAL:
-        if metrics.get(name, 0.0) > first_metrics.get(name, metrics.get(name, 0.0)):
-            problems.append(f"{name}: {first_metrics[name]:g} before, {metrics[name]:g} after")
-    problems += await soak.check_again()
-    problems += wrong(counts, options.different)
-    return {
-        **figures(counts.whole, time.perf_counter() - start),
-        "client_cpu_share": cpu_share,
-        "compared": counts.compared,
-        "different": counts.wrong.total(),
-        "left": dict(counts.left),
-        "faulty": {"failed": dict(counts.failed), "ended_well": counts.survived},
-        "metrics": metrics,
-        "before": before and dataclasses.asdict(before),
-        "after": after and dataclasses.asdict(after),
-        "problems": problems,
-    }
-
-
-def figures(timelines: Sequence[Timeline], seconds: float) -> dict[str, Any]:
-    """Return numbers of requests, and percentiles in seconds of the times of whole answers."""
-    good = [timeline for timeline in timelines if not timeline.error]
-    times = {
-        "ttft": [one.first - one.sent for one in good if one.chunks],
-        "tpot": [(one.last - one.first) / (one.chunks - 1) for one in good if one.chunks > 1],
-        "itl": [gap for one in good for gap in one.gaps],
-        "e2e": [one.ended - one.sent for one in good],
-    }
-    return {
-        "requests": len(timelines),
-        "finished": len(good),
-        "failed": len(timelines) - len(good),
-        "errors": dict(Counter(one.error for one in timelines if one.error)),
-        "request_rate": len(good) / seconds,
-        **{name: percentiles(values) for name, values in times.items()},
-    }
-
-
-def wrong(counts: Counts, allowed: float) -> list[str]:
-    """Return the problems that the load's answers show."""
-    problems = []
-    if failed := sum(bool(timeline.error) for timeline in counts.whole):
-        problems.append(f"{failed} requests without a fault of their own failed")
-    if counts.refused_connections:
-        problems.append(f"{counts.refused_connections} connections were refused")
-    different = counts.wrong.total()
-    if different > allowed * counts.compared:
-        problems.append(f"{different} of {counts.compared} answers differ from those without load")
-    if not counts.compared:
-        problems.append("no answer was compared")
-    return problems
-
-
-def print_report(result: dict[str, Any], seconds: float) -> None:
-    """Print the figures and the verdict."""
-    times = ", ".join(
-        f"{name.upper()} {1e3 * result[name]['p50']:.1f} / {1e3 * result[name]['p99']:.1f}"
-        for name in ("ttft", "tpot", "itl", "e2e")
-    )
-    print(
-        f"soak of {seconds:g} s: {result['finished']} whole requests, "
-        f"{result['request_rate']:.1f} per second; p50 / p99 in ms: {times}"
-    )
-    for kind, count in result["errors"].items():
-        print(f"{count} failed: {kind}")
-    print(f"this client took {result['client_cpu_share']:.0%} of a core")
-    gone = ", ".join(f"{count} {where}" for where, count in sorted(result["left"].items()))
-    print(f"clients that went away: {gone or 'none'}")
-    faulty = result["faulty"]
-    for kind, count in faulty["failed"].items():
-        print(f"failing processor: {count} {kind}")
-    print(f"failing processor: {faulty['ended_well']} ended before it failed")
-    share = result["different"] / result["compared"] if result["compared"] else 0.0
-    print(f"answers that differ from those without load: {share:.2%} of {result['compared']}")
-    if result["before"]:
-        for name, value in result["before"].items():
-            print(f"{name}: {value:.0f} before, {result['after'][name]:.0f} after")
-    for problem in result["problems"]:
-        print(f"PROBLEM: {problem}")
-    verdict = "FAILED" if result["problems"] else "PASSED: nothing is left, no answer is wrong"
-    print(f"soak: {verdict}")
+    async def _scale(self, events: Counter[str]) -> None:
+        number, client = next(self._numbers), Client(self._target.admin)
+        body = {"engines": number, "drain_seconds": 1.0}
+        status, text = await client.ask("POST", "/engines/scale", body)
+        await client.close()
+        events[f"scale({number}): {status}{'' if status == 200 else f': {text[:200]}'}"] += 1
 
 
 @contextlib.contextmanager
-def server(options: argparse.Namespace) -> Iterator[tuple[str, int | None]]:
-    """Give the URL and the process of a server, which is started if none is given."""
+def server(
+    scenario: Scenario, traffic: Mapping[str, Traffic], options: argparse.Namespace
+) -> Iterator[Target]:
+    """Give the server, which is started if the options have no URL."""
     if options.url:
-        yield options.url, options.pid
+        yield Target(options.url, options.pid)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        enabled = [json.dumps(FAILING)]
-        settings = {**SETTINGS}
-        model = options.model
-        if not model:
-            from hardpoint.testing import write_scripted_model
+    from hardpoint.testing import write_scripted_model
 
-            model = str(write_scripted_model(Path(folder), max_position_embeddings=2048))
+    with tempfile.TemporaryDirectory() as name:
+        folder, settings, model = Path(name), dict(scenario.settings), options.model
+        admin = str(folder / "admin.sock")
+        if not model:
+            sizes = {"max_position_embeddings": 2048, "likely": scenario.likely}
+            model = str(write_scripted_model(folder / "scripted", **sizes))
             settings |= SCRIPTED
-            enabled.append(SCRIPTED_MODEL)
-        settings["plugins.enable"] = f"[{', '.join(enabled)}]"
-        settings |= dict(setting.split("=", 1) for setting in options.set)
-        chosen = [f"{name}={value}" for name, value in settings.items()]
+        enabled = settings.get("plugins.enable", "[]")[1:-1]
+        settings["plugins.enable"] = f'["{FAILING}", {enabled}]'
+        if scenario.has_engines:
+            lines = []
+            for key, one in traffic.items():
+                lines += ["[[key]]", f'name = "{key}"', f'key = "{secret_of(key)}"']
+                lines += [f'tags = {{ tenant = "{key}" }}']
+                lines += [f"requests_per_minute = {one.per_minute}"] * bool(one.per_minute)
+            keys = folder / "keys.toml"
+            keys.touch(0o600)
+            keys.write_text("\n".join(lines) + "\n")
+            settings |= {"server.keys_file": str(keys), "server.admin": f"unix:{admin}"}
+        settings |= dict(setting.split("=", 1) for setting in options.set or ())
         here = str(Path(__file__).parent)  # the failing plugin is imported from it
         path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path}
+        chosen = [f"{setting}={value}" for setting, value in settings.items()]
         with running_server(model, chosen, environment=environment) as started:
-            yield started.url, started.pid
+            try:
+                yield Target(started.url, started.pid, admin)
+            finally:
+                if options.log:
+                    output = Path(f"/proc/{started.pid}/fd/2").read_bytes()
+                    options.log.with_suffix(f".{len(traffic)}.log").write_bytes(output)
+
+
+def print_report(result: dict[str, Any]) -> None:
+    """Print the figures and the problems of a run."""
+    for kind in ("ends", "lost", "failed", "left", "events"):
+        for name, count in sorted(result[kind].items()):
+            print(f"  {kind}: {name}: {count}")
+    for kind in ("wrong", "late"):
+        for description in result[kind][:_SHOWN]:
+            print(f"  {kind}: {description}")
+    for key, times in result["times"].items():
+        cells = (f"{name.upper()} {t['p50']:.1f} / {t['p99']:.1f}" for name, t in times.items())
+        print(
+            f"  {key}: {result['rates'][key]:.1f} per second; p50 / p99 in ms: {', '.join(cells)}"
+        )
+    print(f"  {result['different']} wrong of {result['compared']} answers")
+    print(f"  this client took {result['client_cpu_share']:.0%} of a core")
+    for name, value in (result.get("before") or {}).items():
+        print(f"  {name}: {value:.0f} before, {result['after'][name]:.0f} after")
+    for problem in result["problems"]:
+        print(f"PROBLEM: {problem}")
+
+
+def slowed(runs: Mapping[str, dict[str, Any]], ratio: float) -> list[str]:
+    """Print the ratios of the quiet key's times with and without the flood; return the problems."""
+    problems = []
+    for name in ("ttft", "itl") * (len(runs) == 2):
+        flooded, plain = (run["times"]["quiet"][name]["p99"] for run in runs.values())
+        found = flooded / max(plain, 1e-6)
+        print(f"quiet key, {name.upper()}: p99 with the flood / without: {found:.2f}")
+        if found > ratio:
+            problems.append(f"{name.upper()} of the quiet key: {found:.2f} times as long")
+    return problems
 
 
 def main() -> None:
     """Parse arguments, run, and report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = options_of(
+        __doc__,
+        scenarios=SCENARIOS,
+        url=(str, "of a server that runs; otherwise one is started"),
+        pid=(int, "its process, to look at what it holds"),
+        model=(str, "to start a server with; default: the scripted model"),
+        set=(list[str], "PATH=VALUE: a setting of the server"),
+        endpoint=("completions", "or chat"),
+        seconds=(300.0, "duration of each load"),
+        streams=(int, "default: 64; of engines: 4"),
+        disconnects=(0.1, "share of the requests"),
+        faulty=(0.05, "share of the requests"),
+        different=(0.0, "share of the answers that may be wrong"),
+        memory=(32.0, "MiB of growth that are allowed"),
+        input_tokens=(60, "median"),
+        output_tokens=(40, "median"),
+        seed=0,
+        floods=(["with", "without"], "runs of engines"),
+        ratio=(3.0, "bound of the ratios of p99"),
+        log=(Path, "write the servers' logs here, with the number of keys"),
     )
-    parser.add_argument("--url", help="of a server that runs; otherwise one is started")
-    parser.add_argument("--pid", type=int, help="its process, to look at what it holds")
-    parser.add_argument("--model", help="to start a server with; default: the scripted model")
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE")
-    parser.add_argument("--endpoint", choices=["chat", "completions"], default="completions")
-    parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--streams", type=int, default=64)
-    share: Callable[[str], float] = float
-    parser.add_argument("--disconnects", type=share, default=0.1, help="share of the requests")
-    parser.add_argument("--faulty", type=share, default=0.05, help="share of the requests")
-    parser.add_argument("--different", type=share, default=0.0, help="share of answers, allowed")
-    parser.add_argument("--memory", type=float, default=32.0, help="MiB of growth, allowed")
-    parser.add_argument("--input-tokens", type=int, default=60, help="median")
-    parser.add_argument("--output-tokens", type=int, default=40, help="median")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    options = parser.parse_args()
-    allow_descriptors(2 * options.streams + 256)
-    with server(options) as (url, pid):
-        result = run_on_uvloop(run(url, pid, options))
-    print_report(result, options.seconds)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
-    if result["problems"]:
+    scenario = SCENARIOS[options.scenario]
+    runs: dict[str, dict[str, Any]] = {}
+    for flood in options.floods if scenario.has_engines else ["without"]:
+        traffic = scenario.traffic(options)
+        if flood == "without":
+            traffic.pop("flood", None)
+        allow_descriptors(2 * sum(one.streams for one in traffic.values()) + 256)
+        with server(scenario, traffic, options) as target:
+            runs[flood] = run_on_uvloop(Soak(target, traffic, options).run(scenario))
+        print(f"{options.scenario}, {flood} a flood, {options.seconds:g} s")
+        print_report(runs[flood])
+    problems = [problem for run in runs.values() for problem in run["problems"]]
+    problems += slowed(runs, options.ratio)
+    print(f"soak: {'FAILED' if problems else 'PASSED: nothing is left, no answer is wrong'}")
+    save(options.json, runs)
+    if problems:
         raise SystemExit(1)
 
 

@@ -1,9 +1,9 @@
 """Speculation: time and tokens with it and without, and how many drafts are accepted.
 
     python benchmarks/speculation.py [--python vllm=/opt/vllm/bin/python]
-    python benchmarks/speculation.py --peers --sets edit chat --streams 1 8 --pairs 5
+    python benchmarks/speculation.py --peers --sets edit chat --streams 1 8 --rounds 5
     python benchmarks/speculation.py --acceptance
-    python benchmarks/speculation.py --peers --sets chat --streams 2 --pairs 1 --tokens 8
+    python benchmarks/speculation.py --peers --sets chat --streams 2 --rounds 1 --tokens 8
 
 Each engine loads the same bf16 weights in a process of its own, once without speculation and once
 with each speculator (of vLLM, with its `ngram`). The processes stay up and take turns: round by
@@ -31,7 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from backends import Batch
-from engines import Engine, Peer, choose, exported, opened, parser_of, save
+from engines import PEER_OPTIONS, Engine, Peer, choose, exported, opened
+from options import options_of, save
+from tables import show_table
 
 DOCS = Path(__file__).parent.parent / "docs"
 NONE = "none"
@@ -61,28 +63,16 @@ def _piece(number: int, size: int) -> str:
     return text[start : start + size]
 
 
-def _edit(number: int) -> str:
-    asked = "Write this text again, all of it, with the word 'job' in place of 'request'."
-    return f"{asked}\n\n{_piece(number, 900)}"
-
-
-def _summary(number: int) -> str:
-    return f"Summarize this text in a few sentences.\n\n{_piece(number, 1500)}"
-
-
-def _completion(number: int) -> str:
-    return _piece(number, 900)
-
-
 def _chat(number: int) -> str:
     topic = TOPICS[number % len(TOPICS)]
     return QUESTIONS[number // len(TOPICS) % len(QUESTIONS)].format(topic)
 
 
+_EDIT = "Write this text again, all of it, with the word 'job' in place of 'request'."
 SETS: dict[str, Callable[[int], str]] = {
-    "edit": _edit,
-    "summary": _summary,
-    "completion": _completion,
+    "edit": lambda number: f"{_EDIT}\n\n{_piece(number, 900)}",
+    "summary": lambda number: f"Summarize this text in a few sentences.\n\n{_piece(number, 1500)}",
+    "completion": lambda number: _piece(number, 900),
     "chat": _chat,
 }
 
@@ -99,17 +89,15 @@ class Prompts:
 
     def pop(self, name: str, count: int) -> list[list[int]]:
         """Return prompts of a set that were not taken before, of any set."""
-        texts = [SETS[name](next(self._numbers)) for _ in range(count)]
-        if name == "completion":
-            return [self._tokenizer.encode(text) for text in texts]
-        return [self._as_message(text) for text in texts]
-
-    def _as_message(self, text: str) -> list[int]:
-        messages = [{"role": "user", "content": text}]
-        rendered = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False
-        )
-        ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False)
+        ids = []
+        for _ in range(count):
+            text = SETS[name](next(self._numbers))
+            if name != "completion":
+                messages = [{"role": "user", "content": text}]
+                text = self._tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False
+                )
+            ids.append(self._tokenizer.encode(text, add_special_tokens=name == "completion"))
         return ids
 
 
@@ -143,14 +131,11 @@ def measure(
         for name in list(engines) if number % 2 else reversed(list(engines)):
             parts = [engines[name].ask(batch) for batch in batches]
             if number:
-                answers[name].append(joined(parts))
+                keys = ("seconds", "drafts", "accepted")
+                sums = {key: sum(part[key] for part in parts) for key in keys}
+                outputs = [ids for part in parts for ids in part["outputs"]]
+                answers[name].append({**sums, "outputs": outputs})
     return answers
-
-
-def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sums of the answers to batches that were sent one after the other."""
-    sums = {key: sum(part[key] for part in parts) for key in ("seconds", "drafts", "accepted")}
-    return {**sums, "outputs": [ids for part in parts for ids in part["outputs"]]}
 
 
 def figures(plain: list[dict[str, Any]], with_drafts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -170,27 +155,27 @@ def figures(plain: list[dict[str, Any]], with_drafts: list[dict[str, Any]]) -> d
     }
 
 
-def show(result: dict[str, Any]) -> None:
-    """Print a line of the table."""
-    ratios, changed = result["ratios"], f"{result['changed']} of {result['outputs']}"
-    spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
-    start = f"{result['set']:<11}{result['streams']:>7}  {result['engine']:<18}"
-    cells = (
-        f"{start}{result['tokens_per_second']:>6.0f}",
-        f"{statistics.median(ratios):>6.2f} {spread:<15}",
-        f"{result['drafts']:>6}{result['accepted']:>9.0%}  {changed}",
-    )
-    print("".join(cells), flush=True)
+def show(results: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    rows = []
+    for result in results:
+        ratios = result["ratios"]
+        times = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        cells = [result["set"], result["streams"], result["engine"]]
+        cells += [f"{result['tokens_per_second']:.0f}", times, result["drafts"]]
+        rows.append(
+            [*cells, f"{result['accepted']:.0%}", f"{result['changed']} of {result['outputs']}"]
+        )
+    heads = ("set", "streams", "engine", "tok/s", "time ratio", "drafts", "accepted", "changed")
+    show_table("speculation", heads, rows)
 
 
 def compare(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measure all cases; print each as it is known."""
+    """Measure all cases."""
     prompts = Prompts(folder / "checkpoint")
     pythons = choose(options, ("hardpoint", "vllm"))
     results: list[dict[str, Any]] = []
     with opened(peers_of(options, list(pythons)), folder, pythons) as engines:
-        head = ("set        streams  engine            ", " tok/s", "  time ratio           ")
-        print("".join(head) + "drafts accepted  changed outputs", flush=True)
         for case in itertools.product(options.sets, options.streams):
             answers = measure(engines, prompts, options, case)
             for name in engines:
@@ -199,7 +184,7 @@ def compare(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 if speculator != NONE and plain is not None:
                     about = {"set": case[0], "streams": case[1], "engine": name}
                     results.append(about | figures(plain, answers[name]))
-                    show(results[-1])
+    show(results)
     return results
 
 
@@ -217,16 +202,18 @@ def weights(options: argparse.Namespace) -> Iterator[Path]:
 
 def main() -> None:
     """Parse arguments and run."""
-    parser = parser_of(__doc__, rounds=3)
-    parser.add_argument("--model", type=Path, help="folder of a checkpoint; default: demo model")
-    parser.add_argument("--speculators", nargs="+", default=["ngram", "suffix"])
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument("--streams", nargs="+", type=int, default=[1, 8, 32], help="at once")
-    parser.add_argument("--pairs", type=int, dest="rounds", default=3, help="the same as --rounds")
-    parser.add_argument("--tokens", type=int, default=64, help="of an output, at most")
-    parser.add_argument("--drafts", type=int, default=5, help="of a step, at most")
-    parser.add_argument("--acceptance", action="store_true", help="of a draft model, instead")
-    options = parser.parse_args()
+    options = options_of(
+        __doc__,
+        rounds=3,
+        model=(Path, "folder of a checkpoint; default: demo model"),
+        speculators=["ngram", "suffix"],
+        sets=SETS,
+        streams=([1, 8, 32], "at once"),
+        tokens=(64, "of an output, at most"),
+        drafts=(5, "of a step, at most"),
+        acceptance=(False, "of a draft model, instead"),
+        **PEER_OPTIONS,
+    )
     results: Any
     if options.acceptance:
         import draft_acceptance

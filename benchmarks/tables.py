@@ -9,12 +9,12 @@ from rich.table import Table
 
 
 def show_table(
-    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, width: int = 120
+    title: str, headings: Iterable[object], rows: Iterable[Sequence[object]], *, width: int = 120
 ) -> None:
     """Print a table, whose first column is aligned to the left."""
     table = Table(title=title)
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left")
+        table.add_column(str(heading), justify="right" if number else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(str, row))
     Console(width=width).print(table)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import parser_of, save
+from options import options_of, save
 from safetensors.torch import save_file
 from tables import show_table
 
@@ -35,10 +35,7 @@ _SIZES = {"down_proj": (576, 1536), "up_proj": (1536, 576), "gate_proj": (1536, 
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = parser_of(__doc__, rounds=5, peers=False)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--streams", type=int, default=32)
-    options = parser.parse_args()
+    options = options_of(__doc__, model="smollm2", streams=32, rounds=5)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "weights.safetensors"
         torch.manual_seed(0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -51,10 +51,7 @@ def main() -> None:
         texts = ("One plus one is", "The sea is", "Once upon a")
         walks = [count_calls(lambda text=text: llm.generate(text, params)) for text in texts]
         calls = min(walks, key=Counter.total)
-    if options.json:
-        print(json.dumps(sums(calls)))
-    else:
-        print_table(calls, by_file=options.files)
+    print(json.dumps(sums(calls)) if options.json else table(calls, by_file=options.files))
 
 
 Calls = Counter[tuple[CodeType, bool]]
@@ -122,26 +119,20 @@ def sums(calls: Calls) -> dict[str, Any]:
     }
 
 
-def print_table(calls: Calls, *, by_file: bool) -> None:
-    """Print files, functions and calls by folder or file, then the sums."""
-    rows: dict[tuple[str, bool], tuple[set[str], int, int]] = {}
+def table(calls: Calls, *, by_file: bool) -> str:
+    """Return files, functions and calls by folder or file, then the sums."""
+    rows: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for (code, of_model), count in calls.items():
         path = relative(code.co_filename) or code.co_filename
         place = path if by_file else str(Path(path).parent)
-        files, functions, total = rows.get((place, of_model), (set(), 0, 0))
-        rows[place, of_model] = (files | {path}, functions + 1, total + count)
-    print(f"{'files':>6} {'functions':>10} {'calls':>7}  place")
-    for (place, of_model), (files, functions, total) in sorted(rows.items()):
-        print(f"{len(files):>6} {functions:>10} {total:>7}  {place}{' (model)' * of_model}")
-    for title, kinds in (
-        ("model and attention", {True}),
-        ("everything else", {False}),
-        ("all", {False, True}),
-    ):
-        some = [row for (_, of_model), row in rows.items() if of_model in kinds]
-        files = set().union(*(row[0] for row in some))
-        functions, total = sum(row[1] for row in some), sum(row[2] for row in some)
-        print(f"{len(files):>6} {functions:>10} {total:>7}  = {title}")
+        total = "= model and attention" if of_model else "= everything else"
+        for key in (place + " (model)" * of_model, total, "= all"):
+            rows[key].append((path, count))
+    lines = [f"{'files':>6} {'functions':>10} {'calls':>7}  place"]
+    for key in sorted(rows, key=lambda key: (key.startswith("="), key)):
+        files, counts = zip(*rows[key], strict=True)
+        lines.append(f"{len(set(files)):>6} {len(counts):>10} {sum(counts):>7}  {key}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

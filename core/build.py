@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
-import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,39 +18,35 @@ from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.frontend.engine_owner import EngineOwner
 from hardpoint.core.frontend.engine_parts import Companion, EngineParts, Opening
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.errors import PluginConflictError, PluginLoadError
+from hardpoint.errors import PluginLoadError
 from hardpoint.host.boundary.errors import naming_plugin
 from hardpoint.host.boundary.parts.frontend_parts import FrontendParts, frontend_parts
-from hardpoint.host.boundary.text_guards import open_parser, open_tokenizer
+from hardpoint.host.boundary.text_guards import open_tokenizer
 from hardpoint.host.registry.blame import close_if_failed, faults_as
 from hardpoint.host.registry.discovery import InstalledPlugin, installed_version
 from hardpoint.host.registry.hooks import HookSet
 from hardpoint.host.registry.model_files import find_files
 from hardpoint.host.registry.plugin_set import PluginSet, resolve_plugins
-from hardpoint.host.system.resources import check_descriptors
+from hardpoint.host.system.descriptors import check_descriptors
 from hardpoint.host.system.threads import short_spin
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
     IterationStats,
     ModelFiles,
-    OutputParser,
-    RequestError,
     SamplingParams,
     Tokenizer,
 )
 from hardpoint.plugins.component.base import Progress, no_progress
-from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.toolkit.parsing.output_parsers import OutputParsers
 from hardpoint.typed import join_path, read_only
 
 from .kv_cache import CacheSize
 
 if TYPE_CHECKING:
     from .engine.inputs import OpenInputs
-    from .weights.worker_spec import WorkerSpec
+    from .weights.worker_spec import StartWorker, WorkerSpec
 
 _log = logging.getLogger("hardpoint")
 
@@ -106,7 +102,6 @@ class PreparedEngine:
     hooks: HookSet
     spec: WorkerSpec
     tokenizer: Tokenizer
-    parsers: OutputParsers
     clock: Callable[[], float]
     step_parts: FrontendParts
     companions: Sequence[Companion]
@@ -162,10 +157,9 @@ class PreparedEngine:
             hooks=self.hooks,
             model_config=spec.model_config,
             tokenizer=self.tokenizer,
-            parsers=self.parsers,
             client=client,
             supported_tasks=tuple(tasks),
-            components=[spec.loader, self.tokenizer, *self.parsers.components],
+            components=[spec.loader, self.tokenizer],
             clock=self.clock,
             step_parts=self.step_parts,
             companions=self.companions,
@@ -185,12 +179,14 @@ def build_engine(
     handed: Sequence[InstalledPlugin] = (),
     companions: Sequence[OpenCompanion] = (),
     open_inputs: OpenInputs | None = None,
+    start_worker: StartWorker | None = None,
 ) -> LLMEngine:
     """Build an engine in this process.
 
     Args:
         config, config_sources, progress, clock, handed, companions: as of `prepare_engine`.
         open_inputs: as of `build_core`; None is its default.
+        start_worker: as of `WorkerSpec`.
 
     Raises:
         ConfigError, PluginError, ModelError: as `prepare_engine`.
@@ -208,18 +204,18 @@ def build_engine(
     prepared = prepare_engine(
         config, sources, progress=progress, clock=clock, handed=handed, companions=companions
     )
-    return prepared.open(functools.partial(_open_in_process, open_inputs), LLMEngine)
+    return prepared.open(functools.partial(_open_in_process, open_inputs, start_worker), LLMEngine)
 
 
 def _open_in_process(
-    open_inputs: OpenInputs | None, prepared: PreparedEngine
+    open_inputs: OpenInputs | None, start_worker: StartWorker | None, prepared: PreparedEngine
 ) -> tuple[EngineCoreClient, CacheSize]:
     with naming_plugin(prepared.spec.plugins):
         from hardpoint.core.engine.build import build_core  # noqa: PLC0415 - needs torch
         from hardpoint.core.engine.inputs import EngineInputs  # noqa: PLC0415 - as above
 
         built = build_core(
-            prepared.spec,
+            dataclasses.replace(prepared.spec, start_worker=start_worker),
             prepared.hooks,
             prepared.config_sources,
             prepared.clock,
@@ -259,13 +255,12 @@ def prepare_engine(
     files = spec.loader.context.files
     new_tokenizer = functools.partial(_tokenizer, config, plugins, files, vocab_size)
     tokenizer = new_tokenizer()
-    parsers = _output_parsers(config, plugins, tokenizer, vocab_size)
     vocabulary = _AskedVocabulary(tokenizer)
     fields = spec.for_parts | {"config": config}
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     with naming_plugin(plugins):
         step_parts = frontend_parts(
-            plugins, fields, vocabulary, vocab_size, encode, clock, send_stats
+            plugins, fields, vocabulary, vocab_size, encode, clock, send_stats, tokenizer
         )
     with contextlib.ExitStack() as undo:
         undo.callback(step_parts.close)
@@ -274,7 +269,7 @@ def prepare_engine(
         for open_companion in companions:
             opened.append(open_companion(opening))
             undo.callback(opened[-1].close)
-        _check_stats(config, step_parts)
+        _check_parts(config, step_parts)
         undo.pop_all()
     return PreparedEngine(
         config,
@@ -282,7 +277,6 @@ def prepare_engine(
         hooks,
         spec,
         tokenizer,
-        parsers,
         clock,
         step_parts,
         opened,
@@ -291,7 +285,21 @@ def prepare_engine(
     )
 
 
-def _check_stats(config: EngineConfig, step_parts: FrontendParts) -> None:
+def _check_parts(config: EngineConfig, step_parts: FrontendParts) -> None:
+    """Check that step parts do what the configuration asks for.
+
+    Raises:
+        ConfigError: an enabled part is missing.
+    """
+    for field, kind, name in (
+        ("reasoning.parser", "reasoning_parsers", config.reasoning.parser),
+        ("tools.parser", "tool_parsers", config.tools.parser),
+    ):
+        if name not in ("auto", "none") and kind not in step_parts.named_components:
+            raise ConfigError(
+                f"{field}: expected an enabled step part that drives {kind}, for {name!r}, got "
+                'none; enable "output_parsing", of the distribution hardpoint'
+            )
     if config.stats.on and not step_parts.observers:
         raise ConfigError(
             "stats: expected an enabled step part that gathers statistics, got none; enable "
@@ -374,83 +382,3 @@ class _AskedVocabulary:
         if self.found is None:
             self.found = self._tokenizer.vocabulary()
         return self.found
-
-
-def _output_parsers(
-    config: EngineConfig, plugins: PluginSet, tokenizer: Tokenizer, vocab_size: int
-) -> OutputParsers:
-    opened: dict[tuple[str, str], OutputParser] = {}
-    by_kind = {}
-    for kind, name in (
-        ("reasoning_parsers", config.reasoning.parser),
-        ("tool_parsers", config.tools.parser),
-    ):
-        entry = _named_parser(kind, name, plugins, tokenizer)
-        if entry is None:
-            continue
-        key = (entry.name, entry.value)  # a class of both roles is one component
-        try:
-            if key not in opened:
-                opened[key] = open_parser(plugins, entry, tokenizer, vocab_size)
-        except ConfigError as cause:
-            if name != "auto":
-                raise
-            _log.warning(
-                "%s: the chat template shows %r, which is left out: %s", kind, entry.name, cause
-            )
-            continue
-        by_kind[kind] = opened[key]
-
-    def of_any_model() -> OutputParser | None:
-        for entry in plugins.entries("tool_parsers"):
-            if plugins.target(entry).any_model:
-                return open_parser(plugins, entry, tokenizer, vocab_size)
-        return None
-
-    has_format = "tool_parsers" in by_kind or config.tools.parser != "auto"
-    parsers = OutputParsers(tokenizer, by_kind, (), None if has_format else of_any_model)
-    _log_text_markers(parsers, tokenizer)
-    return parsers
-
-
-def _log_text_markers(parsers: OutputParsers, tokenizer: Tokenizer) -> None:
-    if parsers.reasoning is None:
-        return
-    special = set(tokenizer.special_tokens.values())
-    try:
-        markers = parsers.reasoning.markers()
-    except RequestError:  # each request is refused with it
-        return
-    texts = [
-        repr(tokenizer.decode(marker, skip_special_tokens=False))
-        for marker in (*markers.start, *markers.end)
-        if not special.intersection(marker)
-    ]
-    if texts:
-        _log.info(
-            "reasoning_parsers: %s: %s: no special tokens of this tokenizer, so that any text with "
-            "them counts; thinking budgets and grammars go by their usual tokens",
-            parsers.reasoning.name,
-            ", ".join(texts),
-        )
-
-
-def _named_parser(
-    kind: str, name: str, plugins: PluginSet, tokenizer: Tokenizer
-) -> PluginEntry | None:
-    if name == "none":
-        return None
-    if name != "auto":
-        return plugins.get(kind, name)
-    template = "".join(tokenizer.chat_templates.values())
-    fitting = [
-        (sum(map(len, marks)), entry)
-        for entry in plugins.entries(kind)
-        if template and (marks := plugins.target(entry).template_marks)
-        if all(mark in template for mark in marks)
-    ]
-    if not fitting:
-        return None
-    _, entry = max(fitting, key=operator.itemgetter(0))
-    _log.info("%s: %s, for the model's chat template shows its markers", kind, entry.name)
-    return plugins.get(kind, entry.name, PluginConflictError)

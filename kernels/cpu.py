@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import mmap
 import os
 import struct
@@ -37,6 +38,8 @@ __all__ = [
     "load",
     "pack_codes",
 ]
+
+_log = logging.getLogger(__name__)
 
 PATHS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "plain")
 """Instruction sets, best first."""
@@ -168,10 +171,7 @@ class Library:
         """
         file = self._file = _FOLDER / f"cpu_{path}.so"
         if not file.exists():
-            raise KernelsUnavailableError(
-                "they were not compiled when hardpoint was installed, for want of a C++ compiler "
-                "(g++ or clang++) that takes them"
-            )
+            raise KernelsUnavailableError(_why_missing(path))
         _share_openmp()
         self.path = path
         self.recording: Recording | None = None
@@ -347,7 +347,8 @@ def load(path: str = "") -> Library:
     failures = []
     for name in [wanted] if wanted else PATHS:
         if not plain.supports(name):
-            failures.append(f"the processor has no {name}")
+            if wanted:
+                failures.append(f"the processor has no {name}")
             continue
         try:
             library = plain if name == "plain" else Library(name)
@@ -355,9 +356,24 @@ def load(path: str = "") -> Library:
             failures.append(f"{name}: {error}")
             continue
         if _multiplies_rightly(library):
+            for failure in failures:
+                _log.warning("kernels of instruction set %s are used; %s", name, failure)
             return library
         failures.append(f"{name}: a known product came out wrong")
     raise KernelsUnavailableError("; ".join(failures))
+
+
+def _why_missing(path: str) -> str:
+    """Return why the library of an instruction set is not there."""
+    if path != "plain" and (_FOLDER / "cpu_plain.so").exists():
+        return (
+            f"it was not compiled: install with HARDPOINT_BUILD_KERNELS={path} (or =all), and "
+            "install a wheel or with a C++ compiler (g++ or clang++) that knows it"
+        )
+    return (
+        "they were not compiled when hardpoint was installed, for want of a C++ compiler "
+        "(g++ or clang++) that takes them"
+    )
 
 
 def _share_openmp() -> None:

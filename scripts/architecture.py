@@ -53,7 +53,7 @@ BOXES = {
         2,
     ),
     "core": Box("hardpoint.core", "core/", "scheduling loop, KV cache, workers", 1, 3),
-    "host": Box("hardpoint.host", "host/", "discovery, guards, processes", 1, 4),
+    "host": Box("hardpoint.host", "host/", "discovery, guards, messages", 1, 4),
     "builtin_plugins": Box(
         "hardpoint.builtin_plugins", "builtin_plugins/", "loaded by entry point alone", 0, 4
     ),

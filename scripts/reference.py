@@ -35,8 +35,8 @@ import msgspec
 from hardpoint import plugins, testing
 from hardpoint.builtin_plugins.server.assembly import core_routes
 from hardpoint.builtin_plugins.server.routes.fields import GenerationFields
+from hardpoint.configuration.loading import default_config_type
 from hardpoint.host.live.settings import settings_of
-from hardpoint.host.registry.configuration import default_config_type
 from hardpoint.host.registry.kinds import KINDS, PluginKind, Stability
 from hardpoint.plugins import EngineHalf, SamplingParams, WorkerHalf, Wrapper
 from hardpoint.plugins.component import Component

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
+import inspect
 import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +24,8 @@ from support.searching import choose_profile
 from support.selection import Selection
 from support.stress import Stress
 
-from hardpoint.testing import write_scripted_model
+from hardpoint import LLM
+from hardpoint.testing import scripted_config, scripted_engine, write_scripted_model
 
 # Triton's kernels are interpreted where there is no GPU, unless the environment has another value;
 # it is read when they are imported. The files are NVIDIA's, AMD's, and Windows' for Linux.
@@ -128,6 +134,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     STARTS.forks = item.get_closest_marker("fresh_process") is None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function: by its fixture `run`, or in a new event loop."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    coroutine = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    if (run := pyfuncitem.funcargs.get("run")) is None:
+        asyncio.run(coroutine)
+    else:
+        run(lambda _: coroutine)
+    return True
+
+
 # Folders in which the wheels of the packages in examples/ are installed.
 acme = package_fixture("acme_sampling")
 acme_affinity = package_fixture("acme_affinity")
@@ -171,6 +191,25 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "user: words\nplease\nassistant: ": "the quick brown fox jumps over the lazy dog",
         },
     )
+
+
+@pytest.fixture
+def open_engine(scripted: Path) -> Iterator[Callable[..., Any]]:
+    """A function that opens an engine on the scripted model; the engine closes after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def opened(*args: Any, **kwargs: Any) -> Any:
+            engine = scripted_engine(scripted, *args, **kwargs)
+            return stack.enter_context(contextlib.closing(engine))
+
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def llm(scripted: Path) -> Iterator[LLM]:
+    """An LLM of the scripted model, for the tests of a module."""
+    with LLM(config=scripted_config(scripted)) as llm:
+        yield llm
 
 
 @pytest.fixture

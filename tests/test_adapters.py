@@ -14,12 +14,11 @@ HERE = "support.plugins.transformers_processors"
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 
 
-def engine_with(scripted, target, options=None, name="thing", replies=None, **extra):
+def engine_with(open_engine, target, options=None, name="thing", replies=None, **extra):
     options = {name: options} if options else {}
     if replies is not None:
         options["scripted_speculator"] = {"right": 0.7, "replies": replies}
-    return scripted_engine(
-        scripted,
+    return open_engine(
         {
             "plugins": {"enable": [{"use": f"{HERE}:{target}", "name": name}]},
             "plugin": options,
@@ -69,10 +68,10 @@ def plain(scripted):
     ],
 )
 def test_a_changing_batch_gives_what_each_request_gets_alone(
-    scripted, plain, target, arguments_of, options
+    open_engine, plain, target, arguments_of, options
 ):
     jobs = mixed_jobs(arguments_of)
-    engine = engine_with(scripted, target, options)
+    engine = engine_with(open_engine, target, options)
     together = run(engine, jobs, per_step=2)
     assert together == alone(engine, jobs)
     engine.close()
@@ -87,10 +86,9 @@ def _bare(params):
     return SamplingParams(**{field: getattr(params, field) for field in fields})
 
 
-def test_transformers_own_repetition_penalty_equals_the_built_in(scripted):
+def test_transformers_own_repetition_penalty_equals_the_built_in(open_engine):
     name = "transformers:RepetitionPenaltyLogitsProcessor"
-    engine = scripted_engine(
-        scripted,
+    engine = open_engine(
         {
             "plugins": {"enable": [{"use": name, "name": "theirs"}]},
             "plugin": {"theirs": {"args": {"penalty": 0.2}}},
@@ -105,20 +103,17 @@ def test_transformers_own_repetition_penalty_equals_the_built_in(scripted):
         theirs.append((f"r{index}", prompt, SamplingParams(**params, plugin_args={"theirs": {}})))
         ours.append((f"r{index}", prompt, SamplingParams(**params, repetition_penalty=0.2)))
     assert run(engine, theirs, per_step=2) == run(engine, ours, per_step=2)
-    engine.close()
 
 
-def test_every_request_can_use_it(scripted):
-    engine = engine_with(scripted, "Counting", {"every_request": True})
+def test_every_request_can_use_it(open_engine):
+    engine = engine_with(open_engine, "Counting", {"every_request": True})
     assert tokens(engine, max_tokens=3) == [65, 66, 67]
-    engine.close()
 
 
-def test_a_shared_object_keeps_its_state_per_request(scripted):
-    engine = engine_with(scripted, "counting")
+def test_a_shared_object_keeps_its_state_per_request(open_engine):
+    engine = engine_with(open_engine, "counting")
     for _ in range(2):
         assert tokens(engine, max_tokens=3, plugin_args={"thing": {}}) == [65, 66, 67]
-    engine.close()
 
 
 def test_the_listing_names_the_adapter(capsys, tmp_path, monkeypatch):

@@ -62,26 +62,23 @@ def test_beams_do_not_depend_on_the_engine(beams, name):
     check(beams, CASES, SETTINGS[name])
 
 
-def test_an_abort_ends_a_request_and_its_forks(scripted):
+async def test_an_abort_ends_a_request_and_its_forks(scripted):
     from hardpoint.testing import scripted_config
 
-    async def run() -> None:
-        enabled = [*scripted_config(scripted)["plugins"]["enable"], "support.plugins.slow:Slow"]
-        config = scripted_config(scripted, {"plugins": {"enable": enabled}})
-        async with AsyncLLM(config=config) as llm:
-            slow = {"slow": {"seconds": 0.05}}
-            params = SamplingParams(max_tokens=400, ignore_eos=True, plugin_args=slow)
-            source = llm.generate([1, 2, 3], params, "r")
-            first = await anext(source)
-            forks = [llm.fork("r", [token]) for token in (7, 8)]
-            started = [await anext(fork) for fork in forks]
-            assert [one.outputs[0].index for one in (first, *started)] == [0, 1, 2]
-            assert [one.outputs[0].token_ids[0] for one in started] == [7, 8]
-            await llm.abort("r")
-            for stream in (source, *forks):
-                last = [output async for output in stream][-1]
-                assert last.outputs[0].finish_reason == "abort"
-            stats = await llm.engines.scheduler_stats()
-            assert (stats.num_running, stats.num_waiting) == (0, 0)
-
-    asyncio.run(run())
+    enabled = [*scripted_config(scripted)["plugins"]["enable"], "support.plugins.slow:Slow"]
+    config = scripted_config(scripted, {"plugins": {"enable": enabled}})
+    async with AsyncLLM(config=config) as llm:
+        slow = {"slow": {"seconds": 0.05}}
+        params = SamplingParams(max_tokens=400, ignore_eos=True, plugin_args=slow)
+        source = llm.generate([1, 2, 3], params, "r")
+        first = await anext(source)
+        forks = [llm.fork("r", [token]) for token in (7, 8)]
+        started = [await anext(fork) for fork in forks]
+        assert [one.outputs[0].index for one in (first, *started)] == [0, 1, 2]
+        assert [one.outputs[0].token_ids[0] for one in started] == [7, 8]
+        await llm.abort("r")
+        for stream in (source, *forks):
+            last = [output async for output in stream][-1]
+            assert last.outputs[0].finish_reason == "abort"
+        stats = await llm.engines.scheduler_stats()
+        assert (stats.num_running, stats.num_waiting) == (0, 0)

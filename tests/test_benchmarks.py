@@ -41,27 +41,37 @@ def test_grammars_in_steps(tmp_path):
 
 def executors(tmp_path, *arguments):
     """Return the measurements of the benchmark of executors."""
-    script = str(ROOT / "benchmarks" / "executors.py")
-    short = ("--rounds", "1", "--tokens", "4", "--hidden", "64", "--layers", "2")
+    script = str(ROOT / "benchmarks" / "throughput.py")
+    short = ("executors", "--rounds", "1", "--tokens", "4", "--hidden", "64", "--layers", "2")
     run(sys.executable, script, *short, "--json", "found.json", *arguments, cwd=tmp_path)
     return json.loads((tmp_path / "found.json").read_text())
 
 
 def test_executors_with_one_worker(tmp_path):
-    found = executors(tmp_path, "--parts", "steps", "shape", "--ranks", "uniproc")
-    assert found["steps"]["1"]["uniproc"] > 0
-    assert found["shape"]["32"]["uniproc"]["tokens"] > 0
+    found = executors(tmp_path, "--streams", "4", "--ranks", "uniproc")
+    assert found["scripted model"]["4 streams"]["uniproc"] > 0
+    assert found["random Llama"]["4 streams"]["uniproc"] > 0
 
 
 @pytest.mark.nightly
 def test_executors_with_several_workers(tmp_path):
     names = ("uniproc", "tensor 2", "pipeline 2")
     found = executors(tmp_path, "--ranks", *names)
-    for count in ("1", "32"):
-        steps, rates = found["steps"][count], found["shape"][count]
-        assert steps.keys() == rates.keys() == {*names}
-        assert all(value > 0 for value in steps.values())
-        assert 0 < rates["tensor 2"]["share"] < 1
+    for count in ("1 streams", "32 streams"):
+        for scenario in ("scripted model", "random Llama"):
+            assert found[scenario][count].keys() == {*names}
+            assert all(value > 0 for value in found[scenario][count].values())
+        assert 0 < found["random Llama: more"][count]["tensor 2"]["share"] < 1
+
+
+@pytest.mark.nightly
+def test_replicas(tmp_path):
+    script = str(ROOT / "benchmarks" / "throughput.py")
+    short = ("replicas", "--engines", "1", "2", "--rounds", "1", "--tokens", "4")
+    run(sys.executable, script, *short, "--json", "found.json", cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["1 engines: more"]["share"] == 1
+    assert all(value > 0 for value in found["2 engines: more"].values())
 
 
 def planning_ahead(tmp_path):
@@ -117,7 +127,7 @@ def test_acceptance_of_a_draft_model(tmp_path):
 
 @pytest.mark.timing
 def test_speculation(tmp_path):
-    sets = ("--sets", "edit", "chat", "--streams", "2", "--pairs", "1", "--tokens", "8")
+    sets = ("--sets", "edit", "chat", "--streams", "2", "--rounds", "1", "--tokens", "8")
     found = speculation(tmp_path, "--peers", "--speculators", "ngram", *sets)
     assert [one["set"] for one in found] == ["edit", "chat"]
     for one in found:

@@ -2,7 +2,7 @@
 
 A wheel in tests/compatibility is built once, when its contract is published, and never again: an
 engine that accepts that version of the contract has to run it. Those of the example packages are
-what the examples were when the wheels were built.
+what the examples were when the wheels were built. `unzip -p WHEEL '*.py'` prints the code.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from hardpoint.builtin_plugins.stats.families import (
     CounterMetricFamily,
     HistogramMetricFamily,
 )
-from hardpoint.host.registry.configuration import default_config_type, load_config
+from hardpoint.configuration.loading import default_config_type, load_config
 
 FOLDER = ROOT / "examples" / "deployment"
 PAGE = (ROOT / "docs" / "deployment.md").read_text()

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 from support.source_tree import modules
 
-LOADER = "hardpoint.host.registry"
-"""Imports what configurations and entry points name, and has the table of old import paths."""
+LOADERS = ("hardpoint.host.registry.", "hardpoint.old_names.modules")
+"""Import what configurations and entry points name; the table of old import paths."""
 IMPORTING = {"import_module", "__import__", "resolve_name", "find_spec"}
 """Functions that import a module by its name."""
 MODULE = re.compile(r"hardpoint(?:\.\w+)+\.?")
@@ -131,7 +131,7 @@ def outside_the_loader(text: re.Pattern[str]) -> Iterator[tuple[str, ast.Module]
     """Yield name and syntax tree of the modules with a text, but for those of the loader."""
     for module, path in modules().items():
         source = path.read_text(encoding="utf-8")
-        if not module.startswith(f"{LOADER}.") and text.search(source):
+        if not module.startswith(LOADERS) and text.search(source):
             yield module, ast.parse(source)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from support.once import once
 from support.processes import ROOT
 from support.source_tree import PACKAGE, top_level_folders
@@ -21,7 +24,12 @@ import hardpoint
 from hardpoint.kernels.cpu import PATHS
 
 COMPILER = ROOT / "scripts" / "cached-compiler"
-CACHED = {**os.environ, "CC": f"{COMPILER} cc", "CXX": f"{COMPILER} c++"}
+CACHED = {
+    **os.environ,
+    "HARDPOINT_BUILD_KERNELS": "all",
+    "CC": f"{COMPILER} cc",
+    "CXX": f"{COMPILER} c++",
+}
 """Environment in which the kernels are compiled once: scripts/test has done so."""
 
 
@@ -190,3 +198,40 @@ def test_a_completing_shell_shows_what_is_imported_on_use(installed):
     done = run(installed, "-c", code)
     assert set(hardpoint.__all__) < set(done.stdout.split())
     assert done.stdout.split()[-1] == "False"
+
+
+@pytest.mark.nightly
+def test_a_release_is_built_and_checked_where_there_is_no_compiler(tmp_path):
+    """Run the steps of the release workflow up to the upload."""
+    python = tmp_path / "tools" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "tools"], check=True)
+    (workflow,) = (ROOT / ".github" / "workflows").glob("release.yml")
+    (packages,) = re.findall(r"pip install (.+)$", workflow.read_text(), re.MULTILINE)
+    subprocess.run([python, "-m", "pip", "install", "-q", *shlex.split(packages)], check=True)
+    source, out = tmp_path / "source", tmp_path / "dist"
+    copy_source(source)
+    for name in ("scripts/build-wheels", "scripts/build_wheels.py"):
+        (source / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    done = subprocess.run(
+        [source / "scripts" / "build-wheels", out],
+        env={**CACHED, "PYTHON": str(python), "PATH": f"{python.parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    built = sorted(path.name for path in out.iterdir())
+    assert len(built) == 2
+    assert re.fullmatch(r"hardpoint-[0-9.]+-py3-none-manylinux_2_\d+_\w+\.whl", built[0])
+    assert "kernels: plain" in done.stdout
+
+
+def test_a_release_has_the_version_of_its_tag():
+    """The workflow compares the tag with the line of pyproject.toml that has the version."""
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    steps = yaml.safe_load(text)["jobs"]["build"]["steps"]
+    (check,) = [step["run"] for step in steps if "tag" in step.get("name", "")]
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for tag, code in ((f"v{stated}", 0), (f"v{stated}1", 1), ("v9", 1)):
+        environment = {"GITHUB_REF_NAME": tag, "PATH": os.environ["PATH"]}
+        assert subprocess.run(["bash", "-c", check], cwd=ROOT, env=environment).returncode == code

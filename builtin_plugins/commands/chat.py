@@ -23,8 +23,10 @@ from .sampling import add_sampling_options, conversation_params, sampling_params
 if TYPE_CHECKING:
     from hardpoint.plugins.server.commands import Generator
 
-_HELP = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."
+_HELP = "/help lists the commands, Ctrl-C stops an answer, exit or Ctrl-D leaves."
+_LEAVING = ("exit", "quit")
 _KEYS = """\
+exit, quit      leave, as Ctrl-D does
 //TEXT          send /TEXT as a message
 Alt-Enter       add a line, as a backslash before Enter does
 Tab             complete a command; pasted lines are one message
@@ -231,7 +233,7 @@ def _talk_on_terminal(chat: _Chat) -> None:
         while not chat.is_over:
             try:
                 text = next(messages, None)
-                if text is None:
+                if text is None or text.strip().lower() in _LEAVING:
                     return
                 chat.handle(text.strip())
             except HardpointError as error:

@@ -33,7 +33,7 @@ _MAX_WAITING = 2048
 
 _PACED = "hardpoint.simulation:PacedExecutor"
 
-_OPTIONS = ("host", "port", "uds", "workers", "admin", "root_path", "keys_file")
+_OPTIONS = ("host", "port", "uds", "workers", "admin", "root_path", "keys_file", "allowed_hosts")
 """Options that are fields of the table `server`."""
 
 
@@ -49,6 +49,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add("--uds", metavar="PATH", help="Unix socket to listen on instead")
     add("--workers", type=int, metavar="N", help="processes that answer requests (default: 1)")
     add("--admin", metavar="ADDRESS", help="unix:PATH or HOST:PORT of the admin routes")
+    add(
+        "--allowed-hosts",
+        metavar="NAME,NAME",
+        type=lambda text: [name.strip() for name in text.split(",")],
+        help="host names that requests may use, in place of the default ones; * is any",
+    )
     add("--root-path", metavar="PATH", help="prefix of the paths at a proxy")
     add("--keys-file", metavar="PATH", help="TOML file of the keys that requests need")
     add(
@@ -187,7 +193,7 @@ async def _serve(
 ) -> int:
     from .access.keys import installed  # noqa: PLC0415
     from .assembly import assemble  # noqa: PLC0415 - as above
-    from .serving import Serving, begin_outliving  # noqa: PLC0415
+    from .serving import Serving, announce, begin_outliving  # noqa: PLC0415
 
     try:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
@@ -202,14 +208,12 @@ async def _serve(
 
         task: Any = asyncio.current_task()
 
-        def announce() -> None:
+        def begin() -> None:
             begin_outliving(outliving, task, engine, applications)
             if not context.quiet:
-                print(f"Serving {applications.service.names[0]} at {users.url}", flush=True)
-            if not context.quiet and admin is not None:
-                print(f"Serving administrators at {admin.url}", flush=True)
+                announce(applications.service, users, admin)
 
-        return await Serving(applications, users, admin, manager).run(announce=announce)
+        return await Serving(applications, users, admin, manager).run(announce=begin)
     finally:
         await engine.aclose()
 

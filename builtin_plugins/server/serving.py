@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import ipaddress
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ import uvicorn
 from hardpoint.plugins import ConfigError, HardpointError
 from hardpoint.plugins.server import AsyncGenerator
 
+from .access.guard import accepted_names
 from .application import Application
 from .assembly import Applications
 from .operations.addresses import BoundAddress, allow_descriptors
@@ -23,7 +26,7 @@ from .operations.connections import ServerConnection
 from .operations.loop_watch import Outliving, blame_stop, watched
 from .operations.notify import ServiceManager
 from .receiving import body_limit
-from .service import ServerPhase
+from .service import ServerPhase, Service
 
 _log = logging.getLogger("hardpoint")
 
@@ -320,3 +323,32 @@ def loop_factory() -> Any:
     except ImportError:
         return None
     return uvloop.new_event_loop
+
+
+def announce(service: Service, users: BoundAddress, admin: BoundAddress | None) -> None:
+    """Print the addresses of a server, and on standard error whether anybody may use it."""
+    with contextlib.suppress(OSError):  # the reader may have closed the pipe
+        print(f"Serving {service.names[0]} at {users.url}", flush=True)
+        if admin is not None:
+            print(f"Serving administrators at {admin.url}", flush=True)
+        if (warning := exposure(service, users)) is not None:
+            print(f"hardpoint: warning: {warning}", file=sys.stderr, flush=True)
+
+
+def exposure(service: Service, users: BoundAddress) -> str | None:
+    """Return a warning if other machines can use the server without a key, otherwise None."""
+    if service.has_keys or users.host is None or _is_loopback(users.host):
+        return None
+    names = accepted_names(users.host, service.settings.allowed_hosts)
+    accepted = "any" if "*" in names else ", ".join(sorted(names))
+    return (
+        "other machines can use this server without a key (--api-key or server.keys_file sets "
+        f"one); accepted host names: {accepted} (--allowed-hosts or server.allowed_hosts)"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -24,7 +24,6 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import KVCacheConfig, LoadConfig, SchedulerConfig
-from hardpoint.toolkit.parsing.output_parsers import OutputParsers
 
 T = TypeVar("T")
 
@@ -75,7 +74,6 @@ class EngineParts:
     hooks: HookSet
     model_config: ModelConfig
     tokenizer: Tokenizer
-    parsers: OutputParsers
     client: EngineCoreClient
     supported_tasks: tuple[str, ...]
     components: Sequence[Component]

@@ -14,7 +14,7 @@ from hardpoint.host.boundary.errors import close_all, engine_dead
 from hardpoint.host.boundary.parts.states import States, states_of, states_of_parts
 from hardpoint.host.boundary.plugin_health import PluginHealth
 from hardpoint.host.live.change import LiveChange, PreparedChange, Slot, Switch
-from hardpoint.host.live.parts import FrontendPartChanges, HalfChanges
+from hardpoint.host.live.parts import HalfChanges, part_changes
 from hardpoint.host.registry.blame import describe, logged_after
 from hardpoint.host.registry.discovery import is_third_party
 from hardpoint.host.registry.plugin_set import PluginSet
@@ -83,7 +83,6 @@ class Frontend:
             self._health,
             parts.model_config.vocab_size,
             parts.tokenizer,
-            parts.parsers,
             parts.step_parts,
         )
         self.input = InputProcessor(
@@ -114,11 +113,14 @@ class Frontend:
     def change_slots(self) -> list[Slot]:
         """Return the places of the frontend that live changes concern."""
         parts = self._step_parts
-        return [self, FrontendPartChanges(parts, self._settings[1]), HalfChanges(parts)]
+        halves = part_changes(
+            parts, parts.use_halves, self._settings[1], parts.users_of, closes_later=True
+        )
+        return [self, halves, HalfChanges(parts)]
 
     def states(self) -> States:
-        """Return the states of parsers, frontend halves of step parts, and their components."""
-        found = states_of([*self._step_parts.components, *self._arguments.parsers.components])
+        """Return the states of the frontend halves of step parts, and of their components."""
+        found = states_of(self._step_parts.components)
         return found | states_of_parts(self._step_parts.halves, "frontend")
 
     def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
@@ -287,7 +289,6 @@ class Frontend:
             stack.callback(self._step_parts.close)
             for companion in self._companions:
                 stack.callback(companion.close)
-            stack.callback(self._arguments.close)
             stack.callback(lambda: self.observers.close(self.output.observed()))
             stack.callback(close_client)
             stack.callback(self._hooks.call, "engine_closing")

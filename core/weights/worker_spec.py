@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import EngineConfig, ModelConfig, WeightLoader
 from hardpoint.plugins.component import Progress
+from hardpoint.plugins.component.manifest import Manifest
+from hardpoint.plugins.executor import WorkerLaunch, WorkerProcess
 from hardpoint.plugins.parallel import Placement
 
 
@@ -35,6 +37,12 @@ ONLY_ENGINE = EnginePlace()
 """The place of an engine without others."""
 
 
+StartWorker = Callable[[WorkerLaunch, str, Sequence[int], Manifest, str], WorkerProcess]
+"""Starts a process as `ExecutorContext.start_process`, given the plugins, too, and a folder, which
+the process removes if this one ends without doing so.
+"""
+
+
 @dataclass(frozen=True)
 class WorkerSpec:
     """The configuration and plugins of a worker.
@@ -48,6 +56,7 @@ class WorkerSpec:
         num_draft_tokens: most drafts of a request that a step verifies.
         prepare: returns the spec of a further model; None if the spec was made by hand.
         place: place of its engine among several.
+        start_worker: starts the process of a worker; None if the program starts none.
     """
 
     config: EngineConfig
@@ -63,6 +72,7 @@ class WorkerSpec:
     num_draft_tokens: int = 0
     prepare: Callable[[EngineConfig], WorkerSpec] | None = None
     place: EnginePlace = ONLY_ENGINE
+    start_worker: StartWorker | None = None
 
     @property
     def for_parts(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from hardpoint.core.weights.worker_spec import ONLY_ENGINE, EnginePlace
 from hardpoint.host.boundary.errors import close_all
-from hardpoint.host.system.process.arrivals import count_arrivals
+from hardpoint.host.system.arrivals import count_arrivals
 from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.parallel import Communicator, Parallel, Placement, SingleRank
 

@@ -18,7 +18,7 @@ def main() -> None:
     """Run it."""
     config_path, settings, prompt = json.loads(sys.stdin.readline())
     from hardpoint import SamplingParams  # noqa: PLC0415 - what imports take is a stage
-    from hardpoint.host.registry.configuration import load_config  # noqa: PLC0415
+    from hardpoint.configuration.loading import load_config  # noqa: PLC0415
     from hardpoint.llm import open_resolved  # noqa: PLC0415
 
     times = {"interpreter": _STARTED, "imports": time.monotonic()}

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from hardpoint.host.registry.configuration import load_config
+from hardpoint.configuration.loading import load_config
 from hardpoint.host.registry.model_files import find_files
 from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.typed import Strict, convert, shown

@@ -18,6 +18,7 @@ from hardpoint.core.engine.utility_calls import run_utility
 from hardpoint.host.system.encoding import Decoder, WireError
 from hardpoint.plugins import EngineConfig, EngineCoreRequest, HardpointError
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.process.worker_process import LaunchedWorker
 
 from .differences import Difference
 from .frames import JournalError, JournalReader
@@ -243,6 +244,7 @@ def open_played(
         config or replay_config(journal.header),
         ConfigSources({"": f"the journal {journal.path}"}),
         open_inputs=open_inputs,
+        start_worker=LaunchedWorker,
     )
     core = opened[0].built
     assert core is not None, "the engine is built"

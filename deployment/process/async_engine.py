@@ -37,6 +37,7 @@ from hardpoint.typed import convert
 
 from .client.event_loop import EventLoopBridge, SendQueue
 from .output_collector import CallCollector, RequestOutputCollector
+from .server_extensions import server_extensions
 from .watched_engine import WatchedEngine
 
 Opened = contextlib.AbstractContextManager[None]
@@ -172,7 +173,7 @@ class AsyncEngine(WatchedEngine):
         Raises:
             PluginFaultError, PluginContractError: a plugin failed, or returned something else.
         """
-        return self.parts.hooks.server_extensions(server)
+        return server_extensions(self.parts.hooks, server)
 
     async def abort(self, ids: str | Iterable[str]) -> None:
         """End requests, by the user's or internal ids; they yield their outputs so far, and end."""

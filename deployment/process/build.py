@@ -20,11 +20,11 @@ from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.kv_cache import CacheSize
 from hardpoint.host.registry.discovery import InstalledPlugin
 from hardpoint.host.registry.plugin_set import PluginSet
-from hardpoint.host.system.process.launch import Interpreter
-from hardpoint.host.system.resources import check_descriptors
+from hardpoint.host.system.descriptors import check_descriptors
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.component.base import Progress, no_progress
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.process.child_processes.launch import Interpreter
 
 from .async_engine import AsyncEngine
 from .client.base import RemoteClient

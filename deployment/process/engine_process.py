@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
 from collections.abc import Sequence
 from typing import Protocol
 
 from hardpoint.host.boundary.activity import Activity, Snapshot
-from hardpoint.host.system.process.error_output import ErrorOutput
-from hardpoint.host.system.process.launch import ChildLaunch
-from hardpoint.host.system.process.process import ChildProcess, ending, was_killed
+from hardpoint.process.child_processes.launch import ChildLaunch
+from hardpoint.process.child_processes.process import ChildProcess, ending, was_killed
 
 _WATCHDOG_EXIT_CODE = 1  # that of faulthandler
 
@@ -76,15 +73,7 @@ class EngineProcess(ChildProcess):
     is_remote = False
     what = "engine process"
     run = "hardpoint.process.engine.run:run_engine"
-
-    def __init__(
-        self,
-        popen: subprocess.Popen[bytes],
-        channel: socket.socket,
-        output: ErrorOutput | None = None,
-    ) -> None:
-        super().__init__(popen, channel, output)
-        self.activity: Activity | None = None
+    activity: Activity | None = None
 
     @property
     def description(self) -> str:

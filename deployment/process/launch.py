@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hardpoint.host.system.process.launch import ChildLaunch
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.parallel import Placement
+from hardpoint.process.child_processes.launch import ChildLaunch
 
 
 class Launch(ChildLaunch, frozen=True, kw_only=True):

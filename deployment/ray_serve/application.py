@@ -15,7 +15,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.schema import LoggingConfig
 
 from hardpoint.command_plugins import collect_commands
-from hardpoint.host.registry.configuration import load_config
+from hardpoint.configuration.loading import load_config
 from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.server.commands import MakeApplication

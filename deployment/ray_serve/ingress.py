@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from hardpoint.async_llm import open_resolved
-from hardpoint.host.registry.configuration import config_from
+from hardpoint.configuration.loading import config_from
 from hardpoint.host.registry.discovery import installed_version
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.server.commands import MakeApplication

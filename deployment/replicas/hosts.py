@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from hardpoint.host.system.process.launch import Interpreter
+from hardpoint.process.child_processes.launch import Interpreter
 from hardpoint.process.client.process_client import EngineStart
 from hardpoint.process.engine_process import EngineHost, EngineProcess
 

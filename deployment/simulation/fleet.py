@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hardpoint.configuration.loading import config_from
 from hardpoint.host.boundary.faults import StepFaults
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import ConfigError, EngineConfig, EngineCoreOutputs, StepCost
 

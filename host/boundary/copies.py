@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Any
 
 from hardpoint.host.registry.blame import component_of
-from hardpoint.host.system.forks import end_copy
 from hardpoint.plugins.component import Component, Source
 from hardpoint.plugins.executor import Executor
 
@@ -29,7 +28,7 @@ _log = logging.getLogger("hardpoint")
 
 _RUN = PluginCalls.run.__code__
 _RUN_PROCESS = BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
-_ENGINE = ("hardpoint.core.", "hardpoint.host.")
+_ENGINE = ("hardpoint.core.", "hardpoint.host.", "hardpoint.process.")
 _named: set[tuple[str, str]] = set()
 _of_thread = threading.local()
 
@@ -56,7 +55,8 @@ def _end_on_return(frame: FrameType | None) -> None:
 
 
 def _end(_frame: FrameType, _event: str, _value: Any) -> None:
-    end_copy()
+    """End this process without any cleanup of what is its parent's."""
+    os._exit(0)
 
 
 def _trace_call(frame: FrameType, _event: str, _value: Any) -> None:
@@ -69,7 +69,7 @@ class _EndOfThread:
     """Ends a copy with its only thread, which would otherwise wait for others for ever."""
 
     def __del__(self) -> None:
-        end_copy()
+        os._exit(0)
 
 
 def _log_fork() -> None:

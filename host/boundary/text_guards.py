@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from hardpoint import typed
 from hardpoint.errors import shown
 from hardpoint.host.registry.plugin_set import PluginSet
-from hardpoint.plugins import OutputParser, OutputParserContext, ReasoningMarkers, Tokenizer
+from hardpoint.plugins import OutputParser, ReasoningMarkers, Tokenizer
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.behaviour import UnusableError, within
 from hardpoint.plugins.component.manifest import PluginEntry
@@ -76,32 +75,6 @@ def guarded_tokenizer(tokenizer: Tokenizer, source: Source, vocab_size: int) -> 
             "vocabulary": cut,
         },
     )
-
-
-def open_parser(
-    plugins: PluginSet,
-    entry: PluginEntry,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    arguments: typed.Arguments | None = None,
-) -> OutputParser:
-    """Return a new output parser.
-
-    Args:
-        plugins: plugins of the engine.
-        entry: entry of the parser.
-        tokenizer: tokenizer of its context.
-        vocab_size: vocabulary size of the model.
-        arguments: arguments of the request that it is for; None is the defaults.
-
-    Raises:
-        PluginLoadError: its constructor failed.
-        ConfigError: the tokenizer lacks what its format needs.
-    """
-    parser: OutputParser = plugins.create(
-        entry, OutputParserContext, tokenizer=tokenizer, arguments=arguments
-    )
-    return guarded_parser(parser, entry.kind, entry.source, vocab_size)
 
 
 def guarded_parser(

@@ -19,7 +19,7 @@ from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 
 from .change import Action, Changes, LiveChange, PreparedChange, Switch
-from .parts import PartChanges
+from .parts import part_changes
 from .policy import PolicyChanges
 
 LIMITS = ("long_prefill_token_threshold", "max_waiting", "max_waiting_tokens")
@@ -66,7 +66,7 @@ class EngineChanges:
         """`end_requests`: ends requests by their ids, with outputs."""
         policy, scheduler = parts.policy, parts.scheduler
         halves, limits = parts.step_parts, LimitsSlot(scheduler, parts.scheduler_label)
-        self._parts = PartChanges(halves, halves.use, policy.plugins, lambda part: part.users)
+        self._parts = part_changes(halves, halves.use, policy.plugins, lambda part: part.users)
         self._changes = Changes([PolicyChanges(policy, scheduler), limits, self._parts])
         self._executor, self._scheduler = parts.executor, scheduler
         self._policy, self._end_requests = policy, end_requests

@@ -5,25 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from hardpoint.errors import ConfigError
 from hardpoint.host.boundary.parts.bound_half import BoundHalf, OpenHalves
-from hardpoint.host.boundary.parts.frontend_parts import BoundFrontendHalf, FrontendParts
+from hardpoint.host.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.host.registry.blame import describe, raise_unless_fault
 from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.plugins.component.manifest import PluginEntry
 
 from .change import LiveChange, PreparedChange, Switch
-from .processors import joined, kept_names
-
-KIND = "step_parts"
+from .generations import GenerationChanges
 
 _log = logging.getLogger("hardpoint")
-
-
-def _nothing() -> None:
-    """Close nothing."""
-
 
 H = TypeVar("H", bound=BoundHalf[Any])
 
@@ -38,123 +32,45 @@ class PartHalves(Protocol[H]):
         """Those of all generations that are in use, in the order of their calls."""
 
 
-class PartChanges(Generic[H]):
-    """Replaces the halves of step parts in one process; a `WorkerSlot`.
+def part_changes(
+    parts: PartHalves[H],
+    use: Callable[[Sequence[H]], None],
+    plugins: PluginSet,
+    users_of: Callable[[H], Collection[str]] = lambda _half: (),
+    *,
+    closes_later: bool = False,
+) -> GenerationChanges[H]:
+    """Return the live changes of the halves of step parts in one process.
 
-    Requests use the parts of the generation that they were admitted with.
-
-    Attributes:
-        plugins: the latest ones.
+    Args:
+        parts: has the halves.
+        use, plugins, users_of, closes_later: as for `GenerationChanges`.
     """
 
-    def __init__(
-        self,
-        parts: PartHalves[H],
-        use: Callable[[Sequence[H]], None],
-        plugins: PluginSet,
-        users_of: Callable[[H], Collection[str]] = lambda _half: (),
-    ) -> None:
-        """Replace the halves of parts, which are those of `plugins`.
-
-        Args:
-            use: lets other halves be called.
-            users_of: returns the ids of requests for which calls of a half are still to come.
-        """
-        self._parts, self._use, self.plugins = parts, use, plugins
-        self._users_of = users_of
-
-    @property
-    def latest(self) -> dict[str, H]:
-        """The halves of the latest generation, by name."""
-        return {half.name: half for half in self._parts.halves if half.until is None}
-
-    def users_of_replaced(self) -> set[str]:
-        """Return the ids of requests that use halves which changes have replaced or disabled."""
-        gone = [half for half in self._parts.halves if half.until is not None]
-        return {name for half in gone for name in self._users_of(half)}
-
-    def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
-        """Build the halves that are new.
-
-        Raises:
-            ConfigError: a part takes part in the start of the engine.
-            PluginError: one cannot be built.
-        """
-        entries, earlier = plugins.entries(KIND), self.plugins
-        kept = kept_names(earlier.entries(KIND), entries)
-        if len(kept) == len(entries) == len(earlier.entries(KIND)) or self._parts.open is None:
-            return self._switch(change, lambda is_new: self._follow(plugins if is_new else earlier))
-        fresh = [entry for entry in entries if entry.name not in kept]
-        current = self.latest
-        gone = [half for name, half in current.items() if name not in kept]
-        built = self._parts.open(plugins, fresh, change.config)
+    def build(
+        plugins: PluginSet, entries: Sequence[PluginEntry], gone: Sequence[H], change: LiveChange
+    ) -> Sequence[H]:
+        built = [] if parts.open is None else parts.open(plugins, entries, change.config)
         try:
             for half in (*built, *gone):
                 _check(half, change)
         except BaseException:
             _close(built)
             raise
-        generation = change.manifest.generation
         for half in built:
-            half.begin_with(generation)
-        own = {half.name: half for half in built}
-        places = [own.get(entry.name) or current.get(entry.name) for entry in entries]
-        after = [half for half in places if half is not None]
+            half.begin_with(change.manifest.generation)
+        return built
 
-        def switch(is_new: bool) -> None:
-            for half in gone:
-                half.until = generation if is_new else None
-            before = self._parts.halves
-            rest = [half for half in before if half not in built]
-            self._use(joined(before, after) if is_new else rest)
-            self.plugins = plugins if is_new else earlier
-
-        return self._switch(change, switch, lambda: _close(built))
-
-    def _switch(
-        self,
-        change: LiveChange,
-        switch: Callable[[bool], None],
-        close: Callable[[], None] = _nothing,
-    ) -> Switch:
-        del change
-        return Switch(switch, close_new=close)
-
-    def _follow(self, plugins: PluginSet) -> None:
-        self.plugins = plugins
-
-    def release(self, oldest: int) -> None:
-        """Close the halves that no request of a generation from `oldest` on uses."""
-        halves = self._parts.halves
-        unused = [
-            half
-            for half in halves
-            if half.until is not None and half.until <= oldest and not self._users_of(half)
-        ]
-        if unused:
-            self._use([half for half in halves if half not in unused])
-            _close(unused)
-
-
-class FrontendPartChanges(PartChanges[BoundFrontendHalf]):
-    """Replaces the halves of step parts in a frontend; a `Slot`.
-
-    Those that were replaced by a change are closed with a later one, since requests that are being
-    prepared may still use them, and not while answers are to be validated by them.
-    """
-
-    def __init__(self, parts: FrontendParts, plugins: PluginSet) -> None:
-        """Replace the halves of parts, which are those of `plugins`."""
-        super().__init__(parts, parts.use_halves, plugins, parts.users_of)
-
-    def _switch(
-        self,
-        change: LiveChange,
-        switch: Callable[[bool], None],
-        close: Callable[[], None] = _nothing,
-    ) -> Switch:
-        before = change.manifest.generation - 1
-        return Switch(switch, lambda: self.release(before), close)
+    return GenerationChanges(
+        "step_parts",
+        plugins,
+        lambda: parts.halves,
+        use,
+        build,
+        _close,
+        users_of=users_of,
+        closes_later=closes_later,
+    )
 
 
 class HalfChanges:

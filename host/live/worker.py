@@ -16,8 +16,8 @@ from hardpoint.host.registry.plugin_set import PluginSet
 
 from .change import Changes, LiveChange, Slot
 from .engine import WorkerAnswer
-from .parts import PartChanges
-from .processors import ProcessorChanges
+from .generations import GenerationChanges
+from .parts import part_changes
 
 
 class WorkerSlot(Slot, Protocol):
@@ -40,13 +40,13 @@ class WorkerChanges:
     def __init__(self) -> None:
         self._slots: list[WorkerSlot] | None = None  # None while the worker has no model
         self._changes = Changes(())
-        self._processors: ProcessorChanges[Any] | None = None
-        self._parts: PartChanges[BoundWorkerHalf] | None = None
+        self._processors: GenerationChanges[Any] | None = None
+        self._parts: GenerationChanges[BoundWorkerHalf] | None = None
         self._since: dict[str, int] = {}  # of parts of a model that was released
         self.plugins: PluginSet | None = None
 
     def open(
-        self, processors: ProcessorChanges[Any] | None, parts: WorkerParts, plugins: PluginSet
+        self, processors: GenerationChanges[Any] | None, parts: WorkerParts, plugins: PluginSet
     ) -> None:
         """Let changes concern what was loaded with a model.
 
@@ -59,7 +59,7 @@ class WorkerChanges:
         for half in parts.halves:
             if generation := self._since.get(half.name):
                 half.begin_with(generation)
-        self._processors, self._parts = processors, PartChanges(parts, parts.use, plugins)
+        self._processors, self._parts = processors, part_changes(parts, parts.use, plugins)
         self._use([self._parts, *([] if processors is None else [processors])])
 
     def _use(self, slots: list[WorkerSlot] | None) -> None:
@@ -68,9 +68,9 @@ class WorkerChanges:
 
     def states(self) -> States:
         """Return the states of processors and parts of the latest generation."""
-        runners = () if self._processors is None else self._processors.pipeline.runners
-        latest = [runner.processor for runner in runners if runner.until is None]
+        runners = [] if self._processors is None else self._processors.latest.values()
         halves = [] if self._parts is None else self._parts.latest.values()
+        latest = [runner.processor for runner in runners]
         return states_of(latest) | states_of_parts(halves, "worker")
 
     def close(self) -> None:

@@ -142,12 +142,6 @@ def adapter_of(target: Any) -> str | None:
     return target.adapter if is_adapted else None
 
 
-def adapter_name(target: Any, kind: PluginKind) -> str | None:
-    """Return how a component is adapted, for people; None if it is not."""
-    is_earlier = target.contract < kind.contract
-    return f"contract {target.contract}" if is_earlier else adapter_of(target)
-
-
 def _is_adapter(source: Source) -> bool:
     try:
         target = import_object(source)

@@ -290,7 +290,8 @@ def _others(item: SelectedPlugin, found: Iterable[InstalledPlugin]) -> tuple[Sou
     return tuple(
         other.source("default")
         for other in found
-        if (other.kind, other.name) == (item.kind.name, item.name)
+        if other.name == item.source.name  # the name of few, so it is compared first
+        and other.kind == item.kind.name
         and other.value != item.source.value
     )
 

@@ -197,7 +197,7 @@ def hook_functions(target: Any) -> dict[str, str]:
     """Return the names of an object's functions that are marked with `hookimpl`, by hook."""
     found: dict[str, str] = {}
     for name in dir(target):
-        function = inspect.getattr_static(target, name, None)
+        function = None if hasattr(object, name) else inspect.getattr_static(target, name, None)
         function = getattr(function, "__func__", function)
         marks = getattr(function, f"{hookimpl.project_name}_impl", None)
         if isinstance(marks, dict):

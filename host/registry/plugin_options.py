@@ -14,20 +14,18 @@ from hardpoint import typed
 from hardpoint.errors import ConfigError, PluginConflictError, PluginContractError, shown
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.config import ConfigSources, EngineConfig
-from hardpoint.plugins.config_tables import PluginsConfig
 from hardpoint.typed import Strict
 
 from .adapt import ADAPTER_KIND, configured
-from .discovery import InstalledPlugin, SelectedPlugin, discover, name_of
+from .discovery import InstalledPlugin, SelectedPlugin, name_of
 from .kinds import KINDS, Number, value_at
 from .loading import inspecting
-from .references import with_handed_over
-from .selection import Selection
 
 Key = tuple[str, str, str]
 """Kind, name and value of a component, see `PluginEntry.key`."""
 
 Tables = dict[str, type[Strict]]
+"""Types of the configuration tables that hooks declare, by name."""
 
 _NAME = re.compile("[a-z][a-z0-9]*(_[a-z0-9]+)*")
 """What a variable of the environment can name, where `__` goes one level down."""
@@ -174,29 +172,6 @@ def _unused_tables(
     return warnings
 
 
-def find_tables(
-    plugins: PluginsConfig, config_sources: ConfigSources, handed: Sequence[InstalledPlugin] = ()
-) -> Tables:
-    """Return the tables of the hooks that a configuration enables, which are imported.
-
-    Args:
-        plugins: the table `plugins`.
-        config_sources: sources of its values.
-        handed: what the program hands over, see `handed_over`.
-
-    Raises:
-        PluginError, ConfigError: a component cannot be enabled, or declares no valid table.
-    """
-    found = with_handed_over(discover(plugins.foreign_groups), handed)
-    selection = Selection(EngineConfig(plugins=plugins), config_sources, found)
-    chosen, load = selection.enabled(), selection.adapters.import_object
-    return declared_tables(
-        (load(item.source) if item.target is None else item.target, item.source)
-        for item in chosen
-        if item.kind.interface is None
-    )
-
-
 def declared_tables(hooks: Iterable[tuple[Any, Source]]) -> Tables:
     """Return the tables that hooks declare as `config_table`, by name.
 
@@ -217,17 +192,6 @@ def declared_tables(hooks: Iterable[tuple[Any, Source]]) -> Tables:
                 f"two plugins declare the configuration table {name!r}: {other} and {source}"
             )
     return tables
-
-
-def declarer_of(table: str) -> str:
-    """Return which plugin may declare a table that none does, as the end of a message.
-
-    Metadata alone is read, so it is the plugin of hooks that has the table's name.
-    """
-    named = (f.label for f in discover() if (f.kind, f.name) == ("hooks", table))
-    if label := next(named, None):
-        return f"; {label} may declare it, and is not enabled"
-    return ""
 
 
 def _checked(declared: Any, source: Source) -> tuple[str, type[Strict]]:

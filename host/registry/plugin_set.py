@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -64,7 +63,6 @@ from .plugin_options import (
     options_of,
 )
 from .references import with_handed_over
-from .request_arguments import takes_arguments
 from .selection import AUTO, BACKEND_KINDS, Selection
 
 C = TypeVar("C", bound=Component)
@@ -296,25 +294,6 @@ class PluginSet:
             generation=self.manifest.generation + 1,
         )
         return PluginSet(manifest, self.found, self._targets)
-
-    def argument_schemas(self) -> dict[str, dict[str, Any]]:
-        """Return the JSON schema of each component's arguments, by its name in `plugin_args`.
-
-        Components that are used only when something names them are left out. Of two that have one
-        name, the keys are `kind/name`.
-        """
-        found: dict[tuple[str, str], type[ComponentWithArguments]] = {
-            (entry.kind, entry.name): self.target(entry)
-            for kind in KINDS.values()
-            if kind.takes_arguments and kind.number is not Number.BY_NAME
-            for entry in self.entries(kind.name)
-        }
-        taking = {key: cls for key, cls in found.items() if takes_arguments(cls)}
-        count = Counter(name for _, name in taking)
-        return {
-            name if count[name] == 1 else f"{kind}/{name}": typed.json_schema(cls.Arguments)
-            for (kind, name), cls in taking.items()
-        }
 
     def logits_processors(self) -> list[tuple[PluginEntry, type[LogitsPlugin]]]:
         """Return the logits processors in the order in which they run."""

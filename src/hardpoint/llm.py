@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from hardpoint.configuration.handed_over import handed_over
+from hardpoint.configuration.loading import config_from
 from hardpoint.core.engine.utility_calls import ControlCalls
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.prompts import Prompt
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.discovery import InstalledPlugin
-from hardpoint.host.registry.references import handed_over
 from hardpoint.host.system.control_calls import SyncCaller
 from hardpoint.plugins import (
     EngineConfig,
@@ -47,7 +47,7 @@ from .chat import Chat, Messages
 from .conversations.parts import ConversationOptions, check_options
 from .conversations.states import open_conversations
 from .conversations.turns import Conversation
-from .old_names import SYNC_NAMES, OldClassNames, old_member
+from .old_names.members import SYNC_NAMES, OldClassNames, old_member
 from .progress import check_progress, shows_progress
 from .requests import (
     BatchOptions,

@@ -10,9 +10,9 @@ from support.waiting import PATIENCE_S, until, wait_until
 
 from hardpoint import LLM
 from hardpoint.calls.adapter_resolvers import AdapterResolvers
+from hardpoint.configuration.loading import config_from
 from hardpoint.core.frontend.engine_parts import Opening
 from hardpoint.errors import EngineClosedError, PluginFaultError, PluginLoadError, RequestError
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import AdapterResolver, EngineConfig
 from hardpoint.testing import scripted_config
@@ -115,25 +115,22 @@ def test_one_that_hangs_is_named_and_others_go_on(tmp_path, monkeypatch, ask):
         resolvers.close()
 
 
-def test_those_who_wait_when_it_is_closed_are_told_so(tmp_path):
+async def test_those_who_wait_when_it_is_closed_are_told_so(tmp_path):
     GO_ON.clear()
     First.hanging = 0
     names = [f"{__name__}:First", f"{__name__}:Second"]
 
-    async def main():
-        resolvers = opened(tmp_path, *names, seconds=PATIENCE_S)
-        asked = [asyncio.create_task(resolvers.resolve("hangs")) for _ in range(THREADS + 2)]
-        cancelled = asyncio.create_task(resolvers.resolve("hangs"))
-        await until(lambda: First.hanging == THREADS, "the threads")
-        cancelled.cancel()
-        await asyncio.to_thread(resolvers.close)
-        GO_ON.set()
-        for error in await asyncio.gather(*asked, return_exceptions=True):
-            assert type(error) is EngineClosedError  # or the next one would be asked
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
-
-    asyncio.run(main())
+    resolvers = opened(tmp_path, *names, seconds=PATIENCE_S)
+    asked = [asyncio.create_task(resolvers.resolve("hangs")) for _ in range(THREADS + 2)]
+    cancelled = asyncio.create_task(resolvers.resolve("hangs"))
+    await until(lambda: First.hanging == THREADS, "the threads")
+    cancelled.cancel()
+    await asyncio.to_thread(resolvers.close)
+    GO_ON.set()
+    for error in await asyncio.gather(*asked, return_exceptions=True):
+        assert type(error) is EngineClosedError  # or the next one would be asked
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
 
 
 def test_one_that_cannot_be_built_stops_the_start(tmp_path):

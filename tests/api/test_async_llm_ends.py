@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -33,73 +34,64 @@ def folder(tmp_path_factory):
 
 class TestLoops:
     def test_a_loop_that_is_over_is_told_too(self, folder):
-        llm = AsyncLLM(config=config(folder))
-        try:
+        with contextlib.closing(AsyncLLM(config=config(folder))) as llm:
             asyncio.run(collect(llm.generate("say abc", GREEDY)))
             with pytest.raises(HardpointError, match="which is closed; open one engine per event"):
                 asyncio.run(llm.plugins.health())
-        finally:
-            llm.close()
 
 
 class TestEnd:
-    def test_close_tells_whoever_waits(self, folder):
-        async def main():
-            llm = AsyncLLM(config=config(folder))
-            tasks = [asyncio.create_task(collect(llm.generate("x", endless()))) for _ in range(3)]
-            async with asyncio.timeout(PATIENCE_S):
-                while (await llm.engines.scheduler_stats()).num_running < 3:
-                    await asyncio.sleep(0.01)
-            pid = llm.engines.pid
-            llm.close()
-            llm.close()
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
-                assert isinstance(result, EngineClosedError)
-            assert not llm.is_running
-            for call in (llm.plugins.health(), llm.abort("x"), collect(llm.generate("x"))):
-                with pytest.raises(EngineClosedError, match="the engine is closed"):
+    async def test_close_tells_whoever_waits(self, folder):
+        llm = AsyncLLM(config=config(folder))
+        tasks = [asyncio.create_task(collect(llm.generate("x", endless()))) for _ in range(3)]
+        async with asyncio.timeout(PATIENCE_S):
+            while (await llm.engines.scheduler_stats()).num_running < 3:
+                await asyncio.sleep(0.01)
+        pid = llm.engines.pid
+        llm.close()
+        llm.close()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, EngineClosedError)
+        assert not llm.is_running
+        for call in (llm.plugins.health(), llm.abort("x"), collect(llm.generate("x"))):
+            with pytest.raises(EngineClosedError, match="the engine is closed"):
+                await call
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    async def test_a_death_is_told_to_all_at_once(self, folder):
+        async with AsyncLLM(config=config(folder)) as llm:
+            pid, streaming = llm.engines.pid, set()
+
+            async def stream(number):
+                async for _ in llm.generate([number + 1], endless(0.001)):
+                    streaming.add(number)
+
+            async def one(number):
+                with pytest.raises(EngineDeadError) as error:
+                    await stream(number)
+                return time.monotonic(), str(error.value)
+
+            tasks = [asyncio.create_task(one(number)) for number in range(32)]
+            await until(lambda: len(streaming) == 32, "all to stream")
+            began = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            for told, words in await asyncio.gather(*tasks):
+                assert told - began < PATIENCE_S
+                assert words.startswith(
+                    f"the engine process (pid {pid}) was killed by signal 9 (SIGKILL)"
+                )
+                ends = ("the request may be sent again", "was in the step in which it died")
+                assert words.endswith(ends)
+            assert (llm.is_running, llm.errored) == (False, True)
+            assert str(pid) in str(llm.dead_error)
+            for call in (
+                llm.plugins.health(),
+                llm.engines.scheduler_stats(),
+                collect(llm.generate("x")),
+            ):
+                with pytest.raises(EngineDeadError, match="was killed by signal 9"):
                     await call
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
-
-        asyncio.run(main())
-
-    def test_a_death_is_told_to_all_at_once(self, folder):
-        async def main():
-            async with AsyncLLM(config=config(folder)) as llm:
-                pid, streaming = llm.engines.pid, set()
-
-                async def stream(number):
-                    async for _ in llm.generate([number + 1], endless(0.001)):
-                        streaming.add(number)
-
-                async def one(number):
-                    with pytest.raises(EngineDeadError) as error:
-                        await stream(number)
-                    return time.monotonic(), str(error.value)
-
-                tasks = [asyncio.create_task(one(number)) for number in range(32)]
-                await until(lambda: len(streaming) == 32, "all to stream")
-                began = time.monotonic()
-                os.kill(pid, signal.SIGKILL)
-                for told, words in await asyncio.gather(*tasks):
-                    assert told - began < PATIENCE_S
-                    assert words.startswith(
-                        f"the engine process (pid {pid}) was killed by signal 9 (SIGKILL)"
-                    )
-                    ends = ("the request may be sent again", "was in the step in which it died")
-                    assert words.endswith(ends)
-                assert (llm.is_running, llm.errored) == (False, True)
-                assert str(pid) in str(llm.dead_error)
-                for call in (
-                    llm.plugins.health(),
-                    llm.engines.scheduler_stats(),
-                    collect(llm.generate("x")),
-                ):
-                    with pytest.raises(EngineDeadError, match="was killed by signal 9"):
-                        await call
-
-        asyncio.run(main())
 
     def test_a_death_before_the_first_use_is_told_too(self, folder):
         llm = AsyncLLM(config=config(folder))

@@ -91,6 +91,16 @@ def test_chat_on_a_terminal_goes_on_after_an_error(monkeypatch, capsys):
     assert "hardpoint: error: too long" in captured.err
 
 
+@pytest.mark.parametrize("word", ["exit", "quit", " Exit "])
+def test_a_word_leaves_a_chat_on_a_terminal_alone(monkeypatch, word):
+    generator = FakeGenerator([["a"], ["b"]])
+    assert interactive(monkeypatch, ["one", word, "never"], generator) == 0
+    assert len(generator.asked) == 1
+    generator = FakeGenerator([["a"], ["b"]])
+    assert chat(monkeypatch, f"one\n{word}\n", generator) == 0  # lines of a pipe are messages
+    assert [m["content"] for m in generator.asked[1][0]][-1] == word.strip()
+
+
 def test_chat_on_a_terminal_knows_its_commands(monkeypatch, capsys):
     assert interactive(monkeypatch, ["/what"], FakeGenerator([])) == 0
     assert "there is no command /what; /help lists them; //what sends it" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.strangers import open_site
 
+from hardpoint.argument_parser import ProgramParser, UsageError, whole_number
 from hardpoint.builtin_plugins import commands as builtin_commands
 from hardpoint.cli import main
 from hardpoint.plugins import Command
@@ -200,6 +201,40 @@ def test_configuration_options_may_be_repeated_and_mixed(folder, capsys):
 def test_options_are_not_abbreviated(capsys):
     assert main(["config", "show", "--conf", "a.toml"]) == 2
     assert "unrecognized option --conf; did you mean --config?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "near"),
+    [
+        ("--dtype", ""),
+        ("--prot", "; did you mean --port?"),
+        ("--workes", "; did you mean --workers?"),
+    ],
+)
+def test_only_near_misses_of_an_option_are_suggested(option, near, capsys):
+    assert main(["serve", option, "4"]) == 2
+    assert f"unrecognized option {option}{near}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1e3", 1000), ("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("2M", 2**21), ("1g", 10**9)],
+)
+def test_whole_numbers_have_units(text, number):
+    assert whole_number(text) == number
+    parser = ProgramParser()
+    parser.add_argument("--count", type=int)
+    assert parser.parse_args(["--count", text]).count == number
+
+
+@pytest.mark.parametrize(
+    "text", ["1.5", "0.0001k", "k", "1e", "1e-3", "4kb", "4 k", "-1k", "1e999"]
+)
+def test_other_texts_are_no_whole_numbers(text):
+    parser = ProgramParser()
+    parser.add_argument("--count", type=int)
+    with pytest.raises(UsageError, match="--count: expected a whole number, got"):
+        parser.parse_args([f"--count={text}"])
 
 
 # A broken configuration

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from support.process.harness import process_config
 
@@ -93,23 +91,20 @@ def test_wrong_calls_are_refused(scripted):
 
 
 @pytest.mark.parametrize("level", [{}, pytest.param(None, marks=pytest.mark.nightly)])
-def test_an_event_loop_forks_open_requests(scripted, level):
+async def test_an_event_loop_forks_open_requests(scripted, level):
     config = scripted_config(scripted) if level == {} else process_config(scripted)
 
-    async def run():
-        async with AsyncLLM(config=config) as llm:
-            source = llm.generate(PROMPT, request_of(), "r")
-            tokens = [output async for output in source][-1].outputs[0].token_ids
-            with pytest.raises(RequestError, match="'r' is not the id of an open request"):
-                llm.fork("r", [])
-            source = llm.generate(PROMPT, request_of(), "r")
-            await anext(source)
-            fork = [output.outputs[0] async for output in llm.fork("r", [])][-1]
-            assert (fork.index, fork.token_ids) == (1, tokens)
-            await source.aclose()
-            conversation = llm.open_conversation(request_of(), "c")
-            with pytest.raises(RequestError, match="'c' is not the id of an open request"):
-                llm.fork("c", [])
-            await conversation.aclose()
-
-    asyncio.run(run())
+    async with AsyncLLM(config=config) as llm:
+        source = llm.generate(PROMPT, request_of(), "r")
+        tokens = [output async for output in source][-1].outputs[0].token_ids
+        with pytest.raises(RequestError, match="'r' is not the id of an open request"):
+            llm.fork("r", [])
+        source = llm.generate(PROMPT, request_of(), "r")
+        await anext(source)
+        fork = [output.outputs[0] async for output in llm.fork("r", [])][-1]
+        assert (fork.index, fork.token_ids) == (1, tokens)
+        await source.aclose()
+        conversation = llm.open_conversation(request_of(), "c")
+        with pytest.raises(RequestError, match="'c' is not the id of an open request"):
+            llm.fork("c", [])
+        await conversation.aclose()

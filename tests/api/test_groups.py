@@ -12,8 +12,8 @@ from support.adapters import lora, write_adapter, write_model
 
 from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams, async_llm
 from hardpoint import llm as sync_llm
-from hardpoint.host.registry.configuration import config_from
-from hardpoint.old_names import ASYNC_NAMES, SYNC_NAMES
+from hardpoint.configuration.loading import config_from
+from hardpoint.old_names.members import ASYNC_NAMES, SYNC_NAMES
 from hardpoint.testing import scripted_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
@@ -82,26 +82,23 @@ def test_a_program_uses_each_group(folder, tmp_path, in_process):
         assert llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].weight_runs
 
 
-def test_a_program_with_an_event_loop_uses_each_group(scripted):
-    async def main():
-        async with AsyncLLM(config=scripted_config(scripted)) as llm:
-            ids = await llm.model.tokenize("say abc")
-            assert await llm.model.prompt_tokens({"prompt": "say abc"}) == ids
-            assert await llm.adapters.list() == []
-            await llm.engines.pause("keep")
-            assert await llm.engines.is_paused()
-            await llm.engines.resume()
-            assert not await llm.engines.is_sleeping()
-            assert llm.engines.pid == llm.engines[0].pid
-            await llm.plugins.disable("penalties")
-            assert "penalties" not in await llm.plugins.meters()
-            assert (await llm.plugins.enable("penalties")).generation == 3
-            assert (await llm.plugins.health()).ok
-            trace = await llm.debug.trace("say abc", GREEDY)
-            assert trace.completions[0].text == " ab"
-            assert llm.weights.version == "0"
-
-    asyncio.run(main())
+async def test_a_program_with_an_event_loop_uses_each_group(scripted):
+    async with AsyncLLM(config=scripted_config(scripted)) as llm:
+        ids = await llm.model.tokenize("say abc")
+        assert await llm.model.prompt_tokens({"prompt": "say abc"}) == ids
+        assert await llm.adapters.list() == []
+        await llm.engines.pause("keep")
+        assert await llm.engines.is_paused()
+        await llm.engines.resume()
+        assert not await llm.engines.is_sleeping()
+        assert llm.engines.pid == llm.engines[0].pid
+        await llm.plugins.disable("penalties")
+        assert "penalties" not in await llm.plugins.meters()
+        assert (await llm.plugins.enable("penalties")).generation == 3
+        assert (await llm.plugins.health()).ok
+        trace = await llm.debug.trace("say abc", GREEDY)
+        assert trace.completions[0].text == " ab"
+        assert llm.weights.version == "0"
 
 
 @pytest.mark.parametrize("owner", [LLM, AsyncLLM])

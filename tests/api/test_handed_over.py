@@ -11,8 +11,8 @@ import pytest
 from support.processes import run
 
 from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams
+from hardpoint.configuration.catalog import Catalog
 from hardpoint.errors import PluginLoadError
-from hardpoint.host.registry.catalog import Catalog
 from hardpoint.plugins import LogitsProcessor, Phase, SchedulingPolicy, hookimpl
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.testing import scripted_config

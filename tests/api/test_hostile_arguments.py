@@ -9,8 +9,8 @@ import pytest
 from support.internals import engine_of
 
 from hardpoint import LLM, ConfigError, HardpointError, ModelError, RequestError, SamplingParams
+from hardpoint.configuration.loading import config_from
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.plugins import EngineConfig, EngineCoreRequest
 from hardpoint.testing import scripted_config
 

@@ -49,90 +49,71 @@ def parts():
     made.go.set()
 
 
-def test_a_keys_images_wait_for_no_thread_of_another(parts):
+async def test_a_keys_images_wait_for_no_thread_of_another(parts):
     """As many requests with images as a key may have leave another one's request alone."""
-
-    async def run():
-        threads = ImageThreads(parts)
-        slow = [asyncio.ensure_future(threads.prompt(prompt("slow", 2))) for _ in range(20)]
-        read = await asyncio.wait_for(threads.prompt(prompt("quick")), 60)
-        assert read["multi_modal_data"]["image"] == [DONE]
-        assert not any(one.done() for one in slow)
-        parts.go.set()
-        await asyncio.gather(*slow)
-        threads.close()
-
-    asyncio.run(run())
+    threads = ImageThreads(parts)
+    slow = [asyncio.ensure_future(threads.prompt(prompt("slow", 2))) for _ in range(20)]
+    read = await asyncio.wait_for(threads.prompt(prompt("quick")), 60)
+    assert read["multi_modal_data"]["image"] == [DONE]
+    assert not any(one.done() for one in slow)
+    parts.go.set()
+    await asyncio.gather(*slow)
+    threads.close()
 
 
-def test_one_above_the_limit_of_a_key_is_refused(parts):
-    async def run():
-        threads = ImageThreads(parts)
-        slow = [asyncio.ensure_future(threads.prompt(prompt("slow", 2))) for _ in range(20)]
-        await asyncio.sleep(0)  # they are handed on
-        with pytest.raises(OverloadedError) as error:
-            await threads.prompt(prompt("slow"))
-        assert str(error.value) == (
-            "overloaded: 40 images of this key are being read or wait, and 1 more would be above "
-            "the maximum, 40 (images.max_queued); try again later"
-        )
-        assert await threads.prompt(prompt("quick", 16))
-        parts.go.set()
-        await asyncio.gather(*slow)
-        assert await threads.prompt(prompt("slow", 16))
-        threads.close()
-
-    asyncio.run(run())
+async def test_one_above_the_limit_of_a_key_is_refused(parts):
+    threads = ImageThreads(parts)
+    slow = [asyncio.ensure_future(threads.prompt(prompt("slow", 2))) for _ in range(20)]
+    await asyncio.sleep(0)  # they are handed on
+    with pytest.raises(OverloadedError) as error:
+        await threads.prompt(prompt("slow"))
+    assert str(error.value) == (
+        "overloaded: 40 images of this key are being read or wait, and 1 more would be above "
+        "the maximum, 40 (images.max_queued); try again later"
+    )
+    assert await threads.prompt(prompt("quick", 16))
+    parts.go.set()
+    await asyncio.gather(*slow)
+    assert await threads.prompt(prompt("slow", 16))
+    threads.close()
 
 
-def test_one_request_may_have_more_than_the_limit(parts):
-    async def run():
-        parts.config.images = ImagesConfig(max_queued=1)
-        threads = ImageThreads(parts)
-        assert await threads.prompt(prompt("quick", 16))
-        threads.close()
-
-    asyncio.run(run())
+async def test_one_request_may_have_more_than_the_limit(parts):
+    parts.config.images = ImagesConfig(max_queued=1)
+    threads = ImageThreads(parts)
+    assert await threads.prompt(prompt("quick", 16))
+    threads.close()
 
 
-def test_a_programs_own_images_have_no_limit(parts):
-    async def run():
-        parts.config.images = ImagesConfig(max_queued=1)
-        threads = ImageThreads(parts)
-        waiting = [asyncio.ensure_future(threads.prompt(prompt(""))) for _ in range(12)]
-        await asyncio.sleep(0)
-        parts.go.set()
-        assert len(await asyncio.gather(*waiting)) == 12
-        threads.close()
-
-    asyncio.run(run())
+async def test_a_programs_own_images_have_no_limit(parts):
+    parts.config.images = ImagesConfig(max_queued=1)
+    threads = ImageThreads(parts)
+    waiting = [asyncio.ensure_future(threads.prompt(prompt(""))) for _ in range(12)]
+    await asyncio.sleep(0)
+    parts.go.set()
+    assert len(await asyncio.gather(*waiting)) == 12
+    threads.close()
 
 
-def test_cancelled_ones_count_until_the_image_under_way_is_read(parts):
-    async def run():
-        parts.config.images = ImagesConfig(max_queued=2)
-        threads = ImageThreads(parts)
-        gone = asyncio.ensure_future(threads.prompt(prompt("slow", 2)))
-        await asyncio.to_thread(parts.begun.acquire)
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
-        with pytest.raises(OverloadedError):
-            await threads.prompt(prompt("slow"))
-        threads.close()
-
-    asyncio.run(run())
+async def test_cancelled_ones_count_until_the_image_under_way_is_read(parts):
+    parts.config.images = ImagesConfig(max_queued=2)
+    threads = ImageThreads(parts)
+    gone = asyncio.ensure_future(threads.prompt(prompt("slow", 2)))
+    await asyncio.to_thread(parts.begun.acquire)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    with pytest.raises(OverloadedError):
+        await threads.prompt(prompt("slow"))
+    threads.close()
 
 
-def test_closing_ends_what_waits(parts):
-    async def run():
-        threads = ImageThreads(parts)
-        waiting = [asyncio.ensure_future(threads.prompt(prompt("slow", 2))) for _ in range(12)]
-        await asyncio.to_thread(parts.begun.acquire)
-        threads.close()
-        parts.go.set()
-        ended = await asyncio.gather(*waiting, return_exceptions=True)
-        assert all(isinstance(one, EngineClosedError) for one in ended)
-        with pytest.raises(EngineClosedError):
-            await threads.prompt(prompt("quick"))
-
-    asyncio.run(run())
+async def test_closing_ends_what_waits(parts):
+    threads = ImageThreads(parts)
+    waiting = [asyncio.ensure_future(threads.prompt(prompt("slow", 2))) for _ in range(12)]
+    await asyncio.to_thread(parts.begun.acquire)
+    threads.close()
+    parts.go.set()
+    ended = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(one, EngineClosedError) for one in ended)
+    with pytest.raises(EngineClosedError):
+        await threads.prompt(prompt("quick"))

@@ -230,70 +230,71 @@ def test_calls_of_one_processor_wait_for_one_another_and_for_no_other(llm):
 
 
 @pytest.fixture(scope="module")
-def run(scripted):
-    """Runs a coroutine function with a model of an event loop."""
+def shared(scripted):
+    """A runner of one loop, and a model that belongs to it."""
     tables = {"engine": {"in_process": False}, "plugins": {"quarantine_after": 0}}
     with asyncio.Runner() as runner:
         llm = AsyncLLM(config=config(scripted, Nearest, Harmful, Slow, **tables))
-        yield lambda main: runner.run(asyncio.wait_for(main(llm), 2 * PATIENCE_S))
+        yield runner, llm
         runner.run(llm.aclose())
 
 
+@pytest.fixture
+def run(shared):
+    runner, llm = shared
+    return lambda main: runner.run(asyncio.wait_for(main(llm), 2 * PATIENCE_S))
+
+
+@pytest.fixture
+def async_llm(run, shared):
+    """The model, for tests that are coroutine functions; `run` runs them."""
+    return shared[1]
+
+
 class TestAnEventLoop:
-    def test_calls_run_beside_each_other(self, run):
-        async def main(llm):
-            calls = [
-                llm.plugins.process({"rows": [[sign, sign]]}, "nearest") for sign in (1.0, -1.0) * 8
-            ]
-            found = await asyncio.gather(*calls)
-            assert [name for ((name, _),) in found] == ["high", "low"] * 8
-            answer = await llm.plugins.process({"rows": []}, "nearest", as_json=True)
-            assert json.loads(answer) == {"names": [], "vectors": None}
+    async def test_calls_run_beside_each_other(self, async_llm):
+        calls = [
+            async_llm.plugins.process({"rows": [[sign, sign]]}, "nearest")
+            for sign in (1.0, -1.0) * 8
+        ]
+        found = await asyncio.gather(*calls)
+        assert [name for ((name, _),) in found] == ["high", "low"] * 8
+        answer = await async_llm.plugins.process({"rows": []}, "nearest", as_json=True)
+        assert json.loads(answer) == {"names": [], "vectors": None}
 
-        run(main)
+    async def test_schemas_of_inputs(self, async_llm):
+        schemas = async_llm.plugins.io_processor_schemas()
+        assert schemas.keys() == {"nearest", "harmful"}
+        assert schemas["harmful"] == {}
+        assert "rows" in schemas["nearest"]["$defs"]["Measurements"]["properties"]
 
-    def test_schemas_of_inputs(self, run):
-        async def main(llm):
-            schemas = llm.plugins.io_processor_schemas()
-            assert schemas.keys() == {"nearest", "harmful"}
-            assert schemas["harmful"] == {}
-            assert "rows" in schemas["nearest"]["$defs"]["Measurements"]["properties"]
+    async def test_errors_are_those_of_a_program(self, async_llm):
+        with pytest.raises(RequestError, match=r"^data.rows\[0\]\[0\]: expected .*got 3"):
+            await async_llm.plugins.process({"rows": [[3]]}, "nearest")
+        bad = [([1], PoolingParams()), ([9999], PoolingParams()), ([1], PoolingParams())]
+        expected = r"^data: the IO processor 'harmful': prompts\[1\]: prompt_token_ids\[0\]"
+        with pytest.raises(RequestError, match=expected):
+            await async_llm.plugins.process({"pre_process": bad}, "harmful")
+        with pytest.raises(PluginFaultError, match="'harmful'.*KeyError: 'missing'"):
+            await async_llm.plugins.process({"post_process": "fails"}, "harmful")
+        assert (await async_llm.plugins.health()).faults == {"harmful": 1}
+        with pytest.raises(RequestEndedError) as ended:
+            await async_llm.plugins.process({}, "harmful", timeout=1e-9)
+        assert ended.value.finish_reason == "timeout"
 
-        run(main)
-
-    def test_errors_are_those_of_a_program(self, run):
-        async def main(llm):
-            with pytest.raises(RequestError, match=r"^data.rows\[0\]\[0\]: expected .*got 3"):
-                await llm.plugins.process({"rows": [[3]]}, "nearest")
-            bad = [([1], PoolingParams()), ([9999], PoolingParams()), ([1], PoolingParams())]
-            expected = r"^data: the IO processor 'harmful': prompts\[1\]: prompt_token_ids\[0\]"
-            with pytest.raises(RequestError, match=expected):
-                await llm.plugins.process({"pre_process": bad}, "harmful")
-            with pytest.raises(PluginFaultError, match="'harmful'.*KeyError: 'missing'"):
-                await llm.plugins.process({"post_process": "fails"}, "harmful")
-            assert (await llm.plugins.health()).faults == {"harmful": 1}
-            with pytest.raises(RequestEndedError) as ended:
-                await llm.plugins.process({}, "harmful", timeout=1e-9)
-            assert ended.value.finish_reason == "timeout"
-
-        run(main)
-
-    def test_cancelling_ends_its_requests(self, run):
-        async def main(llm):
-            slow = {"slow": {"seconds": 0.1}}
-            endless = SamplingParams(max_tokens=400, ignore_eos=True, plugin_args=slow)
-            call = asyncio.create_task(
-                llm.plugins.process({"params": endless, "prompts": 3}, "harmful")
-            )
-            while len(await llm.engines.live_requests()) < 3:
-                await asyncio.sleep(0.005)
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            while await llm.engines.live_requests():
-                await asyncio.sleep(0.005)
-
-        run(main)
+    async def test_cancelling_ends_its_requests(self, async_llm):
+        slow = {"slow": {"seconds": 0.1}}
+        endless = SamplingParams(max_tokens=400, ignore_eos=True, plugin_args=slow)
+        call = asyncio.create_task(
+            async_llm.plugins.process({"params": endless, "prompts": 3}, "harmful")
+        )
+        while len(await async_llm.engines.live_requests()) < 3:
+            await asyncio.sleep(0.005)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        while await async_llm.engines.live_requests():
+            await asyncio.sleep(0.005)
 
     def test_one_that_waits_delays_no_other(self, run):
         async def main(llm):
@@ -310,13 +311,10 @@ class TestAnEventLoop:
         WAITING.clear()
         run(main)
 
-    def test_a_closed_engine_processes_nothing(self, run):
-        async def main(llm):
-            await llm.aclose()
-            with pytest.raises(EngineClosedError, match="the engine is closed"):
-                await llm.plugins.process({}, "harmful")
-
-        run(main)
+    async def test_a_closed_engine_processes_nothing(self, async_llm):
+        await async_llm.aclose()
+        with pytest.raises(EngineClosedError, match="the engine is closed"):
+            await async_llm.plugins.process({}, "harmful")
 
 
 def test_tokenizers_of_processors_are_their_own_and_are_closed(scripted):

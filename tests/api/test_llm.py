@@ -20,12 +20,6 @@ from hardpoint.testing import scripted_config
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
 
-@pytest.fixture(scope="module")
-def llm(scripted):
-    with LLM(config=scripted_config(scripted)) as llm:
-        yield llm
-
-
 def text(output) -> str:
     return output.outputs[0].text
 

@@ -14,12 +14,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def llm(scripted):
-    with LLM(config=scripted_config(scripted)) as llm:
-        yield llm
-
-
 def live(llm):
     return llm.engines.scheduler_stats().num_running + llm.engines.scheduler_stats().num_waiting
 

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from hardpoint import model_report
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.cli import main
+from hardpoint.configuration.loading import load_config
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.weights.planned_model import open_attention, open_ops, plan_model
-from hardpoint.host.registry.configuration import load_config
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.host.system.memory import MemoryLimit, memory_limit, trim_memory
 from hardpoint.plugins.component.base import no_progress

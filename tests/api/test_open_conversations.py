@@ -433,6 +433,12 @@ def run(shared):
     return lambda main: runner.run(checked(main))
 
 
+@pytest.fixture
+def async_llm(run, shared):
+    """The engine, for tests that are coroutine functions; `run` runs them."""
+    return shared[1]
+
+
 async def of(*parts):
     for part in parts:
         yield part
@@ -485,21 +491,18 @@ async def taken(outputs):
 
 
 class TestIterators:
-    def test_each_part_has_its_turn(self, run):
-        async def main(llm):
-            parts = of("say abc", PromptPart("x", commit=False), "", "", " say abc")
-            params = SamplingParams(temperature=0.0, max_tokens=20, output_kind=FINAL_ONLY)
-            outputs = await taken(llm.generate(parts, params, "mine"))
-            assert [(o.turn, o.finished, o.request_id) for o in outputs] == [
-                (turn, True, "mine") for turn in range(3)
-            ]
-            assert outputs[0].outputs[0].text == " abc abc abc"
-            before = [*outputs[0].prompt_token_ids, *outputs[0].outputs[0].token_ids]
-            x = llm.tokenizer.encode("x", add_special_tokens=False)
-            assert outputs[1].prompt_token_ids == [*before, *x]
-            assert outputs[1].num_cached_tokens == 16
-
-        run(main)
+    async def test_each_part_has_its_turn(self, async_llm):
+        parts = of("say abc", PromptPart("x", commit=False), "", "", " say abc")
+        params = SamplingParams(temperature=0.0, max_tokens=20, output_kind=FINAL_ONLY)
+        outputs = await taken(async_llm.generate(parts, params, "mine"))
+        assert [(o.turn, o.finished, o.request_id) for o in outputs] == [
+            (turn, True, "mine") for turn in range(3)
+        ]
+        assert outputs[0].outputs[0].text == " abc abc abc"
+        before = [*outputs[0].prompt_token_ids, *outputs[0].outputs[0].token_ids]
+        x = async_llm.tokenizer.encode("x", add_special_tokens=False)
+        assert outputs[1].prompt_token_ids == [*before, *x]
+        assert outputs[1].num_cached_tokens == 16
 
     @pytest.mark.parametrize(
         ("parts", "turns", "words"),
@@ -518,72 +521,57 @@ class TestIterators:
             ),
         ],
     )
-    def test_a_wrong_part_ends_it(self, run, parts, turns, words):
-        async def main(llm):
-            params = SamplingParams(temperature=0.0, max_tokens=3, output_kind=FINAL_ONLY)
-            outputs = []
-            with pytest.raises(RequestError, match=words):
-                await extend(outputs, llm.generate(of(*parts), params))
-            assert len(outputs) == turns
+    async def test_a_wrong_part_ends_it(self, async_llm, parts, turns, words):
+        params = SamplingParams(temperature=0.0, max_tokens=3, output_kind=FINAL_ONLY)
+        outputs = []
+        with pytest.raises(RequestError, match=words):
+            await extend(outputs, async_llm.generate(of(*parts), params))
+        assert len(outputs) == turns
 
-        run(main)
-
-    def test_an_error_of_the_sender_is_the_consumers(self, run):
+    async def test_an_error_of_the_sender_is_the_consumers(self, async_llm):
         async def broken():
             yield "say abc"
             raise LookupError("no more")
 
-        async def main(llm):
-            with pytest.raises(LookupError, match="no more"):
-                await taken(llm.generate(broken(), GREEDY))
+        with pytest.raises(LookupError, match="no more"):
+            await taken(async_llm.generate(broken(), GREEDY))
 
-        run(main)
+    async def test_a_slow_sender_loses_its_lease(self, async_llm, monkeypatch):
+        table, outputs = open_conversations_of(async_llm), []
 
-    def test_a_slow_sender_loses_its_lease(self, run, monkeypatch):
-        async def main(llm):
-            table, outputs = open_conversations_of(llm), []
+        def hold(history):
+            """Let leases be short from the second turn on, which itself has none."""
+            OpenConversations.hold(table, history)
+            if history.num_turns == 1:
+                short = ConversationsConfig(lease_seconds=0.2)
+                monkeypatch.setattr(table, "_config", short)
 
-            def hold(history):
-                """Let leases be short from the second turn on, which itself has none."""
-                OpenConversations.hold(table, history)
-                if history.num_turns == 1:
-                    short = ConversationsConfig(lease_seconds=0.2)
-                    monkeypatch.setattr(table, "_config", short)
+        monkeypatch.setattr(table, "hold", hold)
+        words = r"its lease of 0.2 s has run out \(conversations.lease_seconds\)"
+        with pytest.raises(ConversationEndedError, match=words):
+            await extend(outputs, async_llm.generate(ceasing("say abc", "b"), GREEDY))
+        assert {output.turn for output in outputs} == {0, 1}
 
-            monkeypatch.setattr(table, "hold", hold)
-            words = r"its lease of 0.2 s has run out \(conversations.lease_seconds\)"
-            with pytest.raises(ConversationEndedError, match=words):
-                await extend(outputs, llm.generate(ceasing("say abc", "b"), GREEDY))
-            assert {output.turn for output in outputs} == {0, 1}
+    async def test_an_abort_ends_it_in_each_state(self, async_llm, histories):
+        async def aborted(parts, params, state):
+            histories.clear()
+            task = asyncio.ensure_future(taken(async_llm.generate(ceasing(*parts), params, "mine")))
+            await reaches(histories, state, 0)
+            await async_llm.abort("mine")
+            return await task
 
-        run(main)
+        assert await aborted([], GREEDY, S.IDLE) == []
+        assert await aborted([PromptPart("a", commit=False)], GREEDY, S.APPENDING) == []
+        outputs = await aborted(["say abc"], endless(0.1, max_tokens=400), S.RUNNING)
+        assert outputs[-1].outputs[0].finish_reason == "abort"
 
-    def test_an_abort_ends_it_in_each_state(self, run, histories):
-        async def main(llm):
-            async def aborted(parts, params, state):
-                histories.clear()
-                task = asyncio.ensure_future(taken(llm.generate(ceasing(*parts), params, "mine")))
-                await reaches(histories, state, 0)
-                await llm.abort("mine")
-                return await task
-
-            assert await aborted([], GREEDY, S.IDLE) == []
-            assert await aborted([PromptPart("a", commit=False)], GREEDY, S.APPENDING) == []
-            outputs = await aborted(["say abc"], endless(0.1, max_tokens=400), S.RUNNING)
-            assert outputs[-1].outputs[0].finish_reason == "abort"
-
-        run(main)
-
-    def test_closing_the_engine_ends_who_waits_for_a_part(self, folder, histories):
-        async def main():
-            llm = AsyncLLM(config=scripted_config(folder))
-            waiting = asyncio.ensure_future(taken(llm.generate(ceasing("a"), GREEDY)))
-            await reaches(histories, S.IDLE, 1)
-            await llm.aclose()
-            with pytest.raises(HardpointError, match="closed"):
-                await waiting
-
-        asyncio.run(main())
+    async def test_closing_the_engine_ends_who_waits_for_a_part(self, folder, histories):
+        llm = AsyncLLM(config=scripted_config(folder))
+        waiting = asyncio.ensure_future(taken(llm.generate(ceasing("a"), GREEDY)))
+        await reaches(histories, S.IDLE, 1)
+        await llm.aclose()
+        with pytest.raises(HardpointError, match="closed"):
+            await waiting
 
     def test_leaving_the_loop_ends_the_sender_too(self, run):
         ended = []
@@ -605,67 +593,55 @@ class TestIterators:
 
 
 class TestTasks:
-    def test_two_senders_and_a_turn(self, run, tmp_path):
-        async def main(llm):
-            held = HeldSteps(tmp_path)
-            params = endless(max_tokens=30, plugin_args=held.slow())
-            async with llm.open_conversation(params) as talk:
-                running = asyncio.ensure_future(taken(talk.send("say abc")))
-                await until(lambda: talk.state is S.RUNNING, "the turn")
-                await asyncio.gather(talk.append("one"), talk.append(" two"))
-                with pytest.raises(RequestError, match="has a turn that runs"):
-                    await taken(talk.commit())
-                held.let_go()
-                outputs = await running
-                assert talk.state is S.APPENDING
-                later = llm.tokenizer.encode("one two", add_special_tokens=False)
-                first = [*outputs[0].prompt_token_ids, *tokens_of(outputs)]
-                second = await taken(talk.commit())
-                assert second[0].prompt_token_ids == [*first, *later]
-
-        run(main)
-
-    def test_a_turn_that_is_cancelled_keeps_its_tokens(self, run):
-        async def main(llm):
-            async with llm.open_conversation(endless(0.05, max_tokens=400)) as talk:
-                await talk.cancel()  # nothing runs
-                outputs = []
-                async for output in talk.send("say abc"):
-                    outputs.append(output)
-                    if len(outputs) == 3:
-                        await talk.cancel()
-                assert outputs[-1].outputs[0].finish_reason == "abort"
-                assert talk.token_ids == [*outputs[0].prompt_token_ids, *tokens_of(outputs)]
-                assert (talk.state, talk.num_turns) == (S.IDLE, 1)
-                short = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-                assert (await taken(talk.send("b", short)))[-1].turn == 1
-
-        run(main)
-
-    def test_closing_ends_a_turn(self, run):
-        async def main(llm):
-            talk = llm.open_conversation(endless(0.05, max_tokens=400))
+    async def test_two_senders_and_a_turn(self, async_llm, tmp_path):
+        held = HeldSteps(tmp_path)
+        params = endless(max_tokens=30, plugin_args=held.slow())
+        async with async_llm.open_conversation(params) as talk:
             running = asyncio.ensure_future(taken(talk.send("say abc")))
             await until(lambda: talk.state is S.RUNNING, "the turn")
-            await talk.aclose()
-            assert (await running)[-1].outputs[0].finish_reason == "abort"
-            assert (talk.state, talk.token_ids) == (S.ENDED, [])
+            await asyncio.gather(talk.append("one"), talk.append(" two"))
+            with pytest.raises(RequestError, match="has a turn that runs"):
+                await taken(talk.commit())
+            held.let_go()
+            outputs = await running
+            assert talk.state is S.APPENDING
+            later = async_llm.tokenizer.encode("one two", add_special_tokens=False)
+            first = [*outputs[0].prompt_token_ids, *tokens_of(outputs)]
+            second = await taken(talk.commit())
+            assert second[0].prompt_token_ids == [*first, *later]
 
-        run(main)
+    async def test_a_turn_that_is_cancelled_keeps_its_tokens(self, async_llm):
+        async with async_llm.open_conversation(endless(0.05, max_tokens=400)) as talk:
+            await talk.cancel()  # nothing runs
+            outputs = []
+            async for output in talk.send("say abc"):
+                outputs.append(output)
+                if len(outputs) == 3:
+                    await talk.cancel()
+            assert outputs[-1].outputs[0].finish_reason == "abort"
+            assert talk.token_ids == [*outputs[0].prompt_token_ids, *tokens_of(outputs)]
+            assert (talk.state, talk.num_turns) == (S.IDLE, 1)
+            short = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+            assert (await taken(talk.send("b", short)))[-1].turn == 1
 
-    def test_it_outlives_an_engine_that_dies(self, run, tmp_path):
-        async def main(llm):
-            held = HeldSteps(tmp_path)
-            params = endless(max_tokens=400, plugin_args=held.slow(0.1))
-            async with llm.open_conversation(GREEDY) as talk:
-                await taken(talk.send("say abc"))
-                before = talk.token_ids
-                with pytest.raises(EngineDeadError, match="engine.max_resumes"):
-                    await killing(llm, talk.send(" and", params))
-                held.let_go()
-                assert (talk.state, talk.token_ids) == (S.APPENDING, before)
-                outputs = await taken(talk.commit())  # with the parameters that hold
-                assert outputs[0].turn == 1
-                assert outputs[0].prompt_token_ids[: len(before)] == before
+    async def test_closing_ends_a_turn(self, async_llm):
+        talk = async_llm.open_conversation(endless(0.05, max_tokens=400))
+        running = asyncio.ensure_future(taken(talk.send("say abc")))
+        await until(lambda: talk.state is S.RUNNING, "the turn")
+        await talk.aclose()
+        assert (await running)[-1].outputs[0].finish_reason == "abort"
+        assert (talk.state, talk.token_ids) == (S.ENDED, [])
 
-        run(main)
+    async def test_it_outlives_an_engine_that_dies(self, async_llm, tmp_path):
+        held = HeldSteps(tmp_path)
+        params = endless(max_tokens=400, plugin_args=held.slow(0.1))
+        async with async_llm.open_conversation(GREEDY) as talk:
+            await taken(talk.send("say abc"))
+            before = talk.token_ids
+            with pytest.raises(EngineDeadError, match="engine.max_resumes"):
+                await killing(async_llm, talk.send(" and", params))
+            held.let_go()
+            assert (talk.state, talk.token_ids) == (S.APPENDING, before)
+            outputs = await taken(talk.commit())  # with the parameters that hold
+            assert outputs[0].turn == 1
+            assert outputs[0].prompt_token_ids[: len(before)] == before

@@ -13,7 +13,7 @@ from support.internals import scheduler_of
 
 from hardpoint import LLM, AsyncLLM, ConfigError, SamplingParams, async_llm
 from hardpoint.plugins import StepCost
-from hardpoint.testing import scripted_config, scripted_engine
+from hardpoint.testing import scripted_config
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 PROMPTS = ["word " * length for length in (3, 40, 7, 60, 20)]
@@ -51,15 +51,14 @@ def test_it_is_off_where_prompts_are_computed_whole(opened):
 
 
 @pytest.mark.parametrize(("given", "limit"), [({}, 0.0), ({"step_milliseconds": 20}, 20.0)])
-def test_it_is_off_in_llm_unless_it_is_set(scripted, given, limit):
-    engine = scripted_engine(scripted, MODEL | {"scheduler": given})
+def test_it_is_off_in_llm_unless_it_is_set(open_engine, given, limit):
+    engine = open_engine(MODEL | {"scheduler": given})
     engine.add_request("a", PROMPTS[0], PARAMS)
     while engine.has_unfinished_requests():
         engine.step()
     context = scheduler_of(engine).context
     assert context.limits.step_milliseconds == limit
     assert (context.step_cost() != StepCost()) == bool(limit)
-    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -56,25 +56,22 @@ class Weights(AsyncWeightUpdateGroup):
         super().__init__(self.engine, WeightFiles())
 
 
-def test_an_update_that_is_cancelled_while_the_engine_takes_the_weights_is_whole(place):
-    async def main():
-        group = Weights()
-        task = asyncio.create_task(group.update(TENSORS))
-        await group.engine.uses.wait()
-        for _ in range(3):
-            task.cancel()
-            await asyncio.sleep(0)
-        assert not task.done()
-        group.engine.goes_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        load = group.engine.parts.config.load
-        assert load.version == "1"
-        assert [Path(path).parent.parent for path in load.updates] == [place]
-        assert all(Path(path).exists() for path in load.updates)
-        assert await group.update(TENSORS) == "2"
-
-    asyncio.run(main())
+async def test_an_update_that_is_cancelled_while_the_engine_takes_the_weights_is_whole(place):
+    group = Weights()
+    task = asyncio.create_task(group.update(TENSORS))
+    await group.engine.uses.wait()
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not task.done()
+    group.engine.goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    load = group.engine.parts.config.load
+    assert load.version == "1"
+    assert [Path(path).parent.parent for path in load.updates] == [place]
+    assert all(Path(path).exists() for path in load.updates)
+    assert await group.update(TENSORS) == "2"
 
 
 def test_tensors_of_an_update_that_fails_are_removed(place):

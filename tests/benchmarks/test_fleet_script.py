@@ -9,7 +9,6 @@ import xml.etree.ElementTree as ElementTree
 import fleet
 import pytest
 from plots import draw_fleets
-from rich.console import Console
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -27,7 +26,7 @@ def test_table_and_plot(arguments, capsys):
     results = [fleet.run(arguments, *case) for case in cases]
     assert all(one["finished"] == 60 for one in results)
     json.dumps(results)
-    Console(width=160).print(fleet.table(results))
+    fleet.show(results)
     shown = capsys.readouterr().out
     assert all(shown.count(name) == 2 for name in fleet.BALANCERS)
     root = ElementTree.fromstring(draw_fleets(results))

@@ -15,7 +15,7 @@ def send(server, *, path="/v1/completions", body=BODY, timeout=60.0, count=1):
     async def run():
         client = Client(server.url)
         timelines = [await client.send(path, body, timeout) for _ in range(count)]
-        client.close()
+        await client.close()
         return timelines
 
     return asyncio.run(run())
@@ -54,7 +54,7 @@ def test_whole_answers(answer, body):
         (Answer(status=429, body='{"error": {"message": "too many"}}'), "429 too many"),
         (Answer(status=500, body="{}"), "500 {}"),
         (Answer(fault="the plugin failed"), "stream: the plugin failed"),
-        (Answer(cut=2), "connection: IncompleteReadError"),
+        (Answer(cut=2), "connection: RemoteProtocolError"),
         (Answer(cut=2, framing="close"), "stream: ended without a finish_reason and [DONE]"),
         (Answer(marker=False), "stream: ended without a finish_reason and [DONE]"),
         (Answer(finish=False), "stream: ended without a finish_reason and [DONE]"),
@@ -80,4 +80,4 @@ def test_no_server():
     with serving(FakeServer()) as server:
         pass
     (timeline,) = send(server)
-    assert timeline.error == "connection: ConnectionRefusedError"
+    assert timeline.error == "connection: ConnectError"

@@ -40,9 +40,10 @@ def test_loads():
     assert [len(ids) for ids in batch.prompts] == [prompt for prompt, _ in load.lengths()]
     assert len({tuple(ids[:2]) for ids in batch.prompts}) == 1
     assert batch.adapters == [0, 1, 0]
-    assert load.tokens == sum(batch.outputs)
+    assert load.tokens == load.generated == sum(batch.outputs)
     assert str(load) == "3 x (2 shared + 2-4)/2-5"
     assert LOADS["prefill"].tokens == 16 * 512
+    assert LOADS["prefill"].generated == 16
 
 
 def test_an_engine_that_does_not_open_is_reported(monkeypatch, tmp_path, capsys):
@@ -78,7 +79,7 @@ class Counting(Backend):
 
 def test_batches():
     engine = Counting()
-    assert engine_process.run_batch(engine, Batch([[1]], [2])).keys() == {"seconds"}
+    assert engine_process.run_batch(engine, Batch([[1]], [2])).keys() == {"seconds", "cpu"}
     answer = engine_process.run_batch(engine, Batch([[1]], [2], stop=True))
     assert answer["seconds"] >= 0
     assert (answer["outputs"], answer["drafts"], answer["accepted"]) == ([[7, 7]], 3, 3)

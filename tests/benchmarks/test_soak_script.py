@@ -7,16 +7,16 @@ import os
 import random
 import sys
 import time
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import server_state
 import soak
+import soak_load
+from backends import cpu_seconds
 from http_streams import Client, run_on_uvloop
-from soak_parts import disconnects
-from soak_parts.disconnects import Point, disconnect
-from soak_parts.holdings import Holdings, cpu_seconds
-from soak_parts.metrics import parse_metrics
+from server_state import holdings_of, leaks, parse_metrics
+from soak_load import Counts, Point, disconnect
 from support.fake_api_server import Answer, FakeServer, serving
 from support.waiting import wait_until
 
@@ -51,12 +51,13 @@ def run(monkeypatch, capsys, tmp_path):
         monotonic=clock, process_time=time.process_time, perf_counter=time.perf_counter
     )
     monkeypatch.setattr(soak, "time", passing)
-    monkeypatch.setattr(soak, "_REST_S", 2.0)
-    monkeypatch.setattr(soak, "_REST_PERIOD_S", 0.05)
-    monkeypatch.setattr(soak, "_IDLE_S", 0.01)
-    monkeypatch.setattr(soak, "_IDLE_PERIOD_S", 0.02)
+    monkeypatch.setattr(server_state, "time", passing)
+    monkeypatch.setattr(server_state, "REST_S", 2.0)
+    monkeypatch.setattr(server_state, "REST_PERIOD_S", 0.05)
+    monkeypatch.setattr(server_state, "IDLE_S", 0.01)
+    monkeypatch.setattr(server_state, "IDLE_PERIOD_S", 0.02)
     monkeypatch.setattr(soak, "_QUESTIONS", 9)
-    monkeypatch.setattr(disconnects, "_HALF_CLOSED_S", 0.05)
+    monkeypatch.setattr(soak_load, "HALF_CLOSED_S", 0.05)
 
     def run(choose=answer, metrics=lambda: IDLE, *more):
         server = FakeServer(metrics=metrics)
@@ -72,7 +73,8 @@ def run(monkeypatch, capsys, tmp_path):
                 soak.main()
             except SystemExit as end:
                 code = end.code
-        return code, capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+        found = json.loads((tmp_path / "found.json").read_text())
+        return code, capsys.readouterr().out, found["without"]
 
     return run
 
@@ -82,14 +84,14 @@ def test_nothing_is_left(run):
     assert found["problems"] == []
     assert output.rstrip().endswith("soak: PASSED: nothing is left, no answer is wrong")
     assert code == 0
-    assert set(found["left"]) <= {point.value for point in disconnects.Point}
+    assert set(found["left"]) <= {point.value for point in Point}
     assert found["left"]
-    assert found["faulty"]["ended_well"] > 0
-    assert found["faulty"]["failed"].keys() == {"stream: logits processor 'fails_at': apply failed"}
+    assert found["ends"]["all: survived"] > 0
+    assert found["failed"].keys() == {"stream: logits processor 'fails_at': apply failed"}
     assert found["compared"] > 0
     assert found["different"] == 0
-    assert found["requests"] > 0
-    assert found["ttft"]["p50"] > 0
+    assert found["ends"]["all: whole"] > 0
+    assert found["times"]["all"]["ttft"]["p50"] > 0
     assert found["before"]["descriptors"] >= found["after"]["descriptors"]
 
 
@@ -102,7 +104,7 @@ def test_wrong_answers_are_noticed(run):
     code, output, found = run(wrong)
     assert code == 1
     (problem,) = found["problems"]
-    assert soak.wrong(soak.Counts(compared=20, wrong=Counter({3: 1})), 0.05) == []
+    assert Counts(compared=20, wrong=["one"]).problems(0.05) == []
     assert problem.endswith(f"of {found['compared']} answers differ from those without load")
     assert output.rstrip().endswith("soak: FAILED")
 
@@ -115,9 +117,8 @@ def test_failures_of_other_requests_are_noticed(run):
 
     code, _, found = run(failing, lambda: IDLE, "--faulty", "0", "--disconnects", "0")
     assert code == 1
-    assert found["failed"] > 0
-    assert found["errors"] == {"500 {}": found["failed"]}
-    expected = f"{found['failed']} requests without a fault of their own failed"
+    assert found["lost"].keys() == {"all: 500 {}"}
+    expected = f"{found['lost']['all: 500 {}']} requests without a fault of their own failed"
     assert found["problems"] == [expected]
 
 
@@ -145,16 +146,20 @@ def test_a_growing_number_of_tasks_is_noticed(run):
 
 
 def test_what_a_process_holds():
-    before = Holdings.of(os.getpid())
-    assert before.memory_mib > 10
+    before = holdings_of(os.getpid())
+    assert before["memory"] > 10
     files = [open(os.devnull) for _ in range(3)]  # noqa: SIM115
-    after = Holdings.of(os.getpid())
+    after = holdings_of(os.getpid())
     for file in files:
         file.close()
-    old = before.descriptors
-    assert f"descriptors: {old} before the load, {old + 3} after it" in after.leaks(before, 100)
-    assert Holdings(1, 5, 4, 130.0).leaks(Holdings(1, 6, 4, 100.0), 31) == []
-    assert Holdings(2, 5, 5, 130.0).leaks(Holdings(1, 5, 4, 100.0), 20) == [
+    old = before["descriptors"]
+    assert f"descriptors: {old} before the load, {old + 3} after it" in leaks(before, after, 100)
+
+    def holdings(*values):
+        return dict(zip(("processes", "descriptors", "threads", "memory"), values, strict=True))
+
+    assert leaks(holdings(1, 6, 4, 100.0), holdings(1, 5, 4, 130.0), 31) == []
+    assert leaks(holdings(1, 5, 4, 100.0), holdings(2, 5, 5, 130.0), 20) == [
         "processes: 1 before the load, 2 after it",
         "threads: 4 before the load, 5 after it",
         "memory: grew by 30 MiB, more than 20",
@@ -175,15 +180,14 @@ def test_samples_of_one_name_are_added():
 
 @pytest.mark.parametrize("point", list(Point))
 def test_clients_that_go_away(point, monkeypatch):
-    monkeypatch.setattr(disconnects, "_HALF_CLOSED_S", 0.2)
+    monkeypatch.setattr(soak_load, "HALF_CLOSED_S", 0.2)
 
     async def go_away(server):
         client = Client(server.url)
-        body = {"model": "fake", "prompt": "a b", "stream": True}
-        request = client.request("POST", "/v1/completions", body)
-        await disconnect(client, request, point, random.Random(1), 4)
+        body = {"model": "fake", "prompt": "a b", "stream": True, "max_tokens": 4}
+        await disconnect(client, "/v1/completions", body, point, random.Random(1))
         assert (await client.send("/v1/completions", body, 30)).chunks == 50
-        client.close()
+        await client.close()
 
     with serving(FakeServer(lambda number, body: Answer(chunks=50, gap=0.001))) as server:
         run_on_uvloop(go_away(server))

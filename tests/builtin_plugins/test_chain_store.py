@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from concurrent.futures import Future
@@ -362,8 +363,7 @@ def engine(scripted, *stores: str, **tables):
 
 
 def test_an_engine_builds_the_stores_with_options_of_their_own(scripted):
-    llm = engine(scripted, "memory", memory={"size_bytes": 1 << 24})
-    try:
+    with contextlib.closing(engine(scripted, "memory", memory={"size_bytes": 1 << 24})) as llm:
         prompt, params = "say abc " * 20, SamplingParams(max_tokens=8, temperature=0)
         (cold,) = llm.generate([prompt], params)
         llm.reset_prefix_cache()
@@ -371,8 +371,6 @@ def test_an_engine_builds_the_stores_with_options_of_their_own(scripted):
         assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
         assert warm.num_cached_tokens >= 16
         assert llm.plugins.health().fallbacks == {}
-    finally:
-        llm.close()
 
 
 def test_stores_that_cannot_be_in_a_chain_are_refused(scripted):

@@ -1,5 +1,6 @@
 """Calls, results and errors of worker processes, with scripted workers."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -72,11 +73,10 @@ def test_every_rank_runs_each_call_once_and_one_gives_the_result(opened):
 
 def test_infos_come_in_rank_order_and_progress_is_the_sum_of_the_ranks(opened):
     reports = []
-    workers = executor(3, progress=lambda *progress: reports.append(progress))
-    try:
+    with contextlib.closing(
+        executor(3, progress=lambda *progress: reports.append(progress))
+    ) as workers:
         infos = workers.start()
-    finally:
-        workers.close()
     assert [info.available_bytes for info in infos] == [1000, 1001, 1002]
     assert reports[-1] == ("Loading weights", 9, 9)
     assert all(total == 9 and done < 9 for _, done, total in reports[:-1])

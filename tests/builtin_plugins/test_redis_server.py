@@ -302,13 +302,10 @@ def test_engines_one_after_another_have_the_same_tokens(start, scripted, tensor)
     prompts = [f"say abc {number} " * 12 for number in range(4)]
     results = []
     for _ in range(2):
-        llm = LLM(str(scripted), config=config_of(scripted, server, tensor=tensor))
-        try:
+        with LLM(str(scripted), config=config_of(scripted, server, tensor=tensor)) as llm:
             outputs = llm.generate(prompts, params)
             results.append([output.outputs[0].token_ids for output in outputs])
             cached = [output.num_cached_tokens for output in outputs]
-        finally:
-            llm.close()
     assert results[0] == results[1]
     assert min(cached) >= 16
 
@@ -362,16 +359,13 @@ def test_an_engine_outlives_its_server(start, scripted):
     config["plugin"]["stores"] = {"breaker_seconds": 0.3}
     llm = LLM(str(scripted), config=config)
     rounds, cached = 0, 0
-    try:
-        with disturbed(server):
-            until = time.monotonic() + 12
-            while time.monotonic() < until:
-                tokens, more = generate(llm)
-                assert tokens == expected
-                rounds, cached = rounds + 1, cached + more
-                llm.reset_prefix_cache()
-    finally:
-        llm.close()
+    with contextlib.closing(llm), disturbed(server):
+        until = time.monotonic() + 12
+        while time.monotonic() < until:
+            tokens, more = generate(llm)
+            assert tokens == expected
+            rounds, cached = rounds + 1, cached + more
+            llm.reset_prefix_cache()
     assert rounds > 5
     assert cached
     wait_until(lambda: not any(t.name.startswith("KV") for t in threading.enumerate()), 10)

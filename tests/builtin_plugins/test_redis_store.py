@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -431,13 +432,10 @@ def test_an_engine_gives_the_same_tokens_from_the_server(server, scripted):
     prompt, params = "say abc " * 20, SamplingParams(max_tokens=8, temperature=0)
 
     def generate():
-        llm = LLM(str(scripted), config=config)
-        try:
+        with contextlib.closing(LLM(str(scripted), config=config)) as llm:
             (output,) = llm.generate([prompt], params)
             assert llm.plugins.health().fallbacks == {}
             return output.outputs[0].token_ids, output.num_cached_tokens
-        finally:
-            llm.close()
 
     cold, warm = generate(), generate()
     assert cold[0] == warm[0]

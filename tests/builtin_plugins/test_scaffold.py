@@ -117,7 +117,7 @@ def test_a_package_is_complete(kind):
 RESOLVES = """
 import sys, tomllib
 from pathlib import Path
-from hardpoint.host.registry.configuration import config_from
+from hardpoint.configuration.loading import config_from
 from hardpoint.host.registry.plugin_set import resolve_plugins
 
 for folder in sorted(Path.cwd().iterdir()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 import time
@@ -174,10 +175,8 @@ def test_a_request_that_goes_on_elsewhere_stays_one_span(spans, scripted, tmp_pa
         held.unlink()
         return [output async for output in outputs][-1]
 
-    try:
+    with contextlib.closing(llm):
         output = asyncio.run(run())
-    finally:
-        llm.close()
     assert output.num_resumes == 1
     (span,) = [s for s in spans if s.kind is trace.SpanKind.SERVER]
     assert f"{span.context.trace_id:032x}" == TRACE

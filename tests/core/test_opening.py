@@ -139,14 +139,11 @@ class TestDefaultParams:
         assert chosen == [(0.25, 7, 0.5), (1.0, 0, 1.0)]
         assert set(received[0].plugin_args) >= {"temperature", "top_k", "top_p"}
 
-    def test_an_event_loop_has_them_too(self, folder):
-        async def main():
-            async with AsyncLLM(config=scripted_config(folder)) as llm:
-                assert llm.model.default_sampling_params() == RECOMMENDED
-                output = [o async for o in llm.generate("say abc")][-1]
-                assert output.outputs[0].text == " abc abc abc"
-
-        asyncio.run(main())
+    async def test_an_event_loop_has_them_too(self, folder):
+        async with AsyncLLM(config=scripted_config(folder)) as llm:
+            assert llm.model.default_sampling_params() == RECOMMENDED
+            output = [o async for o in llm.generate("say abc")][-1]
+            assert output.outputs[0].text == " abc abc abc"
 
     def test_they_are_made_at_first_use_and_once(self, folder):
         with LLM(config=scripted_config(folder)) as llm:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import platform
+import runpy
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from support.kit_suites import messages_of
+from support.processes import ROOT
 
 from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
 from hardpoint.kernels import cpu
@@ -88,6 +94,80 @@ def test_missing_kernels_are_reported(choose, monkeypatch, tmp_path):
     monkeypatch.setattr("hardpoint.kernels.cpu._FOLDER", tmp_path)
     with pytest.raises(cpu.KernelsUnavailableError, match="not compiled when hardpoint was insta"):
         cpu.load()
+
+
+def test_a_path_that_was_not_compiled_is_named(choose, monkeypatch, tmp_path, caplog):
+    """The best of the compiled ones runs, and the log names what was left out and how to get it."""
+    choose("")
+    monkeypatch.setattr("hardpoint.kernels.cpu._FOLDER", tmp_path)
+    shutil.copy(Path(cpu.__file__).with_name("cpu_plain.so"), tmp_path)
+    absent = [path for path in cpu.PATHS if cpu.Library("plain").supports(path)][:-1]
+    assert cpu.load().path == "plain"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"kernels of instruction set plain are used; {path}: it was not compiled: install with "
+        f"HARDPOINT_BUILD_KERNELS={path} (or =all), and install a wheel or with a C++ compiler "
+        "(g++ or clang++) that knows it"
+        for path in absent
+    ]
+    if absent:
+        choose(absent[0])
+        with pytest.raises(cpu.KernelsUnavailableError, match=f"^{absent[0]}: it was not compil"):
+            cpu.load()
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """The names that setup.py defines; nothing is built."""
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("HARDPOINT_BUILD_KERNELS", raising=False)
+    return runpy.run_path("setup.py")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("sse4_2", "plain"),
+        ("avx2", "plain"),  # without fma
+        ("avx2 fma", "plain avx2"),
+        ("avx2 fma avx512f avx512bw avx512vl", "plain avx2"),
+        ("avx2 fma avx512f avx512bw avx512vl avx512dq", "plain avx512"),
+        (
+            "avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512vbmi",
+            "plain avx512_bf16",
+        ),
+    ],
+)
+def test_an_installation_compiles_the_best_path_and_plain(build, flags, expected):
+    assert build["native_paths"](set(flags.split())) == expected.split()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other paths than plain are for x86-64")
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("all", "plain avx2 avx512 avx512_bf16 amx_bf16"),
+        ("none", ""),
+        ("avx512", "plain avx512"),
+        ("avx512, avx2", "plain avx2 avx512"),
+        ("plain", "plain"),
+    ],
+)
+def test_a_variable_names_what_is_compiled(build, monkeypatch, value, expected):
+    monkeypatch.setenv("HARDPOINT_BUILD_KERNELS", value)
+    assert build["chosen_paths"]() == expected.split()
+
+
+def test_an_unknown_path_to_compile_is_an_error(build, monkeypatch):
+    monkeypatch.setenv("HARDPOINT_BUILD_KERNELS", "avx2,sse")
+    with pytest.raises(SystemExit, match=r"HARDPOINT_BUILD_KERNELS: expected all.* got 'sse'"):
+        build["chosen_paths"]()
+
+
+def test_the_best_compiled_path_is_the_one_that_runs(build):
+    best = build["native_paths"](build["processor_flags"]())[-1]
+    supported = [path for path in cpu.PATHS if cpu.Library("plain").supports(path)]
+    assert supported[0] == best
 
 
 def test_other_dtypes_are_left_to_torch():

@@ -30,7 +30,7 @@ from support.waiting import HeldSteps, until
 
 from hardpoint import AsyncLLM, EngineClosedError, RequestOutputKind, SamplingParams
 from hardpoint.errors import EngineDeadError
-from hardpoint.host.system.process.process import ChildProcess
+from hardpoint.process.child_processes.process import ChildProcess
 
 SLOW = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -120,96 +120,83 @@ def gated(gate: Path) -> dict[str, Any]:
     }
 
 
-def test_engine_killed_under_32_streams_is_reported_to_each(endless):
-    async def main():
-        async with opened(endless, SLOW) as llm:
-            streams = Streams(llm, 32, long())
-            await streams.running()
-            call = asyncio.create_task(llm.engines.scheduler_stats())
-            killed = await kill(pid_of(llm))
-            for error in await streams.errors():
-                assert type(error) is EngineDeadError
-                assert "was killed by signal 9" in str(error)
-                ends = ("the request may be sent again", "was in the step in which it died")
-                assert str(error).endswith(ends)
-            assert_quick("engine killed, streams notified", max(streams.ended) - killed)
-            with contextlib.suppress(EngineDeadError):
-                await call  # either was quicker
-            assert llm.errored
-            assert not llm.is_running
-            assert "was killed by signal 9" in str(llm.dead_error)
-            for ask in (
-                text(llm),
-                llm.engines.scheduler_stats(),
-                llm.plugins.set_policy("fair"),
-                llm.plugins.health(),
-            ):
-                with pytest.raises(EngineDeadError, match="was killed by signal 9"):
-                    await ask
-
-    asyncio.run(main())
+async def test_engine_killed_under_32_streams_is_reported_to_each(endless):
+    async with opened(endless, SLOW) as llm:
+        streams = Streams(llm, 32, long())
+        await streams.running()
+        call = asyncio.create_task(llm.engines.scheduler_stats())
+        killed = await kill(pid_of(llm))
+        for error in await streams.errors():
+            assert type(error) is EngineDeadError
+            assert "was killed by signal 9" in str(error)
+            ends = ("the request may be sent again", "was in the step in which it died")
+            assert str(error).endswith(ends)
+        assert_quick("engine killed, streams notified", max(streams.ended) - killed)
+        with contextlib.suppress(EngineDeadError):
+            await call  # either was quicker
+        assert llm.errored
+        assert not llm.is_running
+        assert "was killed by signal 9" in str(llm.dead_error)
+        for ask in (
+            text(llm),
+            llm.engines.scheduler_stats(),
+            llm.plugins.set_policy("fair"),
+            llm.plugins.health(),
+        ):
+            with pytest.raises(EngineDeadError, match="was killed by signal 9"):
+                await ask
 
 
-def test_calls_in_flight_are_notified_too(endless, tmp_path):
-    async def main():
-        async with opened(endless, SLOW) as llm:
-            streams = Streams(llm, 1, hangs(tmp_path / "begun"))
-            await asyncio.to_thread(in_step, tmp_path / "begun")
-            calls = [asyncio.create_task(llm.engines.scheduler_stats()) for _ in range(10)]
-            await asyncio.sleep(0.1)
-            killed = await kill(pid_of(llm))
-            for error in await asyncio.gather(*calls, return_exceptions=True):
-                assert type(error) is EngineDeadError
-            assert_quick("engine killed, 10 calls notified", time.monotonic() - killed)
-            assert [type(error) for error in await streams.errors()] == [EngineDeadError]
-
-    asyncio.run(main())
+async def test_calls_in_flight_are_notified_too(endless, tmp_path):
+    async with opened(endless, SLOW) as llm:
+        streams = Streams(llm, 1, hangs(tmp_path / "begun"))
+        await asyncio.to_thread(in_step, tmp_path / "begun")
+        calls = [asyncio.create_task(llm.engines.scheduler_stats()) for _ in range(10)]
+        await asyncio.sleep(0.1)
+        killed = await kill(pid_of(llm))
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            assert type(error) is EngineDeadError
+        assert_quick("engine killed, 10 calls notified", time.monotonic() - killed)
+        assert [type(error) for error in await streams.errors()] == [EngineDeadError]
 
 
 @pytest.mark.parametrize("deaths", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_a_dead_engine_is_started_again(scripted, tmp_path, deaths):
+async def test_a_dead_engine_is_started_again(scripted, tmp_path, deaths):
     """Weights, policy and everything else are there again; what was in flight has failed."""
-
-    async def main():
-        gate = tmp_path / "closed"
-        settings = gated(gate) | {"engine": {"resume": "off"}}
-        async with opened(scripted, settings, restart="on_failure") as llm:
-            await llm.plugins.set_policy("fair")
-            for times in range(1, deaths + 1):
-                streams = Streams(llm, 32, long(400, {"slow": {"seconds": 0.05}}))
-                await streams.running()
-                first = pid_of(llm)
-                gate.touch()
-                killed = await kill(first)
-                assert {type(error) for error in await streams.errors()} == {EngineDeadError}
-                assert_quick("restart: last of 32 notified", max(streams.ended) - killed)
-                assert pid_of(llm) == first  # so they were notified before there was a new engine
-                gate.unlink()
-                assert await text(llm) == " abc abc abc"  # waits for the new engine
-                assert_quick("restart: next request answered", time.monotonic() - killed)
-                assert pid_of(llm) != first
-                assert not alive(first)
-                assert llm.is_running
-                assert not llm.errored
-                assert (await llm.plugins.health()).restarts == times
-                assert (await llm.engines.scheduler_stats()).num_running == 0
-            assert llm.config.scheduler.policy == "fair"
-
-    asyncio.run(main())
+    gate = tmp_path / "closed"
+    settings = gated(gate) | {"engine": {"resume": "off"}}
+    async with opened(scripted, settings, restart="on_failure") as llm:
+        await llm.plugins.set_policy("fair")
+        for times in range(1, deaths + 1):
+            streams = Streams(llm, 32, long(400, {"slow": {"seconds": 0.05}}))
+            await streams.running()
+            first = pid_of(llm)
+            gate.touch()
+            killed = await kill(first)
+            assert {type(error) for error in await streams.errors()} == {EngineDeadError}
+            assert_quick("restart: last of 32 notified", max(streams.ended) - killed)
+            assert pid_of(llm) == first  # so they were notified before there was a new engine
+            gate.unlink()
+            assert await text(llm) == " abc abc abc"  # waits for the new engine
+            assert_quick("restart: next request answered", time.monotonic() - killed)
+            assert pid_of(llm) != first
+            assert not alive(first)
+            assert llm.is_running
+            assert not llm.errored
+            assert (await llm.plugins.health()).restarts == times
+            assert (await llm.engines.scheduler_stats()).num_running == 0
+        assert llm.config.scheduler.policy == "fair"
 
 
-def test_an_engine_that_dies_too_often_stays_dead(scripted):
-    async def main():
-        settings = {"engine": {"max_restarts_per_minute": 1}}
-        async with opened(scripted, settings, restart="on_failure") as llm:
-            await kill_noticed(llm)
-            assert await text(llm) == " abc abc abc"
-            await kill(pid_of(llm))
-            await until(lambda: llm.errored, "the end")
-            with pytest.raises(EngineDeadError):
-                await text(llm)
-
-    asyncio.run(main())
+async def test_an_engine_that_dies_too_often_stays_dead(scripted):
+    settings = {"engine": {"max_restarts_per_minute": 1}}
+    async with opened(scripted, settings, restart="on_failure") as llm:
+        await kill_noticed(llm)
+        assert await text(llm) == " abc abc abc"
+        await kill(pid_of(llm))
+        await until(lambda: llm.errored, "the end")
+        with pytest.raises(EngineDeadError):
+            await text(llm)
 
 
 def test_an_engine_that_dies_before_its_first_use_is_known_to_be_dead(scripted):
@@ -225,23 +212,20 @@ def test_an_engine_that_dies_before_its_first_use_is_known_to_be_dead(scripted):
 
 
 @pytest.mark.nightly
-def test_an_engine_killed_while_it_starts_again_is_started_once_more(scripted, tmp_path):
+async def test_an_engine_killed_while_it_starts_again_is_started_once_more(scripted, tmp_path):
     gate = tmp_path / "closed"
 
-    async def main():
-        async with opened(scripted, gated(gate), restart="on_failure") as llm:
-            first, others = pid_of(llm), psutil.Process().children()
-            gate.touch()  # so that the second one does not get ready
-            await kill_noticed(llm)
-            assert not llm.errored
-            request = asyncio.create_task(text(llm))
-            second = await newborn(others)
-            await kill(second)
-            gate.unlink()
-            assert await request == " abc abc abc"
-            assert pid_of(llm) not in (first, second)
-
-    asyncio.run(main())
+    async with opened(scripted, gated(gate), restart="on_failure") as llm:
+        first, others = pid_of(llm), psutil.Process().children()
+        gate.touch()  # so that the second one does not get ready
+        await kill_noticed(llm)
+        assert not llm.errored
+        request = asyncio.create_task(text(llm))
+        second = await newborn(others)
+        await kill(second)
+        gate.unlink()
+        assert await request == " abc abc abc"
+        assert pid_of(llm) not in (first, second)
 
 
 async def newborn(others: list[psutil.Process]) -> int:
@@ -256,60 +240,51 @@ async def newborn(others: list[psutil.Process]) -> int:
     return found[0]
 
 
-def test_sigterm_drains_the_streams(endless, tmp_path):
-    async def main():
-        async with opened(endless, SLOW | {"engine": {"drain_seconds": 60.0}}) as llm:
-            held = HeldSteps(tmp_path)
-            streams = Streams(llm, 4, long(200, held.slow(0.1)))
-            await streams.running()
-            await kill(pid_of(llm), signal.SIGTERM)
-            held.let_go()
-            assert await streams.errors() == [None] * 4
-            assert streams.reasons == ["length"] * 4
-            assert streams.tokens == [200] * 4
-            await asyncio.to_thread(gone, pid_of(llm))
-            with pytest.raises(EngineDeadError):
-                await text(llm)
-
-    asyncio.run(main())
+async def test_sigterm_drains_the_streams(endless, tmp_path):
+    async with opened(endless, SLOW | {"engine": {"drain_seconds": 60.0}}) as llm:
+        held = HeldSteps(tmp_path)
+        streams = Streams(llm, 4, long(200, held.slow(0.1)))
+        await streams.running()
+        await kill(pid_of(llm), signal.SIGTERM)
+        held.let_go()
+        assert await streams.errors() == [None] * 4
+        assert streams.reasons == ["length"] * 4
+        assert streams.tokens == [200] * 4
+        await asyncio.to_thread(gone, pid_of(llm))
+        with pytest.raises(EngineDeadError):
+            await text(llm)
 
 
-def test_closing_tells_those_who_wait(endless, monkeypatch):
+async def test_closing_tells_those_who_wait(endless, monkeypatch):
     """At once, and not when their requests would have ended, or the engine is killed."""
     monkeypatch.setattr(ChildProcess.close, "__defaults__", (60.0,))  # grace_s
     plugins = {"enable": ["support.plugins.slow:Slow", "support.plugins.pacing:Unhurried"]}
 
-    async def main():
-        llm = AsyncLLM(config=process_config(endless, {"plugins": plugins}))
-        streams = Streams(llm, 32, long())
-        await streams.running()
-        began = time.monotonic()
-        await llm.aclose()
-        assert {type(error) for error in await streams.errors()} == {EngineClosedError}
-        assert_quick("closed under 32 streams", time.monotonic() - began)
-        with pytest.raises(EngineClosedError):
-            await text(llm)
-
-    asyncio.run(main())
+    llm = AsyncLLM(config=process_config(endless, {"plugins": plugins}))
+    streams = Streams(llm, 32, long())
+    await streams.running()
+    began = time.monotonic()
+    await llm.aclose()
+    assert {type(error) for error in await streams.errors()} == {EngineClosedError}
+    assert_quick("closed under 32 streams", time.monotonic() - began)
+    with pytest.raises(EngineClosedError):
+        await text(llm)
 
 
 @pytest.mark.nightly
-def test_cancelled_tasks_end_their_requests(endless):
-    async def main():
-        async with opened(endless, SLOW) as llm:
-            streams = Streams(llm, 16, long())
-            await streams.running()
-            for task in streams.tasks:
-                task.cancel()
-            await streams.errors()
-            began = time.monotonic()
-            while (await llm.engines.scheduler_stats()).num_running:
-                await asyncio.sleep(0.005)
-            assert_quick("cancelled, engine idle", time.monotonic() - began)
-            assert (await llm.engines.scheduler_stats()).kv_cache_usage == 0
-            assert not states_of(output_processor_of(engine_of(llm)))
-
-    asyncio.run(main())
+async def test_cancelled_tasks_end_their_requests(endless):
+    async with opened(endless, SLOW) as llm:
+        streams = Streams(llm, 16, long())
+        await streams.running()
+        for task in streams.tasks:
+            task.cancel()
+        await streams.errors()
+        began = time.monotonic()
+        while (await llm.engines.scheduler_stats()).num_running:
+            await asyncio.sleep(0.005)
+        assert_quick("cancelled, engine idle", time.monotonic() - began)
+        assert (await llm.engines.scheduler_stats()).kv_cache_usage == 0
+        assert not states_of(output_processor_of(engine_of(llm)))
 
 
 # Nothing remains

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -268,7 +269,7 @@ def test_after_shutdown_began_there_is_an_answer(endless, tmp_path):
     }
     client = RawClient(process_config(endless, settings))
     held = HeldSteps(tmp_path)
-    try:
+    with contextlib.closing(client):
         client.add("before", params=GREEDY_200, plugin_args=held.slow(0.1))
         client.receive()
         os.kill(client.process.pid, signal.SIGTERM)
@@ -282,5 +283,3 @@ def test_after_shutdown_began_there_is_an_answer(endless, tmp_path):
         ended = client.ends(["before"])["before"]
         assert ended.finish_reason is FinishReason.LENGTH
         assert client.process.wait(PATIENCE_S) == 0
-    finally:
-        client.close()

@@ -268,25 +268,19 @@ async def streamed(llm: AsyncLLM, job: Job, pause_s: float) -> list[tuple]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", ANY_RANKS)
-def test_async_llm_gives_the_same(scripted, expected, ranks):
-    async def main():
-        llm = AsyncLLM(config=process_config(scripted, TIGHT | ranks))
-        try:
-            jobs = with_stop_strings()
-            results = await asyncio.gather(*(whole(llm, job) for job in jobs))
-            assert {job[0]: [r] for job, r in zip(jobs, results, strict=True)} == expected
-            results = await asyncio.gather(
-                *(streamed(llm, job, index % 3 * 0.01) for index, job in enumerate(jobs))
-            )
-            assert {job[0]: [r] for job, r in zip(jobs, results, strict=True)} == expected
-        finally:
-            llm.close()
-
-    asyncio.run(main())
+async def test_async_llm_gives_the_same(scripted, expected, ranks):
+    with contextlib.closing(AsyncLLM(config=process_config(scripted, TIGHT | ranks))) as llm:
+        jobs = with_stop_strings()
+        results = await asyncio.gather(*(whole(llm, job) for job in jobs))
+        assert {job[0]: [r] for job, r in zip(jobs, results, strict=True)} == expected
+        results = await asyncio.gather(
+            *(streamed(llm, job, index % 3 * 0.01) for index, job in enumerate(jobs))
+        )
+        assert {job[0]: [r] for job, r in zip(jobs, results, strict=True)} == expected
 
 
 @pytest.mark.parametrize("ranks", ANY_RANKS)
-def test_async_llm_in_the_mix(scripted, expected, ranks):
+async def test_async_llm_in_the_mix(scripted, expected, ranks):
     """With neighbours that time out or are left, while the policy changes."""
 
     async def neighbour(llm, name, timeout=None):
@@ -298,35 +292,28 @@ def test_async_llm_in_the_mix(scripted, expected, ranks):
             await llm.plugins.set_policy(policy)
             await asyncio.sleep(0.05)
 
-    async def main():
-        llm = AsyncLLM(config=process_config(scripted, TIGHT | SLOW | ranks))
-        try:
-            timed = [asyncio.create_task(neighbour(llm, f"timed{i}", 0.2)) for i in range(2)]
-            left = [asyncio.create_task(neighbour(llm, f"left{i}")) for i in range(2)]
-            policies = asyncio.create_task(change_policies(llm))
-            jobs = with_stop_strings()
-            work = asyncio.gather(*(whole(llm, job) for job in jobs))
-            await asyncio.sleep(0.1)
-            for task in left:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-            results = await work
-            assert {job[0]: [r] for job, r in zip(jobs, results, strict=True)} == expected
-            assert await asyncio.gather(*timed) == ["timeout"] * 2
-            await policies
-            stats = await llm.engines.scheduler_stats()
-            assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
-        finally:
-            llm.close()
-
-    asyncio.run(main())
+    with contextlib.closing(AsyncLLM(config=process_config(scripted, TIGHT | SLOW | ranks))) as llm:
+        timed = [asyncio.create_task(neighbour(llm, f"timed{i}", 0.2)) for i in range(2)]
+        left = [asyncio.create_task(neighbour(llm, f"left{i}")) for i in range(2)]
+        policies = asyncio.create_task(change_policies(llm))
+        jobs = with_stop_strings()
+        work = asyncio.gather(*(whole(llm, job) for job in jobs))
+        await asyncio.sleep(0.1)
+        for task in left:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        results = await work
+        assert {job[0]: [r] for job, r in zip(jobs, results, strict=True)} == expected
+        assert await asyncio.gather(*timed) == ["timeout"] * 2
+        await policies
+        stats = await llm.engines.scheduler_stats()
+        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
 
 
-def test_run_helper_itself_tells_differences(scripted, expected):
+def test_run_helper_itself_tells_differences(open_engine, expected):
     """Guards the comparisons above: another seed is another result."""
     request_id, prompt, params = with_stop_strings()[2]
-    engine = scripted_engine(scripted)
+    engine = open_engine()
     other = msgspec.structs.replace(params, seed=99)
     assert run(engine, [(request_id, prompt, other)]) != {request_id: expected[request_id]}
-    engine.close()

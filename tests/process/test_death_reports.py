@@ -43,7 +43,7 @@ async def error_of(llm, request_id, **fields):
     return str(error.value)
 
 
-def test_the_plugin_and_the_requests_of_the_step_are_named_and_it_is_quarantined(scripted):
+async def test_the_plugin_and_the_requests_of_the_step_are_named_and_it_is_quarantined(scripted):
     config = process_config(
         scripted,
         {
@@ -64,36 +64,33 @@ def test_the_plugin_and_the_requests_of_the_step_are_named_and_it_is_quarantined
             await llm.engines.resume()
         return await errors
 
-    async def main():
-        async with AsyncLLM(config=config, restart="on_failure") as llm:
-            for times in (1, 2):
-                bad, other, waiting = await die(llm)
-                common = (
-                    f"exited with code 41, in apply() of plugin 'exits' ({HERE}:Exits), asked for "
-                    "by plugins.enable[1] (argument AsyncLLM(config=...)); requests of that step "
-                    "that used third-party plugins: "
-                    "'bad' (exits); the request "
-                )
-                assert bad.endswith(f"{common}was in the step in which it died")
-                assert other.endswith(f"{common}was in the step in which it died")
-                assert waiting.endswith(f"{common}may be sent again")
-                health = await llm.plugins.health()
-                assert health.restarts == times
-                assert health.ok == (times == 1)
-            assert (
-                "the engine died 2 times within 60 s in apply() of plugin"
-                in health.quarantined["exits"]
+    async with AsyncLLM(config=config, restart="on_failure") as llm:
+        for times in (1, 2):
+            bad, other, waiting = await die(llm)
+            common = (
+                f"exited with code 41, in apply() of plugin 'exits' ({HERE}:Exits), asked for "
+                "by plugins.enable[1] (argument AsyncLLM(config=...)); requests of that step "
+                "that used third-party plugins: "
+                "'bad' (exits); the request "
             )
-            with pytest.raises(RequestError, match=r"plugin_args.exits: the plugin is quaran.*2 t"):
-                await error_of(llm, "bad", plugin_args={"exits": {"after": 20}})
-            params = SamplingParams(**GREEDY, max_tokens=3)
-            assert [output async for output in llm.generate("x", params)][-1].finished
-
-    asyncio.run(main())
+            assert bad.endswith(f"{common}was in the step in which it died")
+            assert other.endswith(f"{common}was in the step in which it died")
+            assert waiting.endswith(f"{common}may be sent again")
+            health = await llm.plugins.health()
+            assert health.restarts == times
+            assert health.ok == (times == 1)
+        assert (
+            "the engine died 2 times within 60 s in apply() of plugin"
+            in health.quarantined["exits"]
+        )
+        with pytest.raises(RequestError, match=r"plugin_args.exits: the plugin is quaran.*2 t"):
+            await error_of(llm, "bad", plugin_args={"exits": {"after": 20}})
+        params = SamplingParams(**GREEDY, max_tokens=3)
+        assert [output async for output in llm.generate("x", params)][-1].finished
 
 
 @pytest.mark.nightly
-def test_a_kill_from_outside_quarantines_no_plugin(scripted, tmp_path):
+async def test_a_kill_from_outside_quarantines_no_plugin(scripted, tmp_path):
     config = process_config(
         scripted,
         {"plugins": {"enable": ["support.plugins.slow:Slow"]}, "engine": {"resume": "off"}},
@@ -108,12 +105,9 @@ def test_a_kill_from_outside_quarantines_no_plugin(scripted, tmp_path):
             await next_
         return str(error.value)
 
-    async def main():
-        async with AsyncLLM(config=config, restart="on_failure") as llm:
-            for times in range(2):
-                message = await die(llm, tmp_path / str(times))
-                assert "(SIGKILL), which others send, while apply() of plugin 'slow'" in message
-            assert [output async for output in llm.generate("x")][-1].finished
-            assert (await llm.plugins.health()).quarantined == {}
-
-    asyncio.run(main())
+    async with AsyncLLM(config=config, restart="on_failure") as llm:
+        for times in range(2):
+            message = await die(llm, tmp_path / str(times))
+            assert "(SIGKILL), which others send, while apply() of plugin 'slow'" in message
+        assert [output async for output in llm.generate("x")][-1].finished
+        assert (await llm.plugins.health()).quarantined == {}

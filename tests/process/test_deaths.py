@@ -32,7 +32,7 @@ from support.waiting import HeldSteps
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.errors import EngineDeadError
-from hardpoint.host.system.process.process import ChildProcess
+from hardpoint.process.child_processes.process import ChildProcess
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 NIGHTLY = pytest.mark.nightly

@@ -140,7 +140,7 @@ def test_a_start_that_fails_sends_nothing_on_the_sockets(engine):
 
 
 BROKEN_THREADS = """
-from hardpoint.host.system.process.__main__ import main
+from hardpoint.process.child_processes.__main__ import main
 
 def run(launch, watch):
     from hardpoint.process.engine import transport

@@ -163,27 +163,24 @@ def test_the_engine_that_hangs_is_blamed_rather_than_one_that_waits_for_it(
 
 
 @pytest.mark.nightly
-def test_a_pause_in_the_midst_of_requests(scripted, tmp_path):
+async def test_a_pause_in_the_midst_of_requests(scripted, tmp_path):
     held = HeldSteps(tmp_path)
     slow = msgspec.structs.replace(GREEDY, plugin_args=held.slow(0.2))
 
     async def tokens(llm, params):
         return [output async for output in llm.generate("say abc", params)][-1].outputs[0].token_ids
 
-    async def main():
-        async with AsyncLLM(config=scripted_settings(scripted)) as llm:
-            whole = await tokens(llm, GREEDY)
-            tasks = [asyncio.create_task(tokens(llm, slow)) for _ in range(3)]
-            while (await llm.engines.scheduler_stats()).num_running < 3:
-                await asyncio.sleep(0.01)
-            await llm.engines.pause("keep")
-            held.let_go()
-            assert await llm.engines.is_paused()
-            assert len(await llm.engines.live_requests()) == 3
-            await llm.engines.resume()
-            assert await asyncio.gather(*tasks) == [whole] * 3
-
-    asyncio.run(main())
+    async with AsyncLLM(config=scripted_settings(scripted)) as llm:
+        whole = await tokens(llm, GREEDY)
+        tasks = [asyncio.create_task(tokens(llm, slow)) for _ in range(3)]
+        while (await llm.engines.scheduler_stats()).num_running < 3:
+            await asyncio.sleep(0.01)
+        await llm.engines.pause("keep")
+        held.let_go()
+        assert await llm.engines.is_paused()
+        assert len(await llm.engines.live_requests()) == 3
+        await llm.engines.resume()
+        assert await asyncio.gather(*tasks) == [whole] * 3
 
 
 def test_calls_go_to_all_engines_together(scripted, expected):

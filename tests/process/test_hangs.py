@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
@@ -98,18 +97,15 @@ def test_a_plugin_that_replaces_sleep_does_not_hang(opened, endless):
 
 
 @pytest.mark.nightly
-def test_it_is_restarted(scripted):
-    async def main():
-        config = scripted_config(scripted, SILENT)
-        async with AsyncLLM(config=config, restart="on_failure") as llm:
-            assert [output async for output in llm.generate("say abc", GREEDY)]
-            first = llm.engines.pid
-            os.kill(first, signal.SIGSTOP)
-            await until(lambda: llm.is_running and llm.engines.pid != first, "another engine")
-            assert [output async for output in llm.generate("say abc", GREEDY)]
-            assert (await llm.plugins.health()).restarts == 1
-
-    asyncio.run(main())
+async def test_it_is_restarted(scripted):
+    config = scripted_config(scripted, SILENT)
+    async with AsyncLLM(config=config, restart="on_failure") as llm:
+        assert [output async for output in llm.generate("say abc", GREEDY)]
+        first = llm.engines.pid
+        os.kill(first, signal.SIGSTOP)
+        await until(lambda: llm.is_running and llm.engines.pid != first, "another engine")
+        assert [output async for output in llm.generate("say abc", GREEDY)]
+        assert (await llm.plugins.health()).restarts == 1
 
 
 def test_a_server_is_not_ready_until_it_is(scripted, tmp_path):

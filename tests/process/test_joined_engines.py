@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -167,8 +168,7 @@ def test_an_engine_that_is_ended_in_order_leaves(scripted, engine, after, drain_
 @pytest.mark.nightly
 def test_what_is_swallowed_ends_on_both_sides(scripted, engine, after):
     address = free_address()
-    proxy = Proxy(address)
-    try:
+    with contextlib.closing(Proxy(address)) as proxy:
         joining = engine(proxy.address)
         with head(scripted, address, data=2, local=1, heartbeat_seconds=3.0) as llm:
             local = results(llm, data_parallel_rank=0)
@@ -183,8 +183,6 @@ def test_what_is_swallowed_ends_on_both_sides(scripted, engine, after):
             proxy.swallows.clear()
             assert back(llm) != joined
             assert results(llm, data_parallel_rank=1) == local
-    finally:
-        proxy.close()
 
 
 HEAD = """

@@ -266,35 +266,30 @@ FAILING = {
         pytest.param(FAILING["two ranks"], id="two ranks", marks=pytest.mark.nightly),
     ],
 )
-def test_a_change_that_a_process_cannot_prepare_or_commit_is_undone(scripted, extra):
-    async def run():
-        llm = AsyncLLM(config=config_of(scripted, extra))
-        try:
-            await llm.plugins.set_policy(f"{MODULE}:Keeper")
-            before = llm.engines.settings()
-            running = asyncio.ensure_future(last(llm, "a", params_of("pick", 1)))
-            with pytest.raises(PluginLoadError, match="'breaks' .*it breaks"):
-                await llm.plugins.change(
-                    enable=[f"{MODULE}:Breaks"], options={"pick": {"delta": 3}}
-                )
-            with pytest.raises(HardpointError, match="'refusing' .*it takes no state"):
-                await llm.plugins.change(
-                    options={"pick": {"delta": 3}},
-                    config={"scheduler.policy": f"{MODULE}:Refusing"},
-                )
-            assert llm.engines.settings() == before
-            expected = [token_of(0, 1, at) for at in range(TOKENS)]
-            assert await running == expected
-            found = await asyncio.gather(*[last(llm, "a", params_of("pick", 1)) for _ in range(4)])
-            assert found == [expected] * 4
-            await llm.plugins.change(options={"pick": {"delta": 3}})
-            assert await last(llm, "a", params_of("pick", 1)) == [
-                token_of(3, 1, at) for at in range(TOKENS)
-            ]
-        finally:
-            await llm.aclose()
-
-    asyncio.run(run())
+async def test_a_change_that_a_process_cannot_prepare_or_commit_is_undone(scripted, extra):
+    llm = AsyncLLM(config=config_of(scripted, extra))
+    try:
+        await llm.plugins.set_policy(f"{MODULE}:Keeper")
+        before = llm.engines.settings()
+        running = asyncio.ensure_future(last(llm, "a", params_of("pick", 1)))
+        with pytest.raises(PluginLoadError, match="'breaks' .*it breaks"):
+            await llm.plugins.change(enable=[f"{MODULE}:Breaks"], options={"pick": {"delta": 3}})
+        with pytest.raises(HardpointError, match="'refusing' .*it takes no state"):
+            await llm.plugins.change(
+                options={"pick": {"delta": 3}},
+                config={"scheduler.policy": f"{MODULE}:Refusing"},
+            )
+        assert llm.engines.settings() == before
+        expected = [token_of(0, 1, at) for at in range(TOKENS)]
+        assert await running == expected
+        found = await asyncio.gather(*[last(llm, "a", params_of("pick", 1)) for _ in range(4)])
+        assert found == [expected] * 4
+        await llm.plugins.change(options={"pick": {"delta": 3}})
+        assert await last(llm, "a", params_of("pick", 1)) == [
+            token_of(3, 1, at) for at in range(TOKENS)
+        ]
+    finally:
+        await llm.aclose()
 
 
 @pytest.mark.parametrize("action", ["prepare", "state", "commit"])
@@ -312,26 +307,21 @@ def test_workers_of_an_engine_process_that_fail(scripted, action):
         assert output.outputs[0].token_ids == [token_of(0, 1, at) for at in range(TOKENS)]
 
 
-def test_an_engine_that_is_started_again_has_the_latest_generation(scripted):
-    async def run():
-        llm = AsyncLLM(config=config_of(scripted), restart="on_failure")
-        try:
-            await llm.plugins.change(
-                options={"pick": {"delta": 5}}, config={"scheduler.policy": "fair"}
-            )
-            pid = llm.engines.pid
-            os.kill(pid, signal.SIGKILL)
-            await until(
-                lambda: llm.engines.pid not in (pid, 0) and llm.is_running, "another engine"
-            )
-            assert await last(llm, "a", params_of("pick", 1)) == [
-                token_of(5, 1, at) for at in range(TOKENS)
-            ]
-            await llm.plugins.change(options={"pick": {"delta": 6}})
-            assert await last(llm, "a", params_of("pick", 1)) == [
-                token_of(6, 1, at) for at in range(TOKENS)
-            ]
-        finally:
-            await llm.aclose()
-
-    asyncio.run(run())
+async def test_an_engine_that_is_started_again_has_the_latest_generation(scripted):
+    llm = AsyncLLM(config=config_of(scripted), restart="on_failure")
+    try:
+        await llm.plugins.change(
+            options={"pick": {"delta": 5}}, config={"scheduler.policy": "fair"}
+        )
+        pid = llm.engines.pid
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: llm.engines.pid not in (pid, 0) and llm.is_running, "another engine")
+        assert await last(llm, "a", params_of("pick", 1)) == [
+            token_of(5, 1, at) for at in range(TOKENS)
+        ]
+        await llm.plugins.change(options={"pick": {"delta": 6}})
+        assert await last(llm, "a", params_of("pick", 1)) == [
+            token_of(6, 1, at) for at in range(TOKENS)
+        ]
+    finally:
+        await llm.aclose()

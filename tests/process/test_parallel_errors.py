@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -133,14 +134,11 @@ def test_more_ranks_than_devices(scripted, monkeypatch):
     config = typed.convert(settings, EngineConfig, path="")
     plugins = resolve_plugins(config, sources)
     spec = prepare_worker(config, plugins, sources, lambda *_: None)
-    launcher = WorkerLauncher(spec, sources, Activity())
-    try:
+    with contextlib.closing(WorkerLauncher(spec, sources, Activity())) as launcher:
         message = r"parallel: 2 ranks run on .* rank 1 needs CUDA device 1 .*CUDA_VISIBLE_DEVICES"
         with pytest.raises(ConfigError, match=message):
             open_worker(launcher.launch(1))
         open_worker(launcher.launch(0)).close()
-    finally:
-        launcher.close()
 
 
 PROGRAM_CASES = [

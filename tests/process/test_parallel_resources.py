@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,14 +47,12 @@ def cache_bytes(folder, tensor, pipeline, monkeypatch):
     spec = prepare_worker(config, resolve_plugins(config, sources), sources, lambda *_: None)
     launcher = WorkerLauncher(spec, sources, Activity())
     count = tensor * pipeline
-    try:
+    with contextlib.closing(launcher):
         workers = [open_worker(launcher.launch(rank)) for rank in range(count)]
         with ThreadPoolExecutor(count) as threads:
             infos = list(threads.map(lambda each: each.load_model(), workers))
         for each in workers:
             each.close()
-    finally:
-        launcher.close()
     blocks = min(size_cache(config, spec.max_model_len, info).num_blocks for info in infos)
     return [blocks * info.bytes_per_block for info in infos]
 

@@ -16,14 +16,15 @@ from pathlib import Path
 import psutil
 import pytest
 from support.process.harness import pid_of, process_config
+from support.samples import Sample
 from support.waiting import PATIENCE_S, alive, wait_until
 
 from hardpoint import LLM, SamplingParams, plugins
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.host.system.process.children import kill_children
-from hardpoint.host.system.process.process import ChildProcess
 from hardpoint.plugins import LogitsProcessor, Phase, hookimpl
+from hardpoint.process.child_processes.children import kill_children
+from hardpoint.process.child_processes.process import ChildProcess
 from hardpoint.testing import scripted_config
 
 HERE = __name__
@@ -117,10 +118,8 @@ class Forks(LogitsProcessor):
                 path.write_text(str(pid))
 
 
-class Threads(Forks):
+class Threads(Sample, Forks, contract=1):
     """Is copied in a thread that it starts itself."""
-
-    contract = 1
 
     def copy_process(self):
         thread = threading.Thread(target=super().copy_process)
@@ -147,20 +146,16 @@ class Plans:
                 self.path.write_text(str(pid))
 
 
-class Works(Forks):
+class Works(Sample, Forks, contract=1):
     """Has a process that it forks do some work."""
-
-    contract = 1
 
     def copy_process(self):
         numbers = multiprocessing.get_context("fork").Pool(1).map(abs, [-1, -2])
         Path(self.options.path).write_text(str(numbers))
 
 
-class Ends(Forks):
+class Ends(Sample, Forks, contract=1):
     """Forks a process that would sleep, and ends it by a signal."""
-
-    contract = 1
 
     def copy_process(self):
         process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
@@ -179,10 +174,8 @@ def copy_process(method):
             path.write_text(str(pid))
 
 
-class Scheduler(DefaultScheduler):
+class Scheduler(Sample, DefaultScheduler, contract=2):
     """Is copied in one of its methods."""
-
-    contract = 2
 
     def add_request(self, request):
         super().add_request(request)
@@ -207,10 +200,8 @@ class Scheduler(DefaultScheduler):
         return super().finish_requests(request_ids, reason)
 
 
-class Executor(UniprocExecutor):
+class Executor(Sample, UniprocExecutor, contract=2):
     """Is copied in one of its methods."""
-
-    contract = 2
 
     def execute_model(self, plan):
         copy_process("execute_model")

@@ -165,7 +165,7 @@ def test_kills_at_random_for_minutes_while_scaled(scripted, expected):
     assert all("killed by signal 9" in reason for reason in refused), refused
 
 
-def test_streams_go_on_where_they_were(scripted, tmp_path):
+async def test_streams_go_on_where_they_were(scripted, tmp_path):
     """Each piece comes once, of an engine that is stopped, too."""
     held = HeldSteps(tmp_path)
     params = [
@@ -193,20 +193,17 @@ def test_streams_go_on_where_they_were(scripted, tmp_path):
             has_begun.set()
         return "".join(found)
 
-    async def main():
-        settings = config(scripted, 2, hung_process_seconds=2.0)
-        async with AsyncLLM(config=settings) as llm:
-            whole = await all_of(llm, params, events())
-            slow = [msgspec.structs.replace(one, plugin_args=held.slow(0.1)) for one in params]
-            found = all_of(llm, slow, begun := events())
-            await asyncio.gather(*(event.wait() for event in begun))
-            os.kill(llm.engines[1].pid, signal.SIGSTOP)
-            held.let_go()
-            assert await found == whole
-            assert [engine.pid is None for engine in llm.engines] == [False, True]
-            assert llm.is_running
-
-    asyncio.run(main())
+    settings = config(scripted, 2, hung_process_seconds=2.0)
+    async with AsyncLLM(config=settings) as llm:
+        whole = await all_of(llm, params, events())
+        slow = [msgspec.structs.replace(one, plugin_args=held.slow(0.1)) for one in params]
+        found = all_of(llm, slow, begun := events())
+        await asyncio.gather(*(event.wait() for event in begun))
+        os.kill(llm.engines[1].pid, signal.SIGSTOP)
+        held.let_go()
+        assert await found == whole
+        assert [engine.pid is None for engine in llm.engines] == [False, True]
+        assert llm.is_running
 
 
 @pytest.mark.nightly
@@ -229,7 +226,7 @@ def test_one_that_kills_engines_takes_two_and_ends_no_other(scripted, expected):
 
 
 @pytest.mark.nightly
-def test_with_the_defaults_a_request_goes_on_once(scripted):
+async def test_with_the_defaults_a_request_goes_on_once(scripted):
     params = SamplingParams(
         temperature=0.0, max_tokens=400, ignore_eos=True, plugin_args={"slow": {"seconds": 0.02}}
     )
@@ -239,19 +236,16 @@ def test_with_the_defaults_a_request_goes_on_once(scripted):
         os.kill(first, signal.SIGKILL)
         await until(lambda: llm.is_running and llm.engines.pid != first, "another engine")
 
-    async def main():
-        async with AsyncLLM(config=config(scripted, 1), restart="on_failure") as llm:
-            stream = llm.generate("say abc", params)
-            await anext(stream)
-            await kill(llm)
-            while not await llm.engines.live_requests():  # of the other engine
-                await asyncio.sleep(0.01)
-            await kill(llm)
-            once = r"the request went on at another engine 1 time before \(engine.max_resumes\)$"
-            with pytest.raises(EngineDeadError, match=once):
-                _ = [output async for output in stream]
-
-    asyncio.run(main())
+    async with AsyncLLM(config=config(scripted, 1), restart="on_failure") as llm:
+        stream = llm.generate("say abc", params)
+        await anext(stream)
+        await kill(llm)
+        while not await llm.engines.live_requests():  # of the other engine
+            await asyncio.sleep(0.01)
+        await kill(llm)
+        once = r"the request went on at another engine 1 time before \(engine.max_resumes\)$"
+        with pytest.raises(EngineDeadError, match=once):
+            _ = [output async for output in stream]
 
 
 @pytest.mark.nightly

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 
 import pytest
 from support.internals import core_of
 from support.process.harness import open_engine
+from support.samples import Sample
 
 from hardpoint import (
     LLM,
@@ -175,19 +175,15 @@ def test_arguments_whose_own_check_is_broken(engine):
 RAISES = {"plugin_args": {"dense": {"how": "raise"}}}
 
 
-class BrokenAdd(DefaultScheduler):
+class BrokenAdd(Sample, DefaultScheduler, contract=1):
     """Takes no request."""
-
-    contract = 1
 
     def add_request(self, request):
         raise LookupError("no room")
 
 
-class BrokenEnd(plugins.SchedulingPolicy):
+class BrokenEnd(Sample, plugins.SchedulingPolicy, contract=1):
     """Fails when it is closed."""
-
-    contract = 1
 
     def key(self, request):
         return request.arrival_time
@@ -196,10 +192,8 @@ class BrokenEnd(plugins.SchedulingPolicy):
         raise LookupError("no such request")
 
 
-class BrokenStep(DefaultScheduler):
+class BrokenStep(Sample, DefaultScheduler, contract=1):
     """Schedules nothing."""
-
-    contract = 1
 
     def schedule(self):
         raise LookupError("no plan")
@@ -309,16 +303,13 @@ def complete(engine, params) -> None:
         engine.step()
 
 
-def test_the_same_in_an_event_loop(scripted):
-    async def main():
-        config = scripted_config(scripted, {"scheduler": {"use": f"{HERE}:BrokenStep"}})
-        async with AsyncLLM(config=config) as llm:
-            with pytest.raises(EngineFaultError, match="plugin 'broken_step'.*no plan"):
-                await anext(llm.generate("x"))
-            with pytest.raises(EngineFaultError, match="plugin 'broken_step'.*no plan"):
-                await anext(llm.generate("later"))
-
-    asyncio.run(main())
+async def test_the_same_in_an_event_loop(scripted):
+    config = scripted_config(scripted, {"scheduler": {"use": f"{HERE}:BrokenStep"}})
+    async with AsyncLLM(config=config) as llm:
+        with pytest.raises(EngineFaultError, match="plugin 'broken_step'.*no plan"):
+            await anext(llm.generate("x"))
+        with pytest.raises(EngineFaultError, match="plugin 'broken_step'.*no plan"):
+            await anext(llm.generate("later"))
 
 
 def test_a_failure_of_the_engine_itself(scripted, monkeypatch):

@@ -19,6 +19,7 @@ from support.process.harness import (
     process_config,
     wait_until,
 )
+from support.samples import Sample
 
 from hardpoint import LLM, AsyncLLM, ConfigError, SamplingParams, plugins
 from hardpoint.errors import EngineDeadError, PluginLoadError
@@ -30,32 +31,24 @@ FRESH = pytest.mark.fresh_process
 HERE = __name__
 
 
-class Refuses(Dense):
+class Refuses(Sample, Dense, contract=1):
     """Cannot be made; its message has several lines."""
-
-    contract = 1
 
     def __init__(self, context):
         raise OSError("no such thing,\nnot even here")
 
 
-class Exits(Dense):
-    contract = 1
-
+class Exits(Sample, Dense, contract=1):
     def __init__(self, context):
         os._exit(23)
 
 
-class Kills(Dense):
-    contract = 1
-
+class Kills(Sample, Dense, contract=1):
     def __init__(self, context):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Hangs(Dense):
-    contract = 1
-
+class Hangs(Sample, Dense, contract=1):
     class Options(plugins.Options):
         begun: str | None = None
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.driving import FINAL
 from support.fault_cases import run_all
+from support.samples import Sample
 
 from hardpoint import LLM, SamplingParams, plugins
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
@@ -127,9 +128,7 @@ def test_of_a_logits_processor(scripted, caplog, what, method, ops):
     assert "which is put back" in line
 
 
-class Policy(FirstComeFirstServed):
-    contract = 1
-
+class Policy(Sample, FirstComeFirstServed, contract=1):
     class Options(plugins.Options):
         what: str
         method: str
@@ -169,9 +168,7 @@ class Scheduler(DefaultScheduler):
         return super().update(plan, result)
 
 
-class Part(StepPart):
-    contract = 1
-
+class Part(Sample, StepPart, contract=1):
     class Options(plugins.Options):
         what: str
         method: str
@@ -349,9 +346,7 @@ class Once(LogitsProcessor):
         return logits
 
 
-class OncePolicy(FirstComeFirstServed):
-    contract = 1
-
+class OncePolicy(Sample, FirstComeFirstServed, contract=1):
     def added(self, request):
         Once.change("added")
 
@@ -363,9 +358,7 @@ class OncePolicy(FirstComeFirstServed):
         Once.change("scheduled")
 
 
-class OnceScheduler(DefaultScheduler):
-    contract = 2
-
+class OnceScheduler(Sample, DefaultScheduler, contract=2):
     def schedule(self):
         Once.change("schedule")
         return super().schedule()
@@ -375,9 +368,7 @@ class OnceScheduler(DefaultScheduler):
         return super().update(plan, result)
 
 
-class OncePart(StepPart):
-    contract = 1
-
+class OncePart(Sample, StepPart, contract=1):
     def engine_half(self, context):
         return OnceEngineHalf()
 

@@ -81,25 +81,22 @@ def test_all_ranks_change_or_none(folders, expected, tmp_path, ranks):
     asyncio.run(run())
 
 
-def test_an_engine_that_is_restarted_has_the_newest_weights(folders, expected):
+async def test_an_engine_that_is_restarted_has_the_newest_weights(folders, expected):
     first, second = folders
 
-    async def run():
-        llm = AsyncLLM(str(first), config=SETTINGS, max_model_len=128, restart="on_failure")
-        async with llm:
-            await llm.weights.update(load_file(second / "model.safetensors"))
-            os.kill(llm.engines.pid, signal.SIGKILL)
-            last = None
-            async with asyncio.timeout(PATIENCE_S):
-                while last is None:
-                    with contextlib.suppress(EngineDeadError):
-                        async for output in llm.generate(PROMPTS[0], PARAMS):
-                            last = output
-            assert (await llm.plugins.health()).restarts == 1
-            assert last.outputs[0].token_ids == expected[1][0]
-            assert last.outputs[0].weight_runs[0].version == "1"
-
-    asyncio.run(run())
+    llm = AsyncLLM(str(first), config=SETTINGS, max_model_len=128, restart="on_failure")
+    async with llm:
+        await llm.weights.update(load_file(second / "model.safetensors"))
+        os.kill(llm.engines.pid, signal.SIGKILL)
+        last = None
+        async with asyncio.timeout(PATIENCE_S):
+            while last is None:
+                with contextlib.suppress(EngineDeadError):
+                    async for output in llm.generate(PROMPTS[0], PARAMS):
+                        last = output
+        assert (await llm.plugins.health()).restarts == 1
+        assert last.outputs[0].token_ids == expected[1][0]
+        assert last.outputs[0].weight_runs[0].version == "1"
 
 
 def runs_of(output):

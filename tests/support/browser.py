@@ -236,11 +236,8 @@ def running_browser():
         process = _spawn([executable(), *FLAGS, f"--user-data-dir={profile}", "about:blank"], ends)
         for end in (from_us, to_us, *ends):
             os.close(end)
-        browser = Browser(process, to_it, from_it)
-        try:
+        with contextlib.closing(Browser(process, to_it, from_it)) as browser:
             yield browser
-        finally:
-            browser.close()
     finally:
         shutil.rmtree(profile, ignore_errors=True)
 
@@ -273,11 +270,8 @@ def _spawn(command, ends):
 @contextlib.contextmanager
 def new_page(browser, url=None, **size):
     """Open a tab while the body runs."""
-    page = Page(browser)
-    try:
+    with contextlib.closing(Page(browser)) as page:
         page.resize(**{"width": 1200, "height": 800, **size})
         if url is not None:
             page.open(url)
         yield page
-    finally:
-        page.close()

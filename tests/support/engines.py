@@ -8,9 +8,11 @@ from hardpoint.core import build
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.plugins import EngineConfig
 from hardpoint.process.build import build_process_engine
+from hardpoint.process.worker_process import LaunchedWorker
 
 
 def build_engine(config: EngineConfig, *args: Any, **options: Any) -> LLMEngine:
     """Build an engine where `engine.in_process` puts it."""
-    builder = build.build_engine if config.engine.in_process else build_process_engine
-    return builder(config, *args, **options)
+    if config.engine.in_process:
+        return build.build_engine(config, *args, start_worker=LaunchedWorker, **options)
+    return build_process_engine(config, *args, **options)

@@ -10,10 +10,10 @@ import time
 import msgspec
 import numpy as np
 
+from hardpoint.configuration.loading import default_config_type
 from hardpoint.conversations.states import OpenConversations
 from hardpoint.conversations.turns import AsyncConversation
 from hardpoint.host.live.settings import Settings
-from hardpoint.host.registry.configuration import default_config_type
 from hardpoint.host.registry.hooks import HookSet
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import (
@@ -35,6 +35,7 @@ from hardpoint.plugins.requests import PoolingRequestOutput, ToolCall
 from hardpoint.plugins.requests.stats import Health
 from hardpoint.plugins.server import InstalledExtension
 from hardpoint.plugins.server.engine_set import EngineSet, EngineStatus, LoadReport
+from hardpoint.process.server_extensions import server_extensions
 from hardpoint.requests import with_place
 
 
@@ -368,7 +369,7 @@ class FakeEngine:
             name = type(plugin).__name__.lower()
             hooks.add(plugin, Source(name, f"acme:{name}", "acme", "1.0", "a test"))
         installed = [InstalledExtension(p, f"plugin {p!r}", e) for p, e in self.extensions]
-        return [*installed, *hooks.server_extensions(server)]
+        return [*installed, *server_extensions(hooks, server)]
 
     def argument_schemas(self):
         return self.arguments

@@ -3,8 +3,8 @@
 import argparse
 
 from hardpoint.builtin_plugins import commands as builtin_commands
-from hardpoint.host.registry.catalog import Catalog
-from hardpoint.host.registry.configuration import load_config
+from hardpoint.configuration.catalog import Catalog
+from hardpoint.configuration.loading import load_config
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import (
     CommandContext,

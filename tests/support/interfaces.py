@@ -174,7 +174,7 @@ def breaking(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         for name, text in members.items():
             if name not in there:
                 changes.append(f"{owner}.{name} is gone")
-            elif there[name] != text:
+            elif there[name] != text and text != f"abstract {there[name]}":  # no longer required
                 changes.append(f"{owner}.{name} was {text!r} and is {there[name]!r}")
         for name in there.keys() - members.keys():
             if there[name].startswith(("abstract ", _REQUIRED)):
@@ -281,11 +281,19 @@ def _data_members(owner: type, by_plugins: bool = True) -> dict[str, str]:
         found.update({f.name: _field(f) for f in dataclasses.fields(owner)})
     elif inspect.isfunction(init := vars(owner).get("__init__")) and not _is_protocol(owner):
         found.update(_assigned(init), __init__=f"method {_signature(init)}")
-    if by_plugins and _is_protocol(owner) and not getattr(owner, "__abstractmethods__", ()):
+    if by_plugins and _is_protocol(owner) and not _has_defaults(owner):
         found = {n: f"abstract {t.removeprefix('abstract ')}" for n, t in found.items()}
     if not by_plugins:
         found = {n: re.sub(f"^({_REQUIRED}|optional|abstract) ", "", t) for n, t in found.items()}
     return dict(sorted(found.items()))
+
+
+def _has_defaults(protocol: type) -> bool:
+    """Return whether a protocol tells required members from others, as a base that has these."""
+    declared = vars(protocol).get("__annotations__", {})
+    return bool(getattr(protocol, "__abstractmethods__", ())) or any(
+        name in vars(protocol) for name in declared
+    )
 
 
 def _is_protocol(owner: type) -> bool:

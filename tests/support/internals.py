@@ -11,7 +11,7 @@ from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.requests.input_processor import InputProcessor
-from hardpoint.plugins import EngineConfig
+from hardpoint.plugins import EngineConfig, OutputParser
 from hardpoint.process.async_engine import AsyncEngine
 from hardpoint.process.client.event_loop import SendQueue
 from hardpoint.process.client.process_client import ProcessClient
@@ -82,6 +82,12 @@ def input_processor_of(engine: LLMEngine | AsyncEngine) -> InputProcessor:
 def output_processor_of(engine: LLMEngine | AsyncEngine) -> OutputProcessor:
     """Return the processor that makes outputs of tokens."""
     return engine._frontend.output
+
+
+def parsers_of(engine: LLMEngine | AsyncEngine) -> list[str]:
+    """Return the names of the output parsers of all requests, each once."""
+    components = engine.parts.step_parts.components
+    return [parser.name for parser in components if isinstance(parser, OutputParser)]
 
 
 def states_of(output: OutputProcessor) -> dict[str, Any]:

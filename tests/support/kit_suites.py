@@ -19,6 +19,7 @@ from hardpoint.testing.general.suite import GeneralSuite
 from hardpoint.testing.kv import watch
 from hardpoint.testing.running.step_parts import session
 from support.samples import CLOCK
+from support.searching import searches_long
 
 SEED = 20_240_601
 
@@ -112,8 +113,12 @@ def message_of(suite: type, attributes: Mapping[str, object], test: str) -> str 
 def messages_of(
     suite: type, attributes: Mapping[str, object], tests: Iterable[str] | None = None
 ) -> dict[str, str]:
-    """Return the messages of the tests that fail, of those given or all that measure no time."""
-    tests = untimed_tests(suite) if tests is None else tests
+    """Return the messages of the tests that fail.
+
+    Without `tests`, all run that measure no time; those of `GENERAL` only with `--all`.
+    """
+    if tests is None:
+        tests = untimed_tests(suite) - (set() if searches_long() else _general_tests(suite))
     messages = {test: message_of(suite, attributes, test) for test in tests}
     return {test: message for test, message in messages.items() if message is not None}
 

@@ -55,6 +55,12 @@ LEFT_OUT = (
     "tests/plugins/testing/test_scheduling_conform.py::TestShortestFirst::test_[!cpk]*",
     "tests/plugins/testing/test_communicators_conform.py::TestTorchCommunicator::test_sums",
     # tests/plugins/testing: the kit itself.
+    # The suites share the check of resources: taps and the general samples show what it finds.
+    "tests/plugins/testing/test_pooler_kit_catches.py::test_a_broken_*[[]Leaks-resources-*",
+    "tests/plugins/testing/test_worker_kit_catches.py::test_a_broken_*[[]Leaks-resources-*",
+    "tests/plugins/testing/test_adapter_resolvers_kit.py::test_a_broken_*[[]RemembersAll-*",
+    "tests/plugins/testing/test_step_parts_kit_catches.py::test_a_part_*[[]LeavesFiles-*",
+    "tests/plugins/testing/test_plugin_check.py::test_a_step_part_that_does_nothing_*",
     "tests/plugins/testing/test_plugin_check.py::test_exit_in_a_check",
     "tests/plugins/testing/test_plugin_check.py::test_another_contract",
     "tests/plugins/testing/test_kit_serve.py::*",
@@ -299,4 +305,6 @@ LEFT_OUT = (
     "tests/builtin_plugins/test_disk_store_killed.py::test_a_process_*",
     "tests/builtin_plugins/test_models_through_transformers.py::test_logits_*[[]g*",
     "tests/builtin_plugins/test_tokenizer_folder.py::test_special_tokens_of_older_*[[]*[12]-*",
+    # Tests of packages that each run their suite in another pytest; three packages always do.
+    "tests/test_stranger_policy.py::TestThroughTheContract::test_its_own_tests_pass",
 )

@@ -93,7 +93,7 @@ class LiveFigures:
 
             return endpoint
 
-        named = {"requests": self.requests, "stats": self.stats, "plugins": self.plugins}
+        named = {"requests": self.requests, "engines/stats": self.stats, "plugins": self.plugins}
         return [Route(path=f"/{name}", endpoint=answering(f)) for name, f in named.items()]
 
 

@@ -174,11 +174,8 @@ def reference_of(config: dict[str, Any], jobs: Sequence[Job]) -> dict[str, Resul
 @contextmanager
 def open_llm(config: dict[str, Any]) -> Iterator[LLM]:
     """Open an engine and close it."""
-    llm = LLM(config=config)
-    try:
+    with LLM(config=config) as llm:
         yield llm
-    finally:
-        llm.close()
 
 
 def same(

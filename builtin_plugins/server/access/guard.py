@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Collection
 
 from starlette.types import Scope
@@ -17,6 +18,7 @@ from .cross_origin import checked_origins
 JSON = ("application/json",)
 """The media types of bodies, where a route has no others."""
 
+_ALL_ADDRESSES = ("0.0.0.0", "::")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
 _ONCE = (b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-encoding")
@@ -34,17 +36,15 @@ class Guard:
         Args:
             bound: the address that it listens on; None for a Unix socket, which no browser
                 reaches.
-            allowed: names that requests may use; None is loopback names and the bound address.
+            allowed: names that requests may use; None is loopback names, the bound address, and
+                the machine's own names if all addresses are bound.
             origins: origins of pages that may use it, such as "https://example.org".
 
         Raises:
             ConfigError: a name or an origin is malformed.
         """
-        self._any = allowed is not None and "*" in allowed
-        names = _LOOPBACK if allowed is None else map(_checked_name, allowed)
-        self._names = {*names}
-        if bound is not None and allowed is None:
-            self._names.add(_plain(bound))
+        self._names = accepted_names(bound, allowed)
+        self._any = "*" in self._names
         self._default = allowed is None
         self._is_socket = bound is None
         self._origins = checked_origins(origins)
@@ -81,8 +81,8 @@ class Guard:
         if name is None or not self._allows(name, scope):
             raise AnswerError(
                 403,
-                f"host: {shown(header, 100)} is no name of this server; "
-                "server.allowed_hosts lists them",
+                f"host: {shown(header, 100)} is not a name of this server; "
+                "server.allowed_hosts (--allowed-hosts) lists the names that it accepts",
                 code="host_not_allowed",
             )
 
@@ -123,6 +123,25 @@ class Guard:
                 "server.allowed_origins lists those that may",
                 code="origin_not_allowed",
             )
+
+
+def accepted_names(bound: str | None, allowed: Collection[str] | None) -> set[str]:
+    """Return the host names that requests may use, as `Guard` takes these arguments.
+
+    Raises:
+        ConfigError: a name is malformed.
+    """
+    if allowed is not None:
+        return {_checked_name(name) for name in allowed}
+    names = {*_LOOPBACK}
+    if bound is not None:
+        names.add(_plain(bound))
+    if bound in _ALL_ADDRESSES:
+        # A web page can make neither of these its own: a bare host name has no public domain.
+        own = socket.gethostname().lower().rstrip(".")
+        short = own.partition(".")[0]
+        names |= {name for name in (own, short, f"{short}.local") if _HOST.fullmatch(name)}
+    return names
 
 
 def _host(header: str) -> str | None:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,7 +20,12 @@ from hardpoint.builtin_plugins.server.operations.addresses import BoundAddress
 from hardpoint.builtin_plugins.server.operations.loop_watch import Outliving
 from hardpoint.builtin_plugins.server.operations.notify import ServiceManager
 from hardpoint.builtin_plugins.server.service import ServerPhase
-from hardpoint.builtin_plugins.server.serving import Serving, begin_outliving, loop_factory
+from hardpoint.builtin_plugins.server.serving import (
+    Serving,
+    announce,
+    begin_outliving,
+    loop_factory,
+)
 from hardpoint.plugins import CommandContext
 from hardpoint.plugins.server import WorkerPlan
 from hardpoint.typed import Strict, convert
@@ -86,11 +91,11 @@ async def _serve(
             counts=counts,
         )
 
-        def announce() -> None:
+        def begin() -> None:
             begin_outliving(outliving, task, engine, applications)
             notifying.append(asyncio.ensure_future(worker.announce_ready()))
 
-        return await Serving(applications, users).run(announce=announce)
+        return await Serving(applications, users).run(announce=begin)
     finally:
         await engine.aclose()
 
@@ -181,13 +186,8 @@ class Supervisor:
         )
 
     def _announce(self) -> None:
-        if self._context.quiet:
-            return
-        with contextlib.suppress(OSError):  # who reads it may be gone
-            names: Sequence[str] = self._service.names
-            print(f"Serving {names[0]} at {self._users.url}", flush=True)
-            if self._admin is not None:
-                print(f"Serving administrators at {self._admin.url}", flush=True)
+        if not self._context.quiet:
+            announce(self._service, self._users, self._admin)
 
     @contextlib.contextmanager
     def _handled_signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:

@@ -59,6 +59,8 @@ class AdapterSlots(
     that it was admitted with.
     """
 
+    for_fields = ("lora",)
+
     def __init__(self, name: str, config: EngineConfig, context: EngineHalfContext) -> None:
         """Know the adapters of the configuration.
 
@@ -129,10 +131,6 @@ class AdapterSlots(
             time.sleep(_WAIT_SECONDS)
 
     # Requests
-
-    def uses(self, request: EngineCoreRequest) -> bool:
-        """Return whether a request has an adapter."""
-        return request.lora is not None
 
     def check(self, request: EngineCoreRequest) -> None:
         """Take note of the content that a request uses from now on.

@@ -29,6 +29,8 @@ class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, E
     weights, are encoded again when they are needed.
     """
 
+    for_fields = ("features",)
+
     def __init__(self, name: str, media: MediaFormat | None, budget: int) -> None:
         """Keep nothing yet.
 
@@ -43,10 +45,6 @@ class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, E
         self._kept: dict[str, Sequence[MultiModalFeature]] = {}
         self._in_workers: set[str] = set()
         self._encoding: dict[int, Collection[str]] = {}  # by the step of plans under way
-
-    def uses(self, request: EngineCoreRequest) -> bool:
-        """Return whether a request has media."""
-        return bool(request.features)
 
     def check(self, request: EngineCoreRequest) -> None:
         """Keep the media of a request; workers get them with a plan.

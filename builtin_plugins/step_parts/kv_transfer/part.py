@@ -91,8 +91,7 @@ class KVTransfer(StepPart):
 class _WithoutConnector(RequestFilter):
     """Warns of requests with parameters for a connector."""
 
-    def uses(self, request: EngineCoreRequest) -> bool:
-        return request.kv_transfer_params is not None
+    for_fields = ("kv_transfer_params",)
 
     def check(self, request: EngineCoreRequest) -> None:
         _log.warning(

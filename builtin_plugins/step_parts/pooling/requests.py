@@ -12,19 +12,25 @@ from hardpoint import typed
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import (
     EncodedPair,
+    EngineCoreOutput,
     EngineCoreRequest,
     FrontendHalf,
     ModelRunnerOutput,
     Pooler,
     ReasoningMarkers,
     RequestFault,
+    RequestOutput,
     SchedulerOutput,
 )
 from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.plugins.step_part import (
     GivenPrompt,
+    OutputFormat,
+    OutputReader,
     PlanData,
     ProgramCalls,
+    RequestedCalls,
     RequestFilter,
     StepObserver,
 )
@@ -58,16 +64,62 @@ _OF_ANSWERS = (
 """Kinds whose components do nothing for requests that pool."""
 
 _PAIR = ("text", "text_pair")
+_POOLING_FIELDS = ("pooling_params", "second_type_start")
+
+
+class PooledFormat(OutputFormat):
+    """The format of outputs that have a result instead of text."""
+
+    def open(self, request: EngineCoreRequest) -> OutputReader:  # noqa: ARG002
+        """Return the reader of the result."""
+        return PooledReader()
+
+
+class PooledReader(OutputReader):
+    """Keeps the latest result of a request."""
+
+    def __init__(self) -> None:
+        self._result: Any = None
+
+    def update(self, output: EngineCoreOutput) -> None:
+        """Keep the result."""
+        if output.pooling_output is not None:
+            self._result = output.pooling_output
+
+    def result(self, output: RequestOutput) -> PoolingRequestOutput | None:
+        """Return the output with the result; None before there is one."""
+        (completion,) = output.outputs
+        if not output.finished and self._result is None:
+            return None
+        return PoolingRequestOutput(
+            request_id=output.request_id,
+            outputs=self._result,
+            prompt_token_ids=output.prompt_token_ids,
+            finished=output.finished,
+            finish_reason=completion.finish_reason,
+            error=completion.error,
+            error_kind=completion.error_kind,
+        )
 
 
 class PooledRequests(FrontendHalf):
     """Checks the parameters of requests that pool, and fills in those of the model."""
 
     prompt_keys = _PAIR
+    for_fields = _POOLING_FIELDS
+    for_parameters = ("plugin_args",)  # of poolers, which other requests are not to have
 
     def __init__(self, components: ComponentFactory, model: ModelPooling) -> None:
         """Look poolers up in `components`; `model` has what requests leave open."""
         self._components, self._model = components, model
+
+    def output_format(
+        self,
+        request: EngineCoreRequest,
+        calls: RequestedCalls | None,  # noqa: ARG002
+    ) -> OutputFormat | None:
+        """Return the format of the results of a request that pools."""
+        return None if request.pooling_params is None else PooledFormat()
 
     def read_prompt(self, prompt: Mapping[str, Any], reader: PromptReader) -> GivenPrompt:
         """Return the tokens of a pair of texts.
@@ -228,16 +280,14 @@ class PooledRequests(FrontendHalf):
 class PooledResults(RequestFilter, PlanData, StepObserver, ProgramCalls):
     """Hands the vectors of workers on to the scheduler, which ends their requests."""
 
+    for_fields = _POOLING_FIELDS
+
     def __init__(self, name: str, poolers: Collection[str], model: ModelPooling) -> None:
         """`poolers`: names of those that are enabled."""
         self._name, self._poolers, self._model = name, frozenset(poolers), model
         self.tasks = TASKS
         if model.labels:
             self.tasks = PAIRED if len(model.labels) == 1 else PAIRED[:1]
-
-    def uses(self, request: EngineCoreRequest) -> bool:
-        """Return whether a request pools, or has fields of those that do."""
-        return request.pooling_params is not None or request.second_type_start is not None
 
     def check(self, request: EngineCoreRequest) -> None:
         """Check a request that another frontend may have made.

@@ -64,6 +64,8 @@ _Alike = tuple[Sequence[int], int | None, bool]
 class PoolingWorker(WorkerStep, HiddenStates):
     """Pools the hidden states of requests, in the rank that has the last ones."""
 
+    only_users = True
+
     def __init__(self, context: WorkerHalfContext, model: ModelPooling) -> None:
         """Load the dense layers of the model.
 

@@ -20,6 +20,8 @@ from .rows import Positions, check_mask, check_shape, positions_of
 class EmbeddedPrompts(RequestFilter, RequestLifecycle, BlockKey, PlanData):
     """Knows where the prompts of requests have embeddings."""
 
+    for_fields = ("prompt_embeds", "prompt_is_token_ids")
+
     def __init__(
         self,
         width: int | None,
@@ -36,10 +38,6 @@ class EmbeddedPrompts(RequestFilter, RequestLifecycle, BlockKey, PlanData):
         self._width, self._max_bytes, self._call_workers = width, max_bytes, call_workers
         self._ends: dict[str, int] = {}  # position after the last embedding, by request
         self._latest: tuple[list[bool], Positions] | None = None
-
-    def uses(self, request: EngineCoreRequest) -> bool:
-        """Return whether a request has embeddings."""
-        return request.prompt_embeds is not None or request.prompt_is_token_ids is not None
 
     def check(self, request: EngineCoreRequest) -> None:
         """Check a request that another frontend may have made.

@@ -45,6 +45,7 @@ class RefusedEmbeddings(FrontendHalf):
 class EmbeddedRequests(FrontendHalf):
     """Reads prompts with embeddings, and checks their requests."""
 
+    for_fields = ("prompt_embeds", "prompt_is_token_ids")
     prompt_keys = RefusedEmbeddings.prompt_keys
 
     def __init__(self, width: int | None, max_bytes: int) -> None:
@@ -128,8 +129,6 @@ class EmbeddedRequests(FrontendHalf):
         Raises:
             RequestError: a value is wrong, or it asks for what needs ids.
         """
-        if request.prompt_embeds is None and request.prompt_is_token_ids is None:
-            return
         check_together(request)
         rows = rows_of_request(request.prompt_embeds, "prompt_embeds", self._width, self._max_bytes)
         check_mask(request.prompt_token_ids, request.prompt_is_token_ids, len(rows))

@@ -34,6 +34,8 @@ class EmbeddedRows(WorkerStep, InputEmbeddings, WorkerCalls):
     The rows of a request are kept until it ends.
     """
 
+    only_users = True
+
     wants_layers = False
 
     def __init__(self, context: WorkerHalfContext, *, embeds: bool) -> None:

@@ -40,6 +40,8 @@ _LONGEST_NAME = 256
 class RetainingRequests(FrontendHalf):
     """Lets the output of each request that retains blocks have the figures of the part."""
 
+    for_fields = ("retention",)
+
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -53,8 +55,6 @@ class RetainingRequests(FrontendHalf):
         Raises:
             RequestError: a field is wrong.
         """
-        if request.retention is None:
-            return
         check_retention(request)
         if self._name not in (include := request.params.include):
             params = msgspec.structs.replace(request.params, include=[*include, self._name])
@@ -118,6 +118,8 @@ class RetainedSessions(
     have other blocks, since a salt is part of their hashes: a share is one of a salt's.
     """
 
+    for_fields = ("retention",)
+
     def __init__(
         self, context: EngineHalfContext, max_seconds: float, share: float, max_sessions: int
     ) -> None:
@@ -134,10 +136,6 @@ class RetainedSessions(
         self._is_used = False
 
     # Requests
-
-    def uses(self, request: EngineCoreRequest) -> bool:
-        """Return whether a request's blocks are to be retained."""
-        return request.retention is not None
 
     def check(self, request: EngineCoreRequest) -> None:
         """Check a request that another frontend may have made.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
+from hardpoint.errors import RequestError
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreRequest,
@@ -32,6 +34,8 @@ from hardpoint.plugins.step_part import (
 
 from .messages import DraftData, DraftReport
 from .requests import KIND, NONE
+
+Count = Annotated[int, Meta(ge=0)]
 
 _CONSEQUENCE = "its requests go on without drafts"
 
@@ -76,9 +80,9 @@ class AcceptanceRate:
 class _DraftFigures(msgspec.Struct):
     """Counts of a request, with the names of `SchedulerStats`; what another engine has sent."""
 
-    num_drafts: int = 0
-    num_verified_drafts: int = 0
-    num_accepted_by_position: list[int] = []
+    num_drafts: Count = 0
+    num_verified_drafts: Count = 0
+    num_accepted_by_position: Annotated[list[Count], Meta(max_length=1000)] = []
 
 
 @dataclass
@@ -119,8 +123,16 @@ class _SpeculatingRequest:
             "num_accepted_by_position": list(self.by_position),
         }
 
-    def add_figures(self, figures: Mapping[str, Any]) -> None:
-        counted = msgspec.convert(figures, _DraftFigures)
+    def add_figures(self, figures: Mapping[str, Any], field: str) -> None:
+        """Add the counts of another engine.
+
+        Raises:
+            RequestError: they are not counts.
+        """
+        try:
+            counted = msgspec.convert(figures, _DraftFigures)
+        except msgspec.ValidationError as cause:
+            raise RequestError(f"resumed.{field}: {cause}") from cause
         self.num_tokens, self.num_verified = counted.num_drafts, counted.num_verified_drafts
         self.by_position = counted.num_accepted_by_position
 
@@ -157,10 +169,11 @@ class DraftPlanner(
     def gate(self, request: Request) -> None:
         """Keep the request, whose output grows."""
         speculator = request.source.params.speculator or self._default
-        live = self._live[request.request_id] = _SpeculatingRequest(request, speculator)
+        live = _SpeculatingRequest(request, speculator)
         resumed = request.source.resumed
         if resumed is not None and resumed.part_figures:
-            live.add_figures(resumed.part_figures.get(self._name, {}))
+            live.add_figures(resumed.part_figures.get(self._name, {}), f"part_figures.{self._name}")
+        self._live[request.request_id] = live
 
     def workers_started(self) -> Mapping[str, RequestFault]:
         """Begin again with all requests, which halves of workers do not know after a sleep."""

@@ -19,6 +19,8 @@ NONE = "none"
 class DraftedRequests(FrontendHalf):
     """Checks that the speculator of a request is enabled."""
 
+    for_parameters = ("speculator",)
+
     def __init__(self, components: ComponentFactory) -> None:
         self._components = components
 

@@ -82,8 +82,7 @@ class StructuredOutput(StepPart):
 class _WithoutVocabulary(RequestFilter):
     """Refuses requests with a grammar."""
 
-    def uses(self, request: EngineCoreRequest) -> bool:
-        return request.params.structured is not None
+    for_parameters = ("structured",)
 
     def check(self, request: EngineCoreRequest) -> None:  # noqa: ARG002
         """Refuse a request.
@@ -101,6 +100,8 @@ class GrammarManager(
 
     A fault of a backend ends the requests that use it.
     """
+
+    for_parameters = ("structured",)
 
     def __init__(
         self,
@@ -135,10 +136,6 @@ class GrammarManager(
         self._answers: dict[str, ConstrainedAnswer] = {}
         self._faults: dict[str, RequestFault] = {}
         self._backend(self._config.use)
-
-    def uses(self, request: EngineCoreRequest) -> bool:
-        """Return whether a grammar constrains a request."""
-        return request.params.structured is not None
 
     def gate(self, request: Request) -> WaitReason | None:
         """Return why a request waits for its grammar; the first call begins to compile it.

@@ -34,6 +34,8 @@ class StructuredRequests(FrontendHalf):
     The answer of a lenient request, of which the grammar enforces a part, is validated in the end.
     """
 
+    for_parameters = ("structured",)
+
     def __init__(self, context: FrontendHalfContext, config: EngineConfig) -> None:
         """Ask for the vocabulary, which the engine gets then, if there is a backend.
 
@@ -60,8 +62,7 @@ class StructuredRequests(FrontendHalf):
                 field.
         """
         structured = request.params.structured
-        if structured is None:
-            return
+        assert structured is not None, "asked for a request without a grammar"
         if request.reasoning_markers is None:
             request.reasoning_markers = reasoning
         if self._why_no_grammars is not None:

@@ -73,6 +73,8 @@ class _FailedError(Exception):
 class TapsInLayers(WorkerStep, ResidualStream):
     """Calls the taps of a step's requests, and reports what they read."""
 
+    only_users = True
+
     def __init__(self, context: WorkerHalfContext, taps: Taps, *, samples: bool) -> None:
         """Build the enabled taps.
 

@@ -115,6 +115,8 @@ class Taps:
 class TappedRequests(FrontendHalf):
     """Checks requests that use taps, and includes what these read in their outputs."""
 
+    for_parameters = ("plugin_args",)
+
     def __init__(self, part: str, taps: Taps) -> None:
         self._part, self._taps = part, taps
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from hardpoint.host.boundary.guard import boundary_of
+from hardpoint.host.boundary.parts.output_formats import BoundReader
 from hardpoint.plugins import (
     CompletionOutput,
     DecodeStream,
@@ -14,9 +15,6 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.component.behaviour import PIECE
-from hardpoint.plugins.output_parser import OutputState
-from hardpoint.toolkit.parsing.completion_parser import CompletionParser
-from hardpoint.toolkit.parsing.completion_parts import CompletionParts
 
 
 class CompletionStream:
@@ -27,7 +25,8 @@ class CompletionStream:
     1. decode: `push` makes whole characters of tokens.
     2. stop: `push` ends the text at a stop string; `pop` keeps the end in which one may begin.
     3. interval: `waits` for as many tokens as `engine.stream_interval` wants.
-    4. parse: `pop` gives the text to the parser, which keeps what may become a marker.
+    4. read: `pop` gives the output to the readers of step parts; a parser keeps what may become a
+       marker.
 
     The cost of a token does not grow with the text: pieces are joined on output, and stop strings
     are searched for at the end only.
@@ -36,6 +35,7 @@ class CompletionStream:
         token_ids: token ids of the completion so far; of deltas, those that no output has yet.
         num_shown: how many token ids the outputs so far have.
         stop_string: the stop string that was found, if one was.
+        readers: complete the outputs; without them, these have the text alone.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class CompletionStream:
         *,
         index: int = 0,
         interval: int = 1,
-        is_parsed: bool = False,
+        readers: Sequence[BoundReader] = (),
     ) -> None:
         """Start with nothing.
 
         Args:
             decoder: a stream of the tokenizer; None leaves the texts empty.
             interval: outputs between the first and the last wait for so many new tokens.
-            is_parsed: whether `parse` may be called.
+            readers: complete the outputs.
         """
         self.token_ids: list[int] = []
         self.num_shown = 0
@@ -65,9 +65,10 @@ class CompletionStream:
         self._skip = params.skip_special_tokens
         self._pending: list[int] | None = None  # tokens without text so far
         self._pieces: list[str] = []  # not yet output; of deltas, else all of the text
-        # stop, parse
-        self._stops = params.stop_strings
-        self._is_watched = is_parsed or bool(self._stops)
+        # stop, read
+        self._stops, self.readers = params.stop_strings, readers
+        self._special = frozenset[int]().union(*(reader.special for reader in readers))
+        self._is_watched = bool(self._special or self._stops)
         self._length = self._num_decoded = 0  # text and tokens so far, if it is watched
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
@@ -76,21 +77,11 @@ class CompletionStream:
         self._tail = ""
         # interval
         self._interval, self._has_shown = interval, False
-        # parse
-        self._parser: CompletionParser | None = None
-
-    def parse(self, parser: OutputState, special: Mapping[int, str], *, parallel: bool) -> None:
-        """Parse the text that comes; arguments as of `CompletionParser`."""
-        self._parser = CompletionParser(parser, special, delta=self._delta, parallel=parallel)
-
-    def drop_parser(self) -> None:
-        """Parse no more, and forget what was found: the text is kept."""
-        self._parser = None
 
     @property
-    def parts(self) -> CompletionParts | None:
-        """Reasoning, content and calls so far; None without a parser."""
-        return None if self._parser is None else self._parser.parts
+    def has_calls(self) -> bool:
+        """Whether a reader has found a complete call of a tool."""
+        return any(reader.has_calls for reader in self.readers)
 
     @property
     def num_tokens(self) -> int:
@@ -159,8 +150,10 @@ class CompletionStream:
         for index, token in enumerate(token_ids):
             piece = self.decode((token,)) if index < num_decoded else ""
             self._num_decoded += 1
-            if self._parser is not None and token in self._parser.special:
-                self._parser.mark(token, piece, self._length + len(piece))
+            if token in self._special:
+                for reader in self.readers:
+                    if token in reader.special:
+                        reader.mark(token, piece, self._length + len(piece))
             if piece:
                 self._length += len(piece)
                 self._pieces.append(piece)
@@ -214,7 +207,7 @@ class CompletionStream:
         """Return the output so far, or of deltas what is new.
 
         Raises:
-            PluginFaultError: the parser failed; without it, the next output has the same text.
+            PluginFaultError: a reader failed; without it, the next output has the same text.
         """
         pieces = self._pieces
         text = whole = pieces[0] if len(pieces) == 1 else "".join(pieces)
@@ -228,12 +221,8 @@ class CompletionStream:
             token_ids=self.token_ids[:],
             content=text or None,
         )
-        if self._parser is not None:
-            self._parser.parse(text, finished=finished)
-            parts = self._parser.parts
-            shown.reasoning, shown.content, shown.tool_calls = parts.pop()
-            if finished:
-                shown.warning = parts.warning
+        for reader in self.readers:
+            reader.complete(shown, finished=finished)
         self._has_shown = True
         self.num_shown = len(self.token_ids) + (self.num_shown if self._delta else 0)
         if self._delta:

@@ -10,6 +10,7 @@ import msgspec
 
 from hardpoint.errors import PluginFaultError
 from hardpoint.host.boundary.parts.frontend_parts import FrontendParts
+from hardpoint.host.boundary.parts.output_formats import AnyOutput, OutputFormats
 from hardpoint.host.registry.blame import logged_after
 from hardpoint.plugins import (
     EngineCoreOutput,
@@ -18,13 +19,8 @@ from hardpoint.plugins import (
     RequestError,
     Tokenizer,
 )
-from hardpoint.plugins.structured import StructuredOutputs
-from hardpoint.toolkit.parsing.output_parsers import OutputParsers, SoughtCalls
 
-from .pooling_state import PoolingState
-from .request_state import AnyOutput, ParentRequest, RequestState
-
-_State = RequestState | PoolingState
+from .request_state import ParentRequest, RequestState
 
 
 @dataclass
@@ -70,7 +66,7 @@ class OutputProcessor:
         self._step_parts = step_parts or FrontendParts()
         self._observers = self._step_parts.observers
         self.stream_interval = stream_interval
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, RequestState] = {}
         # Sets in order. A prompt's only completion has the id of the prompt, so it is in no table.
         self._by_parent: dict[str, dict[str, None]] = {}
         self._by_external: dict[str, dict[str, None]] = {}
@@ -81,14 +77,12 @@ class OutputProcessor:
         prompt: str | None,
         parent: ParentRequest,
         arrived: float = 0.0,
-        parsers: OutputParsers | None = None,
-        sought: SoughtCalls | None = None,
+        formats: OutputFormats | None = None,
     ) -> None:
         """Register a request before the engine gets it.
 
         Args:
-            parsers: parsers of its output; it holds them until its end.
-            sought: calls that are looked for in it; None without tools.
+            formats: formats of its outputs; it holds them until its end.
             arrived: arrival time on the frontend's clock, for observers.
 
         Raises:
@@ -97,20 +91,15 @@ class OutputProcessor:
         request_id = request.request_id
         if request_id in self._states:
             raise RequestError(f"request_id: {request_id!r} is the id of a live request")
-        state: _State
-        if request.pooling_params is not None:
-            state = PoolingState(request, parent)
-        else:
-            state = RequestState(
-                request,
-                prompt,
-                parent,
-                self._tokenizer,
-                self.stream_interval,
-                parsers,
-                sought,
-                self._flaw_of_answer(request, None if sought is None else sought.answer),
-            )
+        state = RequestState(
+            request,
+            prompt,
+            parent,
+            self._tokenizer,
+            self.stream_interval,
+            formats,
+            self._flaw_of_answer(request, formats),
+        )
         if self._observers.exist:
             state.observed = self._observers.add(request, arrived)
         self._states[request_id] = state
@@ -119,14 +108,10 @@ class OutputProcessor:
         self._by_external.setdefault(parent.request_id, {})[request_id] = None
 
     def _flaw_of_answer(
-        self, request: EngineCoreRequest, answer: StructuredOutputs | None
+        self, request: EngineCoreRequest, formats: OutputFormats | None
     ) -> Callable[[str], str | None] | None:
-        """Return the function that validates a whole answer; None where none is to be.
-
-        Args:
-            answer: form of an answer that is no call, where the grammar is of both.
-        """
-        form = request.params.structured
+        """Return the function that validates a whole answer; None if none is to be validated."""
+        answer, form = None if formats is None else formats.answer, request.params.structured
         if answer is not None and form is not None and form.structural_tag is not None:
             params = msgspec.structs.replace(request.params, structured=answer)
             request = msgspec.structs.replace(request, params=params)
@@ -201,7 +186,7 @@ class OutputProcessor:
                 with logged_after("its request has ended"):
                     state.close()
 
-    def _remove(self, request_id: str, state: _State, reason: FinishReason) -> None:
+    def _remove(self, request_id: str, state: RequestState, reason: FinishReason) -> None:
         """Forget a request; its last output, if it has one, closes it."""
         del self._states[request_id]
         if request_id != state.parent.internal_id:
@@ -264,7 +249,7 @@ class OutputProcessor:
         return False
 
     def _process_one(
-        self, state: _State, output: EngineCoreOutput, processed: ProcessedOutputs
+        self, state: RequestState, output: EngineCoreOutput, processed: ProcessedOutputs
     ) -> None:
         if output.error_kind not in _NO_REFUSAL:
             self._reject(state, output, processed)
@@ -279,7 +264,7 @@ class OutputProcessor:
 
     def _finish(
         self,
-        state: _State,
+        state: RequestState,
         output: EngineCoreOutput,
         reason: FinishReason,
         processed: ProcessedOutputs,
@@ -292,12 +277,13 @@ class OutputProcessor:
         if not output.finished:
             processed.aborts.append(output.request_id)
 
-    def _fail(self, state: _State, fault: PluginFaultError, processed: ProcessedOutputs) -> None:
-        assert isinstance(state, RequestState)  # others have no text
+    def _fail(
+        self, state: RequestState, fault: PluginFaultError, processed: ProcessedOutputs
+    ) -> None:
         state.fail(str(fault))
         processed.faults.append((fault.plugin, state.parent.internal_id, str(fault)))
 
-    def _show(self, state: _State, processed: ProcessedOutputs) -> None:
+    def _show(self, state: RequestState, processed: ProcessedOutputs) -> None:
         try:
             request_output = state.output()
         except PluginFaultError as fault:  # of an output parser
@@ -306,11 +292,15 @@ class OutputProcessor:
         if request_output is not None:
             processed.request_outputs.append((state.parent, request_output))
 
-    def _reject(self, state: _State, output: EngineCoreOutput, processed: ProcessedOutputs) -> None:
-        siblings = self.live_of([output.request_id])
-        self.drop(siblings, FinishReason.ERROR)
-        processed.aborts += [sibling for sibling in siblings if sibling != output.request_id]
-        processed.request_outputs.append((state.parent, state.rejected(output)))
+    def _reject(
+        self, state: RequestState, output: EngineCoreOutput, processed: ProcessedOutputs
+    ) -> None:
+        others = [one for one in self.live_of([output.request_id]) if one != output.request_id]
+        self.drop(others, FinishReason.ERROR)
+        self._remove(output.request_id, state, FinishReason.ERROR)
+        processed.aborts += others
+        if (shown := state.rejected(output)) is not None:
+            processed.request_outputs.append((state.parent, shown))
 
 
 _NO_REFUSAL = frozenset({None, "EngineDeadError", "EngineFaultError"})

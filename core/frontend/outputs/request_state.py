@@ -10,6 +10,9 @@ import msgspec
 import numpy as np
 
 from hardpoint.host.boundary.errors import error_of
+from hardpoint.host.boundary.parts.output_formats import AnyOutput as AnyOutput
+from hardpoint.host.boundary.parts.output_formats import BoundReader, OutputFormats
+from hardpoint.host.registry.blame import logged_after
 from hardpoint.plugins import (
     CompletionOutput,
     DecodeStream,
@@ -25,12 +28,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.requests import PartArray, PoolingRequestOutput, TokenLogprobs, WeightRun
 from hardpoint.plugins.requests.stats import RequestMetrics
-from hardpoint.toolkit.parsing.output_parsers import OutputParsers, SoughtCalls
 
 from .completion_stream import CompletionStream
-
-AnyOutput = RequestOutput | PoolingRequestOutput
-"""The outputs that users get."""
 
 OutputSink = Callable[[AnyOutput | Exception], None]
 """Gets a request's outputs, or the error that ends it."""
@@ -51,7 +50,6 @@ class ParentRequest(msgspec.Struct, eq=False):
         internal_id: unique among live requests.
         n: number of completions.
         sink: gets its outputs; None returns them from the step.
-        parallel_calls: whether a completion may have several tool calls; else the first one counts.
         finished: by index, if there are several.
     """
 
@@ -59,7 +57,6 @@ class ParentRequest(msgspec.Struct, eq=False):
     internal_id: str
     n: int
     sink: OutputSink | None = None
-    parallel_calls: bool = True
     finished: dict[int, CompletionOutput] | None = None
 
     def children(self, request: EngineCoreRequest) -> list[EngineCoreRequest]:
@@ -136,16 +133,14 @@ class RequestState:
         parent: ParentRequest,
         tokenizer: Tokenizer,
         stream_interval: int = 1,
-        parsers: OutputParsers | None = None,
-        sought: SoughtCalls | None = None,
+        formats: OutputFormats | None = None,
         validate: Callable[[str], str | None] | None = None,
     ) -> None:
         """Start with nothing.
 
         Args:
             prompt: its text, if it was given as text.
-            parsers: parsers of its output; None without any.
-            sought: calls that are looked for; None without tools.
+            formats: formats of its outputs; None without any.
             stream_interval: outputs between the first and the last wait for so many new tokens.
             validate: returns the flaw of the whole answer, where the request is lenient.
         """
@@ -157,19 +152,20 @@ class RequestState:
         self._prompt = prompt
         self._prompt_token_ids = request.known_prompt_ids
         self._tokenizer = tokenizer
-        self._decoder = self._new_decoder() if params.detokenize else None
+        self._has_text = request.pooling_params is None
+        self._decoder = self._new_decoder() if params.detokenize and self._has_text else None
         # Made on use: a hundred thousand requests may wait, and the garbage collector visits each
         # object.
         self._stream: CompletionStream | None = None
         self._interval = stream_interval
-        self._parsers = None if parsers is None else parsers.hold()
-        self._sought = sought
+        self._formats = None if formats is None else formats.hold()
         self.plain: CompletionStream | None = None
         # Read once per token: looked up once per request.
         self._final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
         self._delta = params.output_kind is RequestOutputKind.DELTA
         # None where the request does not ask for them.
-        self._logprobs: list[Mapping[int, Logprob]] | None = [] if params.wants_logprobs else None
+        has_logprobs = params.wants_logprobs and self._has_text
+        self._logprobs: list[Mapping[int, Logprob]] | None = [] if has_logprobs else None
         self._num_given = len(params.logprob_token_ids or ())
         self._cumulative_logprob = 0.0
         self._prompt_logprobs: list[Mapping[int, Logprob] | None] | None = (
@@ -223,11 +219,9 @@ class RequestState:
             ]
         if output.routed_experts is not None or output.part_arrays is not None:
             self._keep_arrays(output)
-        if (stream := self._stream) is None:
-            stream = self._stream = self._new_stream()
-            self._parse_by(stream)
-            if output.finish_reason is None and self._is_plain():
-                self.plain = stream
+        stream = self._stream or self._begin(output)
+        for reader in stream.readers:
+            reader.update(output)
         new = stream.push(output.new_token_ids, output.finish_reason)
         if stream.stop_string is not None:
             self._stopped_by(stream.stop_string, has_tokens=bool(new))
@@ -236,6 +230,12 @@ class RequestState:
             self._logprobs += [self._decoded(entry, self._num_given) for entry in entries]
             for entry in entries:
                 self._cumulative_logprob += entry.logprobs[0]
+
+    def _begin(self, output: EngineCoreOutput) -> CompletionStream:
+        stream = self._stream = self._new_stream()
+        if output.finish_reason is None and self._is_plain():
+            self.plain = stream
+        return stream
 
     def _keep_arrays(self, output: EngineCoreOutput) -> None:
         if output.routed_experts is not None:
@@ -250,11 +250,10 @@ class RequestState:
 
         Raises:
             RequestError: they end the request.
-            PluginFaultError: tokenizer or parser failed.
+            PluginFaultError: the tokenizer or a step part failed.
         """
-        stream = self._stream = self._new_stream()
         try:
-            self._parse_by(stream)
+            stream = self._stream = self._new_stream()
             stream.push(list(token_ids), None)
             if (stop := stream.stop_string) is not None:
                 raise RequestError(f"output_token_ids: expected no text that ends at stop {stop!r}")
@@ -264,37 +263,36 @@ class RequestState:
             raise
         self._answer, self._num_before = shown.content or "", len(token_ids)
 
-    def _new_stream(self) -> CompletionStream:
+    def _new_stream(self, *, is_first: bool = True) -> CompletionStream:
+        """Return a stream without tokens.
+
+        Args:
+            is_first: whether an output of the engine follows; else there is no text to read.
+
+        Raises:
+            PluginFaultError: a format failed.
+        """
         params, index = self._request.params, self._request.child_index
+        readers: Sequence[BoundReader] = ()
+        is_read = not self._has_text or (is_first and self._decoder is not None)
+        if self._formats is not None and is_read:
+            readers = self._formats.open(self._request)
         return CompletionStream(
             self._tokenizer,
             self._decoder,
             params,
             index=index,
             interval=self._interval,
-            is_parsed=self._parsers is not None,
+            readers=readers,
         )
 
     def _is_plain(self) -> bool:
         params = self._request.params
         asks = self._logprobs is not None or self._prompt_logprobs is not None
         asks = asks or params.routed_experts or bool(params.stop_strings or params.include)
-        watches = self._parsers is not None or self._flaw_of is not None
+        watches = self._formats is not None or self._flaw_of is not None
         is_alone = self._delta and self.parent.n == self._interval == 1 and not self.index
         return is_alone and self._decoder is not None and not (asks or watches)
-
-    def _parse_by(self, stream: CompletionStream) -> None:
-        """Begin to parse the output, if there is something to be found in it.
-
-        Raises:
-            PluginFaultError: a parser failed.
-        """
-        if self._parsers is None or self._decoder is None:
-            return
-        parser = self._parsers.open(self._prompt_token_ids, self._sought)
-        if parser is not None:
-            parallel = self.parent.parallel_calls
-            stream.parse(parser, self._parsers.special, parallel=parallel)
 
     def end(self, reason: FinishReason) -> None:
         """End the request without the engine."""
@@ -308,15 +306,17 @@ class RequestState:
         """End the request because a plugin failed; it keeps the text that it has."""
         self.finish_reason = FinishReason.ERROR
         if self._stream is not None:
-            self._stream.drop_parser()
+            self._stream.readers = ()
         self._error = self._error or error
         self._error_kind = None
+        with logged_after("its request has failed"):
+            self.close()
 
     def close(self) -> None:
-        """Hold the parsers no longer."""
-        if self._parsers is not None:
-            self._parsers.close()
-            self._parsers = None
+        """Hold the formats no longer."""
+        if (formats := self._formats) is not None:
+            self._formats = None
+            formats.close()
 
     def _stopped_by(self, stop_string: str, *, has_tokens: bool = False) -> None:
         """Record the stop string as the reason of the end, unless a fault ended the request.
@@ -327,8 +327,12 @@ class RequestState:
             self.finish_reason, self._stop_reason = FinishReason.STOP, stop_string
             self._error = self._error_kind = None
 
-    def rejected(self, output: EngineCoreOutput) -> RequestOutput:
-        """Return the user's output of a request that the engine rejected."""
+    def rejected(self, output: EngineCoreOutput) -> AnyOutput | None:
+        """Return the user's output of a request that the engine rejected.
+
+        Raises:
+            PluginFaultError: a step part failed.
+        """
         completion = CompletionOutput(
             index=self.index,
             text="",
@@ -338,7 +342,10 @@ class RequestState:
             error_kind=output.error_kind,
             metrics=self.metrics,
         )
-        return self._to_user([completion], finished=True)
+        stream = self._stream or self._new_stream(is_first=False)
+        with logged_after("its request has ended"):
+            self.close()
+        return _result(self._to_user([completion], finished=True), stream.readers)
 
     def advance(self, token_ids: list[int]) -> RequestOutput | None:
         """`update` with tokens and return the `output`, in one call, of a request that is `plain`.
@@ -363,11 +370,15 @@ class RequestState:
             seed=self._request.params.seed,
         )
 
-    def output(self) -> RequestOutput | None:
-        """Return the user's next output, if there is one."""
+    def output(self) -> AnyOutput | None:
+        """Return the user's next output, if there is one.
+
+        Raises:
+            PluginFaultError: a step part failed.
+        """
         finished = self.finish_reason is not None
-        stream = self._stream or self._new_stream()
-        if (self._final_only and not finished) or (not finished and stream.waits()):
+        stream = self._stream or self._new_stream(is_first=False)
+        if not finished and (self._final_only or (self._has_text and stream.waits())):
             return None
         first_token = stream.num_shown - self._num_before if self._delta else 0
         completion = stream.pop(finished=finished)
@@ -396,7 +407,7 @@ class RequestState:
         if self._prompt_logprobs is not None:
             shown.prompt_logprobs = self._prompt_logprobs[self._sent_prompt if self._delta else 0 :]
             self._sent_prompt = len(self._prompt_logprobs)
-        return shown
+        return _result(shown, stream.readers) if stream.readers else shown
 
     def _all_arrays(self) -> dict[str, dict[str, PartArray]] | None:
         found: dict[str, dict[str, PartArray]] = {}
@@ -425,16 +436,14 @@ class RequestState:
     ) -> None:
         answer = completion.content or ""
         self._answer = self._answer + answer if self._delta else answer
-        parts = None if self._stream is None else self._stream.parts
-        has_calls = parts is not None and parts.has_calls
+        has_calls = self._stream is not None and self._stream.has_calls
         if finished and self.finish_reason not in _UNANSWERED and not has_calls:
             completion.validation_error = flaw_of(self._answer)
 
     def _reason(self) -> str:
-        if self.finish_reason is FinishReason.STOP and self._stream is not None:
-            parts = self._stream.parts
-            if parts is not None and parts.has_calls:
-                return "tool_calls"
+        stream, is_stop = self._stream, self.finish_reason is FinishReason.STOP
+        if is_stop and stream is not None and stream.has_calls:
+            return "tool_calls"
         return str(self.finish_reason)
 
     def _to_user(self, outputs: list[CompletionOutput], *, finished: bool) -> RequestOutput:
@@ -462,3 +471,12 @@ class RequestState:
                     texts[token] = text
                 result[token] = Logprob(logprob, rank, text)
         return result
+
+
+def _result(output: RequestOutput, readers: Sequence[BoundReader]) -> AnyOutput | None:
+    """Return the caller's output, as the readers replace it."""
+    shown: AnyOutput | None = output
+    for reader in readers:
+        if isinstance(shown, RequestOutput):
+            shown = reader.result(shown)
+    return shown

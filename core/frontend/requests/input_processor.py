@@ -13,6 +13,7 @@ from msgspec import Meta
 from hardpoint import typed
 from hardpoint.errors import PromptTooLongError
 from hardpoint.host.boundary.parts.frontend_parts import FrontendParts
+from hardpoint.host.boundary.parts.output_formats import OutputFormats
 from hardpoint.plugins import (
     EngineCoreRequest,
     LoRARequest,
@@ -25,7 +26,6 @@ from hardpoint.plugins import (
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import Retention
 from hardpoint.plugins.step_part.part import GivenPrompt
-from hardpoint.toolkit.parsing.output_parsers import OutputParsers
 from hardpoint.typed import copied, read_only
 
 from .plugin_arguments import CallRules, PluginArguments
@@ -152,10 +152,10 @@ class InputProcessor:
         *,
         arrival_time: float = 0.0,
         given: GivenPrompt | None = None,
-    ) -> tuple[EngineCoreRequest, str | None, OutputParsers]:
-        """Return the request, the prompt's text, if that is known, and the parsers of the output.
+    ) -> tuple[EngineCoreRequest, str | None, OutputFormats | None]:
+        """Return the request, the prompt's text, if that is known, and the formats of its outputs.
 
-        The caller closes the parsers. Fields of `extras` win over those of a tokenised prompt.
+        The caller closes the formats. Fields of `extras` win over those of a tokenised prompt.
 
         Args:
             arrival_time: seconds on the frontend's clock, used if neither has one.
@@ -196,10 +196,10 @@ class InputProcessor:
         )
         for name, value in cut.fields.items():
             setattr(request, name, value)
-        fields, parsers = self._arguments.resolve(request, extras.tools, extras.calls)
+        fields, formats = self._arguments.resolve(request, extras.tools, extras.calls)
         # The arguments travel resolved; the originals would only travel twice.
         request.params = msgspec.structs.replace(request.params, **{**fields, "plugin_args": {}})
-        return request, cut.text, parsers
+        return request, cut.text, formats
 
     def read(self, prompt: Prompt) -> GivenPrompt:
         """Return a prompt with its tokens. May be called in any thread, one call at a time.

@@ -9,7 +9,9 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint import typed
+from hardpoint.errors import shown
 from hardpoint.host.boundary.parts.frontend_parts import FrontendParts
+from hardpoint.host.boundary.parts.output_formats import OutputFormats
 from hardpoint.host.boundary.plugin_health import PluginHealth
 from hardpoint.host.registry.discovery import check_unique
 from hardpoint.host.registry.kinds import KINDS, Number
@@ -23,12 +25,11 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.step_part.part import ToolCalls
-from hardpoint.toolkit.parsing.output_parsers import OutputParsers
+from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.plugins.step_part import RequestedCalls
 from hardpoint.typed import ReadOnlyList, read_only
 
 from .argument_takers import DEFAULTS, LOGITS, ArgumentTaker, Given, processor_taker, takers_of
-from .request_parsers import RequestParsers
 
 _SHAPING_FIELDS = (
     "temperature",
@@ -73,17 +74,14 @@ class PluginArguments:
         health: PluginHealth,
         vocab_size: int,
         tokenizer: Tokenizer,
-        parsers: OutputParsers,
         parts: FrontendParts,
     ) -> None:
-        """Load the classes; instances of most live elsewhere.
+        """Load the classes; instances live elsewhere.
 
         Args:
-            parsers: parsers of requests that give them no arguments.
             parts: frontend halves of step parts, which complete requests.
         """
         self._parts = parts
-        self.parsers = RequestParsers(plugins, tokenizer, vocab_size, parsers)
         self._health = health
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
@@ -94,16 +92,13 @@ class PluginArguments:
         """Check that another generation of the plugins can be used.
 
         Raises:
-            ConfigError: parsers change that are in use by the configuration.
             PluginError: a class cannot be loaded.
         """
-        self.parsers.check(plugins)
         self._takers_of(plugins)
 
     def use(self, plugins: PluginSet) -> None:
         """Take the arguments of another generation of the plugins, and show it to step parts."""
         gone = {e.name: self._plugins.manifest.generation for e in self._plugins.entries(LOGITS)}
-        self.parsers.use(plugins)
         self._parts.use(plugins)
         self._load(plugins)
         self._gone = {
@@ -112,17 +107,23 @@ class PluginArguments:
             if plugins.find(LOGITS, name) is None
         }
 
-    def close(self) -> None:
-        """Close the parsers that requests have chosen."""
-        self.parsers.close()
-
     def _load(self, plugins: PluginSet) -> None:
         self._takers, self._plugins = self._takers_of(plugins), plugins
+        self._named_takers = self._takers_by_name(plugins)
         self._by_name: dict[str, list[ArgumentTaker]] = {}
-        for taker in (*self.parsers.takers, *self._takers):
+        for taker in (*self._named_takers, *self._takers):
             for name in (taker.entry.name, f"{taker.entry.kind}/{taker.entry.name}"):
                 self._by_name.setdefault(name, []).append(taker)
         self._honoured = {field for taker in self._takers for field in taker.fields}
+
+    def _takers_by_name(self, plugins: PluginSet) -> list[ArgumentTaker]:
+        """Return those of `FrontendHalf.named_components`, a class of several kinds once."""
+        named: dict[Any, PluginEntry] = {}
+        for kind, name in self._parts.named_components.items():
+            if name is not None:
+                entry = plugins.get(kind, name)
+                named.setdefault(plugins.target(entry), entry)
+        return takers_of(plugins, named.values())
 
     def _takers_of(self, plugins: PluginSet) -> list[ArgumentTaker]:
         takers = [processor_taker(plugins, entry) for entry in plugins.entries(LOGITS)]
@@ -136,7 +137,7 @@ class PluginArguments:
         request: EngineCoreRequest,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         calls: CallRules | None = None,
-    ) -> tuple[dict[str, Any], OutputParsers]:
+    ) -> tuple[dict[str, Any], OutputFormats | None]:
         """Fill in, for each component that the request uses, its arguments as plain data.
 
         Also fills in `reasoning_ended`, and what step parts need.
@@ -149,14 +150,15 @@ class PluginArguments:
         Returns:
             The fields of parameters that the request gives under `plugin_args`. Not only the
             processor reads them: stop strings are held back until `min_tokens`, and a greedy
-            sampler is recognised by `temperature`. And its output parsers, which the caller closes.
+            sampler is recognised by `temperature`. And the formats of its outputs, which the caller
+            closes; None without any.
 
         Raises:
             RequestError: an argument is wrong, belongs to no enabled plugin, or asks for something
-                that no enabled plugin can do; or the reasoning parser failed.
+                that no enabled plugin can do; or a step part failed.
         """
         given = self._located(request.params.plugin_args)
-        parsers = self._resolve_all(request, given, tools, calls)
+        formats = self._resolve_all(request, given, tools, calls)
         resolved = request.plugin_args
         fields = {
             field: resolved[taker.key][field]
@@ -164,35 +166,35 @@ class PluginArguments:
             if taker.key in given
             for field in taker.fields & resolved[taker.key].keys()
         }
-        return fields, parsers
+        return fields, formats
 
-    def complete(self, request: EngineCoreRequest) -> OutputParsers:
+    def complete(self, request: EngineCoreRequest) -> OutputFormats | None:
         """Resolve the arguments of a request that brings them as a caller gives them.
 
         Returns:
-            Its output parsers, which the caller closes.
+            The formats of its outputs, which the caller closes; None without any.
 
         Raises:
             RequestError: as `resolve`.
         """
         ended = request.reasoning_ended
-        parsers = self._resolve_all(request, self._located(request.plugin_args))
+        formats = self._resolve_all(request, self._located(request.plugin_args))
         request.reasoning_ended = ended
-        return parsers
+        return formats
 
     def revise(
-        self, request: EngineCoreRequest, before: EngineCoreRequest, parsers: OutputParsers
-    ) -> OutputParsers:
+        self, request: EngineCoreRequest, before: EngineCoreRequest, formats: OutputFormats | None
+    ) -> OutputFormats | None:
         """Resolve the arguments of a request again after a hook changed its parameters.
 
         Arguments that the hook changed or removed itself stay so.
 
         Args:
             before: the request before the hook.
-            parsers: parsers of that request.
+            formats: formats of the outputs of that request.
 
         Returns:
-            The output parsers of the changed request, which the caller closes.
+            The formats of the changed request, which the caller closes.
 
         Raises:
             RequestError: as `resolve`.
@@ -209,21 +211,59 @@ class PluginArguments:
             request.plugin_args.pop(taker.key, None)
         self._check(request.plugin_args)
         self._refuse_unhonoured(request.params)
-        if self.parsers.are_alike(request, before):
-            parsers.hold()
-        else:
-            parsers = self.parsers.open(request)
+        if not self._is_read_alike(request, before):
+            formats = self._formats(request, None if formats is None else formats.requested)
+        elif formats is not None:
+            formats.hold()
+        markers = None if formats is None else formats.markers
         try:
             if _is_answered_alike(request.params, before.params):
                 request.reasoning_markers = before.reasoning_markers
             else:
                 request.reasoning_markers = None
-            self._parts.prepare(request, parsers.markers)
-            request.plugin_args |= self._resolved(request, stale, {}, parsers.markers)
+            self._parts.prepare(request, markers)
+            request.plugin_args |= self._resolved(request, stale, {}, markers)
         except BaseException:
-            parsers.close()
+            if formats is not None:
+                formats.close()
             raise
-        return parsers
+        return formats
+
+    def _is_read_alike(self, request: EngineCoreRequest, before: EngineCoreRequest) -> bool:
+        """Return whether the formats of outputs are the same after a hook changed a request."""
+        now, was = request.params, before.params
+        return (now.reasoning_parser, now.tool_parser) == (
+            was.reasoning_parser,
+            was.tool_parser,
+        ) and all(
+            request.plugin_args.get(taker.key) == before.plugin_args.get(taker.key)
+            for taker in self._named_takers
+        )
+
+    def _formats(
+        self, request: EngineCoreRequest, requested: RequestedCalls | None
+    ) -> OutputFormats | None:
+        """Return the formats of a request's outputs; None without any.
+
+        Raises:
+            RequestError: a part refuses the request, or no part finds what the request asks for.
+        """
+        for field in ("reasoning_parser", "tool_parser"):
+            name = getattr(request.params, field)
+            if name not in (None, "none") and f"{field}s" not in self._parts.named_components:
+                raise RequestError(
+                    f'{field}: expected "none", because no enabled step part drives {field}s, '
+                    f"got {shown(name)}"
+                )
+        formats = self._parts.output_formats(request, requested)
+        if requested is not None and (formats is None or formats.calls is None):
+            if formats is not None:
+                formats.close()
+            raise RequestError(
+                "tools: no parser finds calls in what the model writes; set tools.parser "
+                '("hermes", for example)'
+            )
+        return formats
 
     def _resolve_all(
         self,
@@ -231,50 +271,32 @@ class PluginArguments:
         given: Mapping[str, Given],
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         calls: CallRules | None = None,
-    ) -> OutputParsers:
+    ) -> OutputFormats | None:
         """Fill in a request's resolved arguments, and what step parts and reasoning need.
 
         Returns:
-            Its output parsers, which the caller closes.
+            The formats of its outputs, which the caller closes; None without any.
         """
         self._refuse_unhonoured(request.params)
         request.plugin_args = {}
-        if self.parsers.takers:
-            request.plugin_args = self._resolved(request, self.parsers.takers, given, None)
-        parsers = self.parsers.open(request)
+        if self._named_takers:
+            request.plugin_args = self._resolved(request, self._named_takers, given, None)
+        is_free = not tools and calls is None
+        formats = self._formats(request, None if is_free else _requested_calls(tools, calls))
+        markers = None if formats is None else formats.markers
         try:
-            markers = parsers.markers
-            if calls is not None and not tools:
-                raise RequestError("calls: expected none without tools")
-            if tools:
-                if parsers.tools is None and calls is not None and calls.required is not None:
-                    parsers = parsers.of_any_model()
-                if parsers.tools is None:
-                    raise RequestError(
-                        "tools: no parser finds calls in what the model writes; set tools.parser "
-                        '("hermes", for example)'
-                    )
-                rules = calls or CallRules()
-                of_reasoning = parsers.reasoning or parsers.tools
-                given_calls = ToolCalls(
-                    parser=parsers.tools,
-                    tools=tools,
-                    required=rules.required,
-                    strict=rules.strict,
-                    parallel=rules.parallel,
-                    prefix=lambda: parsers.content_prefix,
-                    markers=of_reasoning.markers,
-                )
-                self._parts.prepare_calls(request, given_calls)
+            if formats is not None and formats.calls is not None:
+                self._parts.prepare_calls(request, formats.calls)
             if markers is not None:
                 markers = msgspec.structs.replace(markers, calls=markers.calls if tools else ())
                 request.reasoning_ended = markers.ended(request.known_prompt_ids)
             self._parts.prepare(request, markers)
             request.plugin_args |= self._resolved(request, self._takers, given, markers)
         except BaseException:
-            parsers.close()
+            if formats is not None:
+                formats.close()
             raise
-        return parsers
+        return formats
 
     def _resolved(
         self,
@@ -317,7 +339,7 @@ class PluginArguments:
                 yield taker
 
     def _check(self, plugin_args: Mapping[str, Any]) -> None:
-        for taker in (*self.parsers.takers, *self._takers):
+        for taker in (*self._named_takers, *self._takers):
             if taker.key in plugin_args:
                 if taker.is_processor:
                     self._health.check(taker.entry.name)
@@ -374,6 +396,17 @@ class PluginArguments:
                 f"{field}: no enabled logits processor applies it, so {value!r} would be "
                 f"ignored; enable one, or leave it at {getattr(DEFAULTS, field)!r}"
             )
+
+
+def _requested_calls(
+    tools: Mapping[str, Mapping[str, Any]] | None, calls: CallRules | None
+) -> RequestedCalls:
+    if not tools:
+        raise RequestError("calls: expected none without tools")
+    rules = calls or CallRules()
+    return RequestedCalls(
+        tools=tools, required=rules.required, strict=rules.strict, parallel=rules.parallel
+    )
 
 
 def _is_answered_alike(params: SamplingParams, before: SamplingParams) -> bool:

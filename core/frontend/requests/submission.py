@@ -17,12 +17,10 @@ from hardpoint.core.frontend.outputs.request_state import OutputSink, ParentRequ
 from hardpoint.host.boundary.parts.bound_half import request_fields
 from hardpoint.host.registry.discovery import is_third_party
 from hardpoint.host.registry.plugin_set import PluginSet
-from hardpoint.plugins import EngineCoreRequest, FinishReason, RequestError, SamplingParams
+from hardpoint.plugins import EngineCoreRequest, FinishReason, RequestError
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests.resumed import ResumedOutputs
 from hardpoint.plugins.step_part.part import GivenPrompt
-from hardpoint.plugins.structured import StructuredOutputs
-from hardpoint.toolkit.parsing.output_parsers import SoughtCalls
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .plugin_arguments import PluginArguments
@@ -112,10 +110,10 @@ class Submitter:
         arrived = self._clock() if arrived is None else arrived
         if isinstance(prompt, EngineCoreRequest):
             request, text = self._prebuilt.validate(prompt, params, extras), None
-            parsers = self._arguments.complete(request)
+            formats = self._arguments.complete(request)
             request.arrival_time = request.arrival_time or arrived
         else:
-            request, text, parsers = self._input.process(
+            request, text, formats = self._input.process(
                 request_id,
                 prompt,
                 self._input.default_params() if params is None else params,
@@ -123,23 +121,22 @@ class Submitter:
                 arrival_time=arrived,
                 given=given,
             )
-        held = [parsers]
+        held = [formats]
         try:
             self._check_rank(request.data_parallel_rank)
             if request.priority and self._policy_ignoring_priority is not None:
                 self._warn_of_priority(self._policy_ignoring_priority)
             n = request.params.n if request.pooling_params is None else 1
             internal_id = self._internal_id(request_id, n)
-            parallel = extras.calls is None or extras.calls.parallel
-            parent = ParentRequest(request_id, internal_id, n, sink, parallel)
-            children = [(c, parsers) for c in self._completions(parent, request, prompt)]
+            parent = ParentRequest(request_id, internal_id, n, sink)
+            children = [(c, formats) for c in self._completions(parent, request, prompt)]
             if self._received_hook is not None:
                 children = [self._received_hook(child, held) for child in children]
-            sought = _sought_calls(request, params, extras)
-            self._register(children, extras.prompt_text or text, parent, arrived, sought)
+            self._register(children, extras.prompt_text or text, parent, arrived)
         finally:
-            for parsers in held:
-                parsers.close()
+            for formats in held:
+                if formats is not None:
+                    formats.close()
         return Submission(parent, [child for child, _ in children])
 
     def _check_rank(self, rank: int | None) -> None:
@@ -175,18 +172,17 @@ class Submitter:
         text: str | None,
         parent: ParentRequest,
         arrived: float,
-        sought: SoughtCalls | None,
     ) -> None:
         # Clocks of two processes do not compare, so the engine gets the time that is left.
         spent = self._clock() - arrived
         registered: list[str] = []
         try:
-            for child, parsers in children:
+            for child, formats in children:
                 if child.timeout is not None:
                     child.timeout = max(child.timeout - spent, _AT_ONCE)
                 # A time to come would give negative latencies.
                 since = child.arrival_time if child.arrival_time <= arrived else arrived
-                self._output.add_request(child, text, parent, since, parsers or None, sought)
+                self._output.add_request(child, text, parent, since, formats)
                 registered.append(child.request_id)
                 if child.timeout is not None:
                     self._deadlines.add(child.request_id, child.timeout)
@@ -261,24 +257,6 @@ def _with_outputs(
     if not going_on:
         raise RequestError(f"{OUTPUTS}: expected a list of token ids of a completion, got none")
     return going_on
-
-
-def _sought_calls(
-    request: EngineCoreRequest, params: Params | None, extras: RequestExtras
-) -> SoughtCalls | None:
-    """Return the calls that are looked for in outputs of a request; None if none are.
-
-    Args:
-        request: its grammar may be of calls too.
-        params: parameters with the form of the answer alone.
-    """
-    structured = request.params.structured
-    if not extras.tools or (structured is not None and structured.structural_tag is None):
-        return None
-    is_required = extras.calls is not None and extras.calls.required is not None
-    if not isinstance(params, SamplingParams) or params.structured is None or is_required:
-        return SoughtCalls(extras.tools)
-    return SoughtCalls(extras.tools, StructuredOutputs.checked(params.structured))
 
 
 def _policy_ignoring_priority(plugins: PluginSet) -> str | None:

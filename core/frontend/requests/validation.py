@@ -11,12 +11,12 @@ import msgspec
 
 from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.errors import PluginFaultError, shown
+from hardpoint.host.boundary.parts.output_formats import OutputFormats
 from hardpoint.host.registry.blame import text_of
 from hardpoint.host.registry.hooks import HookSet
 from hardpoint.host.system.encoding import Buffer, Decoder, Encoder, WireError
 from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
 from hardpoint.plugins.sampling.logits import LogitsPlugin
-from hardpoint.toolkit.parsing.output_parsers import OutputParsers
 from hardpoint.typed import check_text
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
@@ -25,8 +25,8 @@ from .prompts import Params
 
 _CLIENT = 0
 
-ParsedRequest = tuple[EngineCoreRequest, OutputParsers]
-"""A request, and the parsers of its output."""
+ParsedRequest = tuple[EngineCoreRequest, OutputFormats | None]
+"""A request, and the formats of its outputs; None without any."""
 
 
 class PrebuiltRequestValidator:
@@ -139,13 +139,13 @@ class RequestReceivedHook:
         self._check = prebuilt.checked
         self._arguments = arguments
 
-    def __call__(self, parsed: ParsedRequest, held: list[OutputParsers]) -> ParsedRequest:
-        """Return the request as the hooks changed it, with its parsers, which it adds to `held`.
+    def __call__(self, parsed: ParsedRequest, held: list[OutputFormats | None]) -> ParsedRequest:
+        """Return the request as the hooks changed it, with its formats, which it adds to `held`.
 
         Raises:
             RequestError: a hook refused it, failed, or made it invalid.
         """
-        request, parsers = parsed
+        request, formats = parsed
         before = msgspec.structs.replace(request, plugin_args=copy.deepcopy(request.plugin_args))
         try:
             self._hooks.call("request_received", request=request)
@@ -156,12 +156,12 @@ class RequestReceivedHook:
         try:
             _refuse_changed_identity(request, before)
             checked = self._check(request)
-            parsers = self._arguments.revise(checked, before, parsers)
+            formats = self._arguments.revise(checked, before, formats)
         except RequestError as error:
             plugins = self._hooks.implementers("request_received")
             raise RequestError(f"{plugins}: after its hook request_received: {error}") from error
-        held.append(parsers)
-        return checked, parsers
+        held.append(formats)
+        return checked, formats
 
 
 def _refuse_changed_identity(request: EngineCoreRequest, before: EngineCoreRequest) -> None:

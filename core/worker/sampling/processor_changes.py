@@ -7,8 +7,8 @@ import dataclasses
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.host.boundary.activity import Activity
 from hardpoint.host.boundary.logits.processor_runner import ProcessorRunner
+from hardpoint.host.live import generations
 from hardpoint.host.live.change import LiveChange
-from hardpoint.host.live.processors import ProcessorChanges
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import Ops
 from hardpoint.plugins.component.manifest import PluginEntry
@@ -19,7 +19,7 @@ from .sampling_stage import SamplingStage, open_runner
 
 def processor_changes(
     stage: SamplingStage, spec: WorkerSpec, ops: Ops, activity: Activity
-) -> ProcessorChanges[ProcessorRunner]:
+) -> generations.GenerationChanges[ProcessorRunner]:
     """Return the live changes of the processors of a stage."""
 
     def build(plugins: PluginSet, entry: PluginEntry, change: LiveChange) -> ProcessorRunner:
@@ -29,4 +29,7 @@ def processor_changes(
             LogitsPipeline([runner], spec.device).check_drafts()
         return runner
 
-    return ProcessorChanges(stage.pipeline, spec.plugins, build)
+    pipeline = stage.pipeline
+    return generations.processor_changes(
+        spec.plugins, lambda: pipeline.runners, pipeline.use, build
+    )

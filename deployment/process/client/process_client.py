@@ -24,19 +24,19 @@ from hardpoint.host.boundary.activity import Activity
 from hardpoint.host.boundary.errors import engine_dead
 from hardpoint.host.boundary.hang_watch import HangWatch
 from hardpoint.host.registry.kinds import KINDS, Process
-from hardpoint.host.system.encoding.output_check import OutputCheck
-from hardpoint.host.system.process.launch import Interpreter, main_objects
-from hardpoint.host.system.resources import check_descriptors
+from hardpoint.host.system.descriptors import check_descriptors
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.parallel import Placement
+from hardpoint.process.child_processes.launch import Interpreter, main_objects
 from hardpoint.process.engine_process import EngineHost, EngineProcess
 from hardpoint.process.launch import Launch
 from hardpoint.process.protocol import EngineCoreReadyResponse, RequestType
 
 from .base import Attempt, UtilityCalls
+from .output_check import OutputCheck
 from .output_queue import OutputQueue
 from .sockets import READER_THREAD, EngineSockets
 

@@ -23,13 +23,8 @@ from hardpoint.host.system.encoding import (
     MOST_BYTES,
     Decoder,
     Encoder,
-    TensorConsumer,
-    TensorProvider,
     WireError,
-    to_frames,
 )
-from hardpoint.host.system.encoding.output_check import OutputCheck
-from hardpoint.host.system.resources import CUT_S, SOCKET_NAMES, end_context, make_socket_folder
 from hardpoint.plugins import EngineCoreOutputs, RequestError
 from hardpoint.process.protocol import (
     ENGINE_CORE_DEAD,
@@ -40,9 +35,17 @@ from hardpoint.process.protocol import (
     UtilityOutput,
     decode_handshake,
 )
+from hardpoint.process.send_buffers import to_frames
 from hardpoint.process.utility_calls import result_type
+from hardpoint.process.zmq_resources import (
+    CUT_S,
+    SOCKET_NAMES,
+    end_context,
+    make_socket_folder,
+)
 
 from .base import Attempt
+from .output_check import OutputCheck
 
 SEND_TIMEOUT_S = 10.0
 """How long an engine may accept no message before a sender gets an error."""
@@ -103,15 +106,12 @@ class EngineSockets:
         *,
         manifest_hash: str = "",
         folder: Path | None = None,
-        consumer: TensorConsumer | None = None,
-        provider: TensorProvider | None = None,
     ) -> None:
         """Bind the sockets; the engine connects later.
 
         Args:
             manifest_hash: hash of the plugin set that the engine must have.
             folder: folder of the sockets; None makes one.
-            provider: finds those of outputs that the engine's consumer took, in the reader.
 
         Raises:
             HardpointError: no folder can be made for the sockets.
@@ -140,9 +140,8 @@ class EngineSockets:
             self._wake_receiver.connect(_WAKE_ADDRESS)
             undo.pop_all()
         self._send_lock = threading.Lock()
-        self._encoder = Encoder(consumer=consumer)
+        self._encoder = Encoder()
         self._backlog: deque[_Unsent] = deque()
-        self._provider = provider
         self._lock = threading.Lock()
         self._calls: dict[int, tuple[str, Future[Any]]] = {}
         self._call_ids = itertools.count()
@@ -358,9 +357,7 @@ class EngineSockets:
             poller = zmq.Poller()
             poller.register(self._output, zmq.POLLIN)
             poller.register(self._wake_receiver, zmq.POLLIN)
-            decoder: Decoder[Any] = Decoder(
-                EngineCoreOutputs | UtilityOutput, provider=self._provider
-            )
+            decoder: Decoder[Any] = Decoder(EngineCoreOutputs | UtilityOutput)
             check = self.check
             while (frames := self._receive(poller)) is not None:
                 if frames[0].bytes == ENGINE_CORE_DEAD:

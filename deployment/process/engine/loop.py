@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.host.boundary.errors import RefusedInCallError, rejection_output
-from hardpoint.host.system.process.watchdog import Watchdog
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
 from hardpoint.process.protocol import ShutdownState, UtilityCall
 from hardpoint.process.utility_calls import call_utility, failed_call
 
 from .reports import ClientReports
 from .sender import ClientSendQueues
+from .watchdog import Watchdog
 
 _log = logging.getLogger("hardpoint")
 

@@ -12,7 +12,7 @@ import msgspec
 
 from hardpoint.host.boundary.errors import RefusedInCallError, rejection_output
 from hardpoint.host.registry.blame import describe
-from hardpoint.host.system.encoding import Decoder, TensorProvider, WireError
+from hardpoint.host.system.encoding import Decoder, WireError
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
 from hardpoint.process.protocol import RequestType, UtilityCall
 from hardpoint.process.utility_calls import failed_call
@@ -41,7 +41,6 @@ class MessageReader:
         self,
         queues: LoopQueues,
         check: Check,
-        provider: TensorProvider | None = None,
         hash_prompt: HashPrompt = lambda _request: [],
     ) -> None:
         """Create a reader.
@@ -55,12 +54,10 @@ class MessageReader:
         self._check = check
         # By client, the ids of requests whose last output was not sent yet.
         self._live: defaultdict[int, set[str]] = defaultdict(set)
-        self._requests: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest, provider=provider)
-        self._lists: Decoder[list[EngineCoreRequest]] = Decoder(
-            list[EngineCoreRequest], provider=provider
-        )
+        self._requests: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest)
+        self._lists: Decoder[list[EngineCoreRequest]] = Decoder(list[EngineCoreRequest])
         self._ids: Decoder[list[str]] = Decoder(list[str])
-        self._calls: Decoder[UtilityCall] = Decoder(UtilityCall, provider=provider)
+        self._calls: Decoder[UtilityCall] = Decoder(UtilityCall)
 
     def receive(self, client: int, frames: Sequence[Any]) -> None:
         """Decode one message of a client and queue it."""

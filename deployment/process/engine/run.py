@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import os
 import pkgutil
 import signal
 import socket
@@ -28,18 +30,19 @@ from hardpoint.host.boundary.copies import watch_forks
 from hardpoint.host.boundary.errors import attribute_error, naming_plugin
 from hardpoint.host.boundary.parts.bound_half import request_fields
 from hardpoint.host.registry.plugin_set import PluginSet
-from hardpoint.host.system.forks import let_signals_end_copies, reset_signals
-from hardpoint.host.system.process.child import ParentWatch
-from hardpoint.host.system.process.garbage import settle_heap
-from hardpoint.host.system.process.launch import decode_launch
-from hardpoint.host.system.process.naming import log_to_stderr, name_process
-from hardpoint.host.system.threads import use_own_cores
+from hardpoint.host.system.control_groups import read_control
+from hardpoint.host.system.threads import CPUS
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.process.child_processes.child import ParentWatch
+from hardpoint.process.child_processes.launch import decode_launch
+from hardpoint.process.child_processes.naming import log_to_stderr, name_process
 from hardpoint.process.launch import Launch
 from hardpoint.process.protocol import EngineAddresses, EngineCoreReadyResponse
+from hardpoint.process.worker_process import LaunchedWorker
 
+from .garbage import settle_heap
 from .loop import EngineLoop, LoopOptions, LoopQueues
 from .sender import ClientSendQueues
 from .transport import EngineIO
@@ -63,7 +66,7 @@ def handle_signals(loop: EngineLoop) -> None:
         nonlocal count
         count += 1
         if count > 1:
-            reset_signals(*_SIGNALS)
+            _reset_signals()
         loop.request_shutdown()
 
     receiver, wakeup = socket.socketpair()
@@ -72,9 +75,34 @@ def handle_signals(loop: EngineLoop) -> None:
         target=_wake_up, args=(loop, receiver, wakeup), name="EngineSignals", daemon=True
     ).start()
     signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
-    let_signals_end_copies(*_SIGNALS)
+    _let_signals_end_copies()
     for number in _SIGNALS:
         signal.signal(number, handle)
+
+
+def _reset_signals() -> None:
+    """Restore the default handlers: the signals end the process at once."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _let_signals_end_copies() -> None:
+    """Let the signals end copies that a plugin makes by `os.fork`, and not wake up the loop."""
+    held = threading.local()
+
+    def hold() -> None:
+        # Python drops a signal that a copy gets before it is set up.
+        held.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held.before)
+
+    def end() -> None:
+        signal.set_wakeup_fd(-1)
+        _reset_signals()
+        release()
+
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=end)
 
 
 def _wake_up(loop: EngineLoop, receiver: socket.socket, _wakeup: socket.socket) -> None:
@@ -106,6 +134,36 @@ def _beat(activity: Activity) -> None:
         sleep(_BEAT_INTERVAL_S)
 
 
+def _use_own_cores(index: int, num_engines: int) -> None:
+    """Let this process, and those that it starts, run on its part of the CPUs.
+
+    Whole cores are divided, those of a NUMA node next to each other. If there are fewer cores than
+    engines, several engines have the same core.
+
+    Args:
+        index: number of this process's engine.
+        num_engines: engines among which the CPUs of this process are divided.
+    """
+    try:
+        usable = os.sched_getaffinity(0)
+    except AttributeError:  # another system than Linux
+        return
+    cores: dict[tuple[str, str], set[int]] = {}
+    for number in sorted(usable):
+        folder = CPUS / f"cpu{number}"
+        node = min((found.name for found in folder.glob("node*")), key=len, default="")
+        siblings = read_control(folder / "topology" / "thread_siblings_list")
+        cores.setdefault((node, siblings or f"{number}"), set()).add(number)
+    by_node = [cores[key] for key in sorted(cores, key=lambda key: (len(key[0]), key[0]))]
+    count = len(by_node)
+    place = index % num_engines  # of one that was added later
+    if count >= num_engines:
+        part = by_node[place * count // num_engines : (place + 1) * count // num_engines]
+    else:
+        part = [by_node[index % count]]
+    os.sched_setaffinity(0, frozenset().union(*part))
+
+
 _EXECUTORS_WATCH_S = 5.0  # for an executor of several ranks to find and end those that hang
 _ORPHAN_GRACE_S = 4.0  # to shut down in order, after the parent has ended
 
@@ -128,7 +186,7 @@ def run_engine(data: bytes, watch: ParentWatch, inputs: OpenInputs = EngineInput
     config = msgspec.convert(launch.config, EngineConfig)
     config_sources = ConfigSources(launch.config_sources)
     if config.parallel.num_local > 1 and config.executor.threads == "auto":
-        use_own_cores(launch.local_rank, config.parallel.num_local)
+        _use_own_cores(launch.local_rank, config.parallel.num_local)
     plugins = PluginSet(launch.manifest)
     check_versions(plugins, "the engine process")
     with contextlib.ExitStack() as closing:  # all are closed, even if one raises
@@ -138,6 +196,7 @@ def run_engine(data: bytes, watch: ParentWatch, inputs: OpenInputs = EngineInput
             )
             spec = prepare_worker(config, plugins, config_sources, no_progress, place)
         closing.callback(spec.loader.close)
+        spec = dataclasses.replace(spec, start_worker=LaunchedWorker)
         activity = Activity.open(Path(launch.folder)) if launch.folder else None
         with naming_plugin(plugins):
             built = build_core(
@@ -176,7 +235,7 @@ def _serve(
             reports_cache=launch.reports_cache,
         ),
     )
-    closing.callback(reset_signals, *_SIGNALS)
+    closing.callback(_reset_signals)
     handle_signals(loop)
     is_orphan = threading.Event()
 
@@ -216,5 +275,5 @@ def _ready(spec: WorkerSpec, built: BuiltCore) -> EngineCoreReadyResponse:
 
 
 def _end(io: EngineIO, *, failed: bool, has_clients: bool) -> None:
-    reset_signals(*_SIGNALS)  # so that a signal ends the process if this hangs
+    _reset_signals()  # so that a signal ends the process if this hangs
     io.close(failed=failed, has_clients=has_clients)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from hardpoint.host.boundary.errors import rejection_output
-from hardpoint.host.system.encoding import Buffer, Encoder, TensorConsumer
+from hardpoint.host.system.encoding import Buffer, Encoder
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, HardpointError
 from hardpoint.process.output_coalescer import OutputCoalescer
 from hardpoint.process.protocol import UtilityOutput
@@ -118,18 +118,10 @@ class _ClientQueue:
 class OutputEncoder:
     """Encodes the messages that an engine sends. One thread at a time."""
 
-    def __init__(
-        self, abort: Callable[[list[str], int], None], consumer: TensorConsumer | None = None
-    ) -> None:
-        """Create an encoder.
-
-        Args:
-            abort: called with ids of requests whose outputs cannot be encoded, and their client.
-            consumer: is offered large tensors; if it fails, they travel in frames.
-        """
+    def __init__(self, abort: Callable[[list[str], int], None]) -> None:
+        """`abort` gets the ids of requests whose outputs cannot be encoded, and their client."""
         self._abort = abort
-        self._encoder = Encoder(consumer=consumer)
-        self._plain_encoder = Encoder()
+        self._encoder = Encoder()
         # Requests whose client got an error instead of an output, until the engine has ended them.
         self._failed_ids: set[str] = set()
 
@@ -153,7 +145,7 @@ class OutputEncoder:
             return self._encoder.encode_into(message, buffer)
         except Exception as error:  # plugins made its contents, so this may be any exception
             _log.warning("a message cannot be sent as it is: %s", error)
-            return self._plain_encoder.encode_into(self._replacement(message, client), buffer)
+            return self._encoder.encode_into(self._replacement(message, client), buffer)
 
     def _replacement(self, message: Message, client: int) -> Message:
         if isinstance(message, UtilityOutput):
@@ -191,7 +183,7 @@ class OutputEncoder:
 
     def _encoding_error(self, value: object) -> Exception | None:
         try:
-            self._plain_encoder.encode(value)
+            self._encoder.encode(value)
         except Exception as error:
             return error
         return None

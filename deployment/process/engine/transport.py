@@ -13,13 +13,11 @@ from zmq.utils.monitor import recv_monitor_message
 from hardpoint.host.system.encoding import (
     MOST_BYTES,
     Encoder,
-    SendTracker,
-    TensorConsumer,
-    TensorProvider,
 )
-from hardpoint.host.system.resources import end_context
 from hardpoint.plugins import EngineCoreOutputs
 from hardpoint.process.protocol import ENGINE_CORE_DEAD, EngineAddresses, EngineCoreReadyResponse
+from hardpoint.process.send_buffers import SendTracker
+from hardpoint.process.zmq_resources import end_context
 
 from .loop import LoopFailure, LoopQueues
 from .receiver import Check, HashPrompt, MessageReader
@@ -124,8 +122,6 @@ class EngineIO:
         queues: LoopQueues,
         check: Check = lambda _request: None,
         *,
-        consumer: TensorConsumer | None = None,
-        provider: TensorProvider | None = None,
         hash_prompt: HashPrompt = lambda _request: [],
     ) -> None:
         """Create the threads; `start` starts them, and they connect.
@@ -135,16 +131,14 @@ class EngineIO:
             addresses: one input and one output per client.
             check: called with each request in the input thread, before the loop gets it; raises
                 HardpointError for an invalid one.
-            consumer: is offered large tensors of outputs, in the output thread.
-            provider: finds those of requests that the clients' consumer took.
             hash_prompt: called with each request, in the input thread.
         """
         self._identity = identity
         self._index = int.from_bytes(identity, "little")
         self._addresses = addresses
         self._queues = queues
-        self._messages = MessageReader(queues, check, provider, hash_prompt)
-        self._encoder = OutputEncoder(queues.abort, consumer)
+        self._messages = MessageReader(queues, check, hash_prompt)
+        self._encoder = OutputEncoder(queues.abort)
         self._linger_ms, self._failed = _LINGER_MS, False
         self._context = zmq.Context(io_threads=1)
         self._stop = self._context.socket(zmq.PAIR)

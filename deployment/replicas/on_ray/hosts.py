@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import ipaddress
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -15,10 +14,11 @@ import zmq
 
 from hardpoint.errors import ConfigError, EngineClosedError, EngineDeadError, PluginLoadError
 from hardpoint.host.boundary.errors import error_of
-from hardpoint.host.system.process.launch import ChildLaunch
 from hardpoint.plugins import EngineConfig, HardpointError
+from hardpoint.process.child_processes.launch import ChildLaunch
 from hardpoint.process.launch import Launch
 from hardpoint.replicas.hosts import EngineHosts
+from hardpoint.replicas.remote.address import is_loopback
 from hardpoint.replicas.remote.joined_host import JoinedHost
 from hardpoint.replicas.remote.listener import ANY_PORT, JoinedHosts, JoinListener
 from hardpoint.replicas.remote.messages import RemoteFailure, decode, encode
@@ -98,8 +98,8 @@ class RayHosts(JoinedHosts):
             ConfigError: other nodes cannot reach it.
         """
         here = self._cluster.address
-        outside = [one for one in self._cluster.nodes if not _is_loopback(one.address)]
-        if _is_loopback(here) and outside:
+        outside = [one for one in self._cluster.nodes if not is_loopback(one.address)]
+        if is_loopback(here) and outside:
             raise ConfigError(
                 f"parallel.join_address: expected an address of this node that {outside[0]} "
                 f"reaches, got none, and that of this node in Ray is {here}"
@@ -236,7 +236,3 @@ class RayHost(JoinedHost):
             actor, self._actor = self._actor, None
         if actor is not None:
             actor.end()
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback

@@ -18,7 +18,6 @@ import msgspec
 
 from hardpoint.host.boundary.errors import kind_of, rejection_output
 from hardpoint.host.registry.plugin_set import PluginSet
-from hardpoint.host.system.resources import SOCKET_NAMES, make_socket_folder
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, HardpointError
 from hardpoint.process.client.process_client import EngineStart, Sink
 from hardpoint.process.engine.loop import (
@@ -40,6 +39,7 @@ from hardpoint.process.protocol import (
     UtilityOutput,
 )
 from hardpoint.process.utility_calls import failed_call
+from hardpoint.process.zmq_resources import SOCKET_NAMES, make_socket_folder
 from hardpoint.replicas.group import ReplicaSet
 from hardpoint.replicas.opening import open_engines
 

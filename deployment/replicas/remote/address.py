@@ -21,7 +21,7 @@ def check_address(address: str, setting: str, *, has_keys: bool) -> str:
     found = _ADDRESS.fullmatch(address)
     if found is None or int(found[2]) > 65535:
         raise ConfigError(f"{setting}: expected tcp://HOST:PORT, got {shown(address)}")
-    if not has_keys and not _is_loopback(found[1].strip("[]")):
+    if not has_keys and not is_loopback(found[1].strip("[]")):
         raise ConfigError(
             f"{setting}: {address} can be reached from other machines, which needs keys: make some "
             "with `hardpoint keys new`, or use an address of 127.0.0.1"
@@ -29,7 +29,8 @@ def check_address(address: str, setting: str, *, has_keys: bool) -> str:
     return address
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether other machines cannot reach an address or host name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

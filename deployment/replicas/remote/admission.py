@@ -19,7 +19,16 @@ from hardpoint.toolkit.curve_keys import KeyPair
 
 from .comparison import difference
 from .joined_host import JoinedHost
-from .messages import LINK_PROTOCOL, MOST_HELLO_BYTES, Hello, HelloVersion, JoinRefusal, decode
+from .messages import (
+    LINK_PROTOCOL,
+    MOST_HELLO_BYTES,
+    MOST_TEXT,
+    Hello,
+    HelloVersion,
+    JoinRefusal,
+    decode,
+    printable,
+)
 
 _log = logging.getLogger("hardpoint")
 
@@ -111,7 +120,7 @@ class Admission:
         """Count an attempt to join that was refused. In any thread."""
         with self._lock:
             self._num_refused += 1
-            self._last_reason = reason
+            self._last_reason = printable(reason, MOST_TEXT)
 
     def log_refused(self, now: float | None = None) -> None:
         """Log the attempts that were refused, once per interval."""

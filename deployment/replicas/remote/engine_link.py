@@ -17,13 +17,13 @@ import zmq
 from hardpoint.host.boundary.activity import FILE_NAME, Activity
 from hardpoint.host.boundary.errors import kind_of as error_kind_of
 from hardpoint.host.system.encoding import MOST_BYTES, Decoder, Encoder
-from hardpoint.host.system.process.launch import Interpreter
-from hardpoint.host.system.resources import SOCKET_NAMES, make_socket_folder
 from hardpoint.plugins import EngineConfig, HardpointError
 from hardpoint.plugins.component.manifest import Manifest
+from hardpoint.process.child_processes.launch import Interpreter
 from hardpoint.process.engine_process import EngineProcess
 from hardpoint.process.launch import Launch
 from hardpoint.process.protocol import EngineAddresses, RequestType, UtilityCall, UtilityOutput
+from hardpoint.process.zmq_resources import SOCKET_NAMES, make_socket_folder
 
 from .comparison import check_manifest
 from .connection import HeadConnection

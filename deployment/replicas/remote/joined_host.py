@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -13,13 +14,14 @@ from typing import Literal
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.host.boundary.activity import FILE_NAME, Activity
 from hardpoint.host.boundary.errors import error_of
-from hardpoint.host.system.process.launch import ChildLaunch
 from hardpoint.plugins import HardpointError
+from hardpoint.process.child_processes.launch import ChildLaunch
 from hardpoint.process.launch import Launch
 
-from .messages import RemoteFailure
+from .messages import MOST_TEXT, RemoteFailure, printable
 
 _GRACE_S = 5.0
+_MOST_NOTES, _MOST_NOTE = 10, 20_000  # notes of a failure, and characters of one
 _NETWORK_S = 1.0  # for messages there and back, besides
 
 Order = Literal["offer", "stop", "kill", "drop"]
@@ -65,6 +67,7 @@ class JoinedHost:
         self._report: HardpointError | None = None
         self._killed = False
         self._ours, self._theirs = socket.socketpair()
+        self._theirs.setblocking(False)
 
     @property
     def pid(self) -> int:
@@ -189,11 +192,12 @@ class JoinedHost:
 
     def failed(self, report: RemoteFailure) -> None:
         """Note the failure that it has reported."""
-        error = error_of(report.kind, report.message)
-        for note in report.notes:
-            error.add_note(note)
+        error = error_of(report.kind, printable(report.message, MOST_TEXT))
+        for note in report.notes[:_MOST_NOTES]:
+            lines = note[:_MOST_NOTE].splitlines()
+            error.add_note("\n".join(printable(line, MOST_TEXT) for line in lines))
         self._report = error
-        self._theirs.send(b"!")
+        self._notify()
 
     def ended(self, description: str, *, was_killed: bool) -> None:
         """Note how it ended; only the first end counts."""
@@ -201,6 +205,10 @@ class JoinedHost:
             if self._end is not None:
                 return
             self._killed = was_killed
-            self._end = EngineDeadError(f"the {self._label} {description}")
+            self._end = EngineDeadError(f"the {self._label} {printable(description, MOST_TEXT)}")
             self._changed.notify_all()
-        self._theirs.send(b"!")
+        self._notify()
+
+    def _notify(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full of bytes that were not read
+            self._theirs.send(b"!")

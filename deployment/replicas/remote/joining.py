@@ -16,10 +16,10 @@ import zmq
 
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.host.system.encoding import WireError
-from hardpoint.host.system.resources import end_context
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.process.zmq_resources import end_context
 from hardpoint.toolkit.curve_keys import KeyPair, client_keys
 
 from .address import check_address

@@ -14,23 +14,32 @@ from pathlib import Path
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from hardpoint.errors import ConfigError
 from hardpoint.host.system.encoding import WireError
-from hardpoint.host.system.process.launch import Interpreter
-from hardpoint.host.system.resources import end_context
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config.engine import ParallelConfig
+from hardpoint.process.child_processes.launch import Interpreter
 from hardpoint.process.engine_process import EngineHost
+from hardpoint.process.zmq_resources import end_context
 from hardpoint.replicas.hosts import EngineHosts
 from hardpoint.toolkit.curve_keys import KeyFolder
 
 from .admission import Admission, Doorkeeper, Keys, key_of
 from .comparison import hello_of
-from .connection import UNEXPLAINED_FAILURES
+from .connection_watch import INTERVAL_S, ConnectionWatch
 from .joined_host import JoinedHost, Order
-from .messages import MessageKind, ProcessEnd, RemoteFailure, Welcome, decode, encode, kind_of
+from .messages import (
+    MOST_TEXT,
+    MessageKind,
+    ProcessEnd,
+    RemoteFailure,
+    Welcome,
+    decode,
+    encode,
+    kind_of,
+    printable,
+)
 from .pieces import MOST_FRAME_BYTES
 from .polling import Source, readable
 from .session import EngineSession, Frames
@@ -44,6 +53,7 @@ _ANY_PORTS = (ANY_PORT, ":0")
 _HANDSHAKE_MS = 5000  # within which libzmq closes a connection that is not secured
 _BACKLOG = 128
 _SEND_HWM = 256
+_RECEIVE_HWM = 128  # messages of a connection that are not read, most of them pieces
 _START_S = 30.0  # for a welcomed engine to start its process
 _INTERVAL_S = 1.0  # between two heartbeats, at most
 _RETRY_S = 0.02
@@ -79,6 +89,7 @@ class JoinListener:
         self._context = zmq.Context(io_threads=1)
         self._door = None if keys is None else Doorkeeper(self._context, keys, admission.refused)
         self._router = self._context.socket(zmq.ROUTER)
+        self._watch = ConnectionWatch(self._router, admission)
         try:
             self._bind(keys)
         except zmq.ZMQError as cause:
@@ -94,6 +105,7 @@ class JoinListener:
         self._orders: queue.SimpleQueue[tuple[Order, JoinedHost]] = queue.SimpleQueue()
         self._ours, self._theirs = socket.socketpair()
         self._ours.setblocking(False)
+        self._theirs.setblocking(False)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="EngineJoins", daemon=True)
         self._thread.start()
@@ -106,13 +118,13 @@ class JoinListener:
             (zmq.HANDSHAKE_IVL, _HANDSHAKE_MS),
             (zmq.BACKLOG, _BACKLOG),
             (zmq.SNDHWM, _SEND_HWM),
+            (zmq.RCVHWM, _RECEIVE_HWM),
             (zmq.IPV6, int("[" in self.address)),
         ):
             self._router.setsockopt(option, value)
         if keys is not None:
             self._router.curve_publickey, self._router.curve_secretkey, _ = keys.pair
             self._router.curve_server = True
-        self._failures: zmq.Socket[bytes] = self._router.get_monitor_socket(UNEXPLAINED_FAILURES)
         self._router.bind(self.address)
         if self.address.endswith(_ANY_PORTS):
             self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -130,7 +142,8 @@ class JoinListener:
         if self._is_closed.is_set():
             return
         self._is_closed.set()
-        self._theirs.send(b"!")
+        with contextlib.suppress(BlockingIOError):
+            self._theirs.send(b"!")
         self._thread.join()
         if self._door is not None:
             self._door.stop()
@@ -147,7 +160,8 @@ class JoinListener:
                 if (now := time.monotonic()) >= next_beat:
                     next_beat = now + self._interval_s
                     self._beat(now)
-                self._turn(max(next_beat - time.monotonic(), 0.0))
+                self._watch.cut_flooding(now)
+                self._turn(min(max(next_beat - time.monotonic(), 0.0), INTERVAL_S))
             except Exception:  # of one message; the other engines go on
                 _log.exception("a message of an engine that joined failed")
         for session in list(self._sessions.values()):
@@ -156,12 +170,11 @@ class JoinListener:
         self._close_router(int(self._interval_s * 1000))
 
     def _close_router(self, linger_ms: int) -> None:
-        self._router.disable_monitor()
-        self._failures.close(0)
+        self._watch.close()
         self._router.close(linger_ms)
 
     def _turn(self, wait_s: float) -> None:
-        sources: list[Source] = [self._router, self._failures, self._ours.fileno()]
+        sources: list[Source] = [self._router, self._watch.events, self._ours.fileno()]
         sessions = list(self._sessions.values())
         for session in sessions:
             if not session.flush() or session.held is not None:
@@ -171,9 +184,8 @@ class JoinListener:
         ready = readable(sources, wait_s)
         if self._ours.fileno() in ready:
             self._obey()
-        if self._failures in ready:
-            recv_monitor_message(self._failures)
-            self._admission.refused("a handshake that failed")
+        if self._watch.events in ready:
+            self._watch.read_events()
         if self._router in ready:
             self._read()
         for session in sessions:
@@ -217,6 +229,7 @@ class JoinListener:
     def _receive(self, frames: Frames) -> None:
         routing, kind = frames[0].bytes, kind_of(frames[1].bytes) if len(frames) > 2 else None
         session = self._sessions.get(routing)
+        self._watch.message_read(frames[1], has_session=session is not None)
         if session is None:
             if kind is MessageKind.HELLO and len(frames) == 4:
                 self._hello(routing, frames[3])
@@ -272,6 +285,8 @@ class JoinListener:
                 session.is_leaving = True
                 self.leave(session.host.rank)
         elif kind is MessageKind.REPORT:
+            if session.host.reported:
+                raise WireError("a second report")
             session.host.failed(decode(frames[0].bytes, RemoteFailure))
         else:
             session.end = decode(frames[0].bytes, ProcessEnd)
@@ -279,7 +294,8 @@ class JoinListener:
 
     def _answered(self, session: EngineSession, kind: MessageKind, frame: bytes) -> None:
         if kind is MessageKind.DECLINED:
-            _log.warning("an engine on %s does not join: %s", session.where, decode(frame, str))
+            reason = printable(decode(frame, str), MOST_TEXT)
+            _log.warning("an engine on %s does not join: %s", session.where, reason)
             self._return(session)
             return
         pid = decode(frame, int)

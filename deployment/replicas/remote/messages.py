@@ -25,6 +25,8 @@ WINDOW = 64
 ACKNOWLEDGE_AFTER = 16
 """Data messages after which the receiver reports how many it has passed on."""
 MOST_HELLO_BYTES = 1 << 16
+MOST_NAME, MOST_TEXT = 255, 2000
+"""Characters of a text of an engine that are shown."""
 
 
 class MessageKind(bytes, Enum):
@@ -160,6 +162,12 @@ class ProcessEnd(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 T = TypeVar("T")
+
+
+def printable(text: str, limit: int) -> str:
+    """Return a text of another machine as one line of the log; the rest of a long one is cut."""
+    cut = text if len(text) <= limit else f"{text[:limit]}..."
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in cut)
 
 
 def encode(message: msgspec.Struct) -> bytes:

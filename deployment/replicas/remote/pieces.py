@@ -15,6 +15,8 @@ PIECE_BYTES = 1 << 20
 """Length of a piece; frames up to this length are sent whole."""
 MOST_FRAME_BYTES = PIECE_BYTES + 4096
 """The longest frame that a head accepts."""
+_MOST_WHOLE_BYTES, _SHORT_BYTES = 32 << 20, 1 << 16
+"""Once a message has so many bytes in whole frames, only short frames are sent whole."""
 MOST_MESSAGE_BYTES = 1 << 30
 """Bytes of an engine's messages that a head holds: pieces, and outputs that are not read yet."""
 _INDEX_BYTES = 2
@@ -30,10 +32,12 @@ def split(
         send_piece: sends the place of a frame, and a piece of it.
     """
     short: list[zmq.Frame | bytes] = []
+    num_whole = 0
     for index, frame in enumerate(frames):
         data = memoryview(frame.buffer)
-        if len(data) <= PIECE_BYTES:
+        if len(data) <= (PIECE_BYTES if num_whole < _MOST_WHOLE_BYTES else _SHORT_BYTES):
             short.append(frame)
+            num_whole += len(data)
             continue
         for start in range(0, len(data), PIECE_BYTES):
             piece = data[start : start + PIECE_BYTES]

@@ -15,7 +15,7 @@ from hardpoint.host.system.encoding import MOST_BYTES, WireError
 from hardpoint.process.protocol import EngineAddresses, decode_handshake
 
 from .joined_host import JoinedHost
-from .messages import Hello, ProcessEnd, Window
+from .messages import MOST_NAME, Hello, ProcessEnd, Window, printable
 from .pieces import MOST_MESSAGE_BYTES, Pieces
 
 Frames = Sequence[zmq.Frame]
@@ -89,7 +89,8 @@ class EngineSession:
     @property
     def where(self) -> str:
         """The machine of the engine, and the name of its key, for messages."""
-        return f"{self.hello.host}, key {self.name}" if self.key else self.hello.host
+        host = printable(self.hello.host, MOST_NAME)
+        return f"{host}, key {self.name}" if self.key else host
 
     def connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Connect to the client."""

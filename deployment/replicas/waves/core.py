@@ -11,8 +11,8 @@ import torch
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.step import EngineCoreParts, Outputs
 from hardpoint.core.weights.worker_spec import WorkerSpec
+from hardpoint.host.system.arrivals import count_arrivals
 from hardpoint.host.system.control_calls import utility
-from hardpoint.host.system.process.arrivals import count_arrivals
 from hardpoint.plugins import EngineCoreOutputs, HardpointError
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, SingleRank
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hardpoint.errors import CommunicationAbortedError
-from hardpoint.host.system.process.arrivals import Arrivals
-from hardpoint.host.system.process.launch import Interpreter
+from hardpoint.host.system.arrivals import Arrivals
 from hardpoint.plugins import EngineCoreOutputs, HardpointError
 from hardpoint.plugins.parallel import Placement
+from hardpoint.process.child_processes.launch import Interpreter
 from hardpoint.process.client.process_client import EngineStart
 from hardpoint.process.engine_process import EngineHost, EngineProcess
 from hardpoint.replicas.hosts import LocalHosts

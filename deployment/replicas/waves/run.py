@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hardpoint.core.engine.inputs import EngineInputs
 from hardpoint.core.engine.step import EngineCoreParts
-from hardpoint.host.system.process.child import ParentWatch
+from hardpoint.process.child_processes.child import ParentWatch
 from hardpoint.process.engine import run
 
 from .core import WaveCore

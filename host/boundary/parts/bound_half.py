@@ -37,7 +37,7 @@ from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
 from hardpoint.plugins.step_part.engine_hooks import EngineHooks
 
-from .hooks import ENGINE_HOOKS, WORKER_HOOKS, HookTable
+from .hooks import ENGINE_HOOKS, WORKER_HOOKS, HookTable, selecting_fields
 
 _log = logging.getLogger("hardpoint")
 
@@ -63,6 +63,7 @@ class BoundHalf(Generic[HalfT]):
         source: names the part in messages.
         moves_blocks: see `StepPart.moves_blocks`.
         part: the part.
+        for_fields: paths of the fields that select its requests; empty if none do.
         calls: record and time its methods.
         state: its state, for the log.
         key: names the half among those of all generations of the plugins: of one that a live change
@@ -79,11 +80,11 @@ class BoundHalf(Generic[HalfT]):
 
     def __init__(self, part: StepPart, half: object, calls: PluginCalls) -> None:
         self._implemented = self.hooks.implemented(half)
-        self.half: HalfT = self.hooks.completed(half)
+        self.half: HalfT = self.hooks.completed(half, self._implemented)
         self.original = half
         self.name, self.source = part.name, calls.source
         self.moves_blocks = part.moves_blocks
-        self.part, self.calls = part, calls
+        self.part, self.calls, self.for_fields = part, calls, selecting_fields(half)
         self.state = StateAtFault(part, calls.source)
         self.key, self.since = part.name, 0
         self.until: int | None = None
@@ -300,7 +301,7 @@ def call_for(part: BoundPart, method: str, *args: Any) -> Any:
         RequestError: it refuses the request, or failed.
     """
     try:
-        return part.calls.run(method, getattr(part.half, method), *args)
+        return part.run(method, *args)
     except RequestError:
         raise
     except BaseException as cause:

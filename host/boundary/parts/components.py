@@ -6,7 +6,8 @@ that a part needs nothing of the registry.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -23,13 +24,26 @@ from hardpoint.plugins.component import Component, Context, Source
 from hardpoint.plugins.component.behaviour import behaviour_of
 from hardpoint.typed import suggest
 
+Guard = Callable[[Any, str, Source], Any]
+"""Returns a component of a kind and a source, whose faults name it."""
+
 
 class Components:
     """Builds the components of other kinds that step parts drive."""
 
-    def __init__(self, plugins: PluginSet, calls: Callable[[str, Source], PluginCalls]) -> None:
-        """Build components that are enabled in `plugins`; `calls` makes what calls them."""
-        self._plugins, self._calls = plugins, calls
+    def __init__(
+        self,
+        plugins: PluginSet,
+        calls: Callable[[str, Source], PluginCalls],
+        guards: Mapping[str, Guard] = MappingProxyType({}),
+    ) -> None:
+        """Build components that are enabled in `plugins`.
+
+        Args:
+            calls: makes what calls them.
+            guards: by kind, those of the components that `create` returns.
+        """
+        self._plugins, self._calls, self._guards = plugins, calls, guards
 
     def enabled(self, kind: str) -> list[str]:
         """Return the names of the enabled components of a kind, in their order."""
@@ -41,7 +55,7 @@ class Components:
 
     def of(self, plugins: PluginSet) -> Components:
         """Return the components of another generation of the plugins."""
-        return Components(plugins, self._calls)
+        return Components(plugins, self._calls, self._guards)
 
     def find(self, kind: str, name: str) -> type[Component] | None:
         """Return the class of a component; None if it is not enabled."""
@@ -57,6 +71,8 @@ class Components:
         """Check that a name that a request gives belongs to one distribution."""
         entry = self._plugins.find(kind, name)
         if entry is not None and ":" not in name:
+            if entry.name != name:  # one of its other names
+                self._plugins.find(kind, name, RequestError)
             check_unique(entry, path, RequestError)
 
     def hint(self, kind: str, name: str) -> str:
@@ -78,7 +94,10 @@ class Components:
 
     def create(self, kind: str, name: str, context: type[Context[Any]], **fields: Any) -> Any:
         """Build an enabled component."""
-        return self._plugins.create(self._plugins.get(kind, name), context, **fields)
+        entry = self._plugins.get(kind, name)
+        component = self._plugins.create(entry, context, **fields)
+        guard = self._guards.get(kind)
+        return component if guard is None else guard(component, kind, entry.source)
 
     def guarded(
         self,

@@ -34,6 +34,7 @@ from .bound_half import INCLUDE, BoundPart, OpenHalves, call_for
 from .calls import PartCalls
 from .components import describe_fault
 from .gates import MovingHalves, PartGates, part_encoder_cache, part_transfers, without_data
+from .hooks import SelectingFields
 
 
 class EngineHalves:
@@ -61,17 +62,16 @@ class EngineHalves:
         Raises:
             PluginConflictError: several parts load blocks, or encode features.
         """
-        self._parts, self._vocab_size = tuple(parts), vocab_size
-        self._is_mixed = False  # whether there may be parts of several generations
+        self._vocab_size = vocab_size
         self.open: OpenHalves[BoundPart] | None = None
         self.calls = calls or PartCalls()
-        self.calls.answer_by(self._parts)
-        moving = MovingHalves(self._parts)
+        self._bind(parts)
+        self._is_mixed = False  # whether there may be parts of several generations
+        moving = MovingHalves(parts)
         self.moves_blocks, self.blocks = moving.moves_blocks, BlockStart(moving, describe_fault)
-        self.num_draft_tokens = max((part.num_draft_tokens for part in self._parts), default=0)
-        self.tasks = list(dict.fromkeys(t for part in self._parts for t in part.half.tasks))
-        self.encoder_cache, self.max_encoder_tokens = part_encoder_cache(self._parts)
-        self._active: list[BoundPart] = []  # with users
+        self.num_draft_tokens = max((part.num_draft_tokens for part in parts), default=0)
+        self.tasks = list(dict.fromkeys(t for part in parts for t in part.half.tasks))
+        self.encoder_cache, self.max_encoder_tokens = part_encoder_cache(parts)
         self._by_request: dict[str, list[BoundPart]] = {}
         self._asked: dict[str, dict[BoundPart, figures.ArrayForms]] = {}  # for figures
         self._num_positions: Mapping[str, int] = {}  # computed ones of requests, with a result
@@ -83,8 +83,14 @@ class EngineHalves:
             PartGates(self._by_request.get),
             part_transfers(parts, self._faults),
         )
+
+    def _bind(self, parts: Sequence[BoundPart]) -> None:
+        self._parts = tuple(parts)
+        self.calls.answer_by(self._parts)
+        self._fields = SelectingFields(path for part in parts for path in part.for_fields)
+        self._included = {f"step_parts/{part.name}" for part in parts if part.only_included}
+        self._publishing = [part for part in parts if part.overrides("publish")]
         self._find_active()
-        self._publishing = [part for part in self._parts if part.overrides("publish")]
 
     @property
     def halves(self) -> Sequence[BoundPart]:
@@ -93,10 +99,8 @@ class EngineHalves:
 
     def use(self, halves: Sequence[BoundPart]) -> None:
         """Call these halves from now on."""
-        self._parts, self._is_mixed = tuple(halves), True
-        self.calls.answer_by(self._parts)
-        self._find_active()
-        self._publishing = [part for part in self._parts if part.overrides("publish")]
+        self._is_mixed = True
+        self._bind(halves)
 
     def _of_generation(self, generation: int) -> Sequence[BoundPart]:
         if not self._is_mixed:
@@ -190,14 +194,18 @@ class EngineHalves:
             self._again.add(name)
         try:
             given = {*request.plugin_args, *map(INCLUDE, request.params.include)}
-            for part in [
-                p for p in serving if p.required <= given and getattr(p.original, "is_active", True)
-            ]:
-                if not part.selects or call_for(part, "uses", request):
+            fields = self._fields.set_in(request)
+            for part in serving:
+                if (
+                    part.required <= given
+                    and not (part.for_fields and part.for_fields.isdisjoint(fields))
+                    and getattr(part.original, "is_active", True)
+                    and (not part.selects or call_for(part, "uses", request))
+                ):
                     users.append(part)
                     if part.overrides("check"):
                         call_for(part, "check", request)
-            asked = figures.asked_for_figures(request, users, serving)
+            asked = self._asked_for_figures(request, users, serving)
         except BaseException:
             self._refuse(request.request_id, users)
             raise
@@ -209,6 +217,13 @@ class EngineHalves:
                 part.users.add(request.request_id)
             self._find_active()
         return without_data(request) if request.features else request
+
+    def _asked_for_figures(
+        self, request: EngineCoreRequest, users: Sequence[BoundPart], serving: Sequence[BoundPart]
+    ) -> dict[BoundPart, figures.ArrayForms]:
+        if request.params.include or not self._included.isdisjoint(request.plugin_args):
+            return figures.asked_for_figures(request, users, serving)
+        return {}
 
     def refused(self, request_id: str) -> None:
         """Notify the parts that a request was not added after all."""
@@ -481,4 +496,5 @@ class EngineHalves:
             self._find_active()
 
     def _find_active(self) -> None:
+        """Find the parts that have users, or whose hooks are called for every plan."""
         self._active = [part for part in self._parts if part.users or part.every_plan]

@@ -20,6 +20,7 @@ from hardpoint.errors import (
 from hardpoint.host.boundary.activity import PluginCalls
 from hardpoint.host.boundary.faults import StepFaults
 from hardpoint.host.boundary.guard import UNWATCHED, checked
+from hardpoint.host.boundary.text_guards import guarded_parser
 from hardpoint.host.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import (
@@ -28,12 +29,14 @@ from hardpoint.plugins import (
     IterationStats,
     ReasoningMarkers,
     StepPart,
+    Tokenizer,
 )
 from hardpoint.plugins.component import Component, Source
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
 from hardpoint.plugins.step_part.observer import OutputObserver, PreparedPartChange
+from hardpoint.plugins.step_part.output_format import OutputFormat, RequestedCalls
 from hardpoint.plugins.step_part.part import (
     FrontendHalf,
     FrontendHalfContext,
@@ -44,8 +47,11 @@ from hardpoint.plugins.step_part.part import (
 
 from .bound_half import BoundHalf, OpenHalves, open_halves
 from .components import Components
-from .hooks import FRONTEND_HOOKS
+from .hooks import FRONTEND_HOOKS, SelectingFields
 from .observers import Observers
+from .output_formats import BoundFormat, OutputFormats
+
+_PARSERS = ("reasoning_parsers", "tool_parsers")
 
 Record = Callable[[str, str, str], None]
 Validator = functools.partial[str | None]
@@ -126,15 +132,25 @@ class FrontendParts:
         latest = [half for half in halves if half.until is None]
         self._readers = _readers(latest)
         self._halves = halves
+        self._formatting = [half for half in latest if half.overrides("output_format")]
         self._calling = [half for half in latest if half.overrides("prepare_calls")]
         self._preparing = [half for half in latest if half.overrides("prepare")]
         self._validating = [half for half in halves if half.overrides("validate")]
+        self._fields = SelectingFields(path for half in halves for path in half.for_fields)
 
     @property
     def components(self) -> list[Component]:
         """The components that the halves of the latest generation drive."""
         latest = [half.half for half in self._halves if half.until is None]
         return [component for half in latest for component in half.components]
+
+    @property
+    def named_components(self) -> dict[str, str | None]:
+        """The components of `FrontendHalf.named_components` of all halves."""
+        found: dict[str, str | None] = {}
+        for half in self._halves:
+            found |= half.half.named_components if half.until is None else {}
+        return found
 
     def prepare_changes(self, plugins: PluginSet, config: EngineConfig) -> list[PreparedPartChange]:
         """Let the halves build what a live change replaces in them.
@@ -230,13 +246,17 @@ class FrontendParts:
         Raises:
             RequestError: one refuses it, or failed.
         """
+        fields = self._fields.set_in(request) if self._preparing else ()
         for half in self._preparing:
+            if half.for_fields and half.for_fields.isdisjoint(fields):
+                continue
             try:
                 half.half.prepare(request, reasoning)
             except RequestError:
                 raise
             except BaseException as cause:
                 raise self._refusal(half, "prepare", request.request_id, cause) from cause
+            fields = self._fields.set_in(request)  # the half may have set some
 
     def read_media(self, modality: str, items: Sequence[tuple[str, Any]]) -> Sequence[Any]:
         """Return items of media as `read_prompt` takes them, in any thread.
@@ -262,6 +282,38 @@ class FrontendParts:
             raise self._refusal(half, "read_media", "", cause) from cause
         return read
 
+    def output_formats(
+        self, request: EngineCoreRequest, calls: RequestedCalls | None
+    ) -> OutputFormats | None:
+        """Return the formats of a request's outputs, which the caller closes; None without any.
+
+        Args:
+            calls: its tools; None without any.
+
+        Raises:
+            RequestError: a part refuses the request, or failed.
+        """
+        formats: list[BoundFormat] = []
+        markers: ReasoningMarkers | None = None
+        with ExitStack() as undo:
+            for half in self._formatting:
+                try:
+                    found = half.half.output_format(request, calls)
+                    if found is None:
+                        continue
+                    if not isinstance(found, OutputFormat):
+                        raise TypeError(f"expected an OutputFormat or None, got {shown(found)}")
+                    undo.callback(found.close)
+                    markers = markers or found.markers
+                except RequestError:
+                    raise
+                except BaseException as cause:
+                    name = request.request_id
+                    raise self._refusal(half, "output_format", name, cause) from cause
+                formats.append(BoundFormat(half.name, found, half.fault))
+            undo.pop_all()
+        return OutputFormats(formats, markers, calls) if formats else None
+
     def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
         """Complete a request that has tools by each half.
 
@@ -282,7 +334,10 @@ class FrontendParts:
         Raises:
             RequestError: a half failed.
         """
+        fields = self._fields.set_in(request) if self._validating else ()
         for half in self._validating:
+            if half.for_fields and half.for_fields.isdisjoint(fields):
+                continue
             try:
                 reads = half.serves(request.generation) and half.half.reads_answer(request)
             except BaseException as cause:
@@ -307,7 +362,10 @@ class FrontendParts:
 
     def validate(self, request: EngineCoreRequest, answer: str) -> str | None:
         """Return the first flaw that a half finds in an answer; a fault of a half is one."""
+        fields = self._fields.set_in(request)
         for half in self._validating:
+            if half.for_fields and half.for_fields.isdisjoint(fields):
+                continue
             try:
                 if not half.serves(request.generation) or not half.half.reads_answer(request):
                     continue
@@ -365,6 +423,7 @@ def frontend_parts(
     encode: Callable[[str], Sequence[int]],
     clock: Callable[[], float] = time.monotonic,
     send_stats: Callable[[IterationStats], None] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> FrontendParts:
     """Build the frontend halves of all enabled parts, in their order.
 
@@ -375,18 +434,20 @@ def frontend_parts(
         about: fields of the context of the parts.
         vocabulary: see `FrontendHalfContext`.
         vocab_size: size of the model's vocabulary.
-        encode, clock, send_stats: see `FrontendHalfContext`.
+        encode, clock, send_stats, tokenizer: see `FrontendHalfContext`.
 
     Raises:
         PluginError: one cannot be built, or two read the same prompts; the others are closed.
     """
     faults = StepFaults.under(about["config"].plugins)
-    components = Components(plugins, faults.calls)
+    guard = functools.partial(guarded_parser, vocab_size=vocab_size)
+    components = Components(plugins, faults.calls, dict.fromkeys(_PARSERS, guard))
     context = FrontendHalfContext(
         components=components,
         vocabulary=vocabulary,
         vocab_size=vocab_size,
         encode=encode,
+        tokenizer=tokenizer,
         faults=faults,
         clock=clock,
         send_stats=send_stats,

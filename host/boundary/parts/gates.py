@@ -68,6 +68,8 @@ class PartGates:
 
     def lacks(self, request: Request) -> WaitReason | None:
         """Return which resource has no room for a request; None if all have."""
+        if not self._parts_of(request.request_id):
+            return None
         for part, cost in self._cost_of(request):
             used = self._used.get(part.key, Counter())
             for name, amount in cost.items():
@@ -84,7 +86,7 @@ class PartGates:
 
     def acquire(self, request: Request) -> None:
         """Count the resources of a request that starts to run."""
-        if costs := self._cost_of(request):
+        if self._parts_of(request.request_id) and (costs := self._cost_of(request)):
             self._held[request.request_id] = costs
             for part, cost in costs:
                 self._used.setdefault(part.key, Counter()).update(cost)

@@ -1,20 +1,38 @@
-"""The hooks that the half of a step part has: which the engine calls, and which are misspelled."""
+"""The hooks that the half of a step part has, and the fields that select its requests."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from typing import Any, get_args
 
+import msgspec
+
 from hardpoint.errors import shown
-from hardpoint.plugins import EngineHalf, FrontendHalf, WorkerHalf
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    EngineHalf,
+    FrontendHalf,
+    SamplingParams,
+    WorkerHalf,
+)
 from hardpoint.plugins.step_part.engine_hooks import EngineHooks
 from hardpoint.plugins.step_part.worker_hooks import WorkerHooks
+from hardpoint.typed import suggest
 
 _CLOSE = 0.8
 """Similarity of a name to that of a hook, from which on it is taken for a misspelled one."""
 _ABSENT = object()
+
+_FILTERS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
+    "for_fields": ("", EngineCoreRequest),
+    "for_parameters": ("params.", SamplingParams),
+}
+"""Attributes that select requests by fields: where a request has these, and their struct."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +51,7 @@ class HookTable:
     place: str = ""
     other: type = object
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Names of all hooks."""
         return [name for name in dir(self.defaults) if not name.startswith("_")]
@@ -49,19 +67,29 @@ class HookTable:
             and all(own is not vars(interface).get(name, _ABSENT) for interface in interfaces)
         )
 
-    def completed(self, half: Any) -> Any:
-        """Return a half with all hooks: itself, or an object that adds the defaults of others."""
+    def completed(self, half: Any, implemented: Collection[str] | None = None) -> Any:
+        """Return a half with all hooks: itself, or an object that adds the defaults of others.
+
+        Args:
+            half: to complete.
+            implemented: what `implemented` returned for it, if it is known.
+        """
         if isinstance(half, self.defaults):
             return half
-        return CompletedHalf(half, self.defaults(), self.implemented(half))
+        own = self.implemented(half) if implemented is None else implemented
+        return CompletedHalf(half, self.defaults(), own)
 
     def defect(self, half: object) -> str | None:
         """Return why an object cannot be a half, as the end of a sentence; None if it can."""
-        if isinstance(half, self.defaults):
-            return None
-        if not self.protocols or isinstance(half, type) or type(half).__module__ == "builtins":
+        is_complete = isinstance(half, self.defaults)
+        is_plain = isinstance(half, type) or type(half).__module__ == "builtins"
+        if not is_complete and (not self.protocols or is_plain):
             return f"gave {shown(half)}, expected {self._article} or None"
         described = f"gave a {type(half).__name__}"
+        if (wrong := self._filter_defect(half)) is not None:
+            return f"{described} {wrong}"
+        if is_complete:
+            return None
         own = self.implemented(half) | (getattr(half, "__dict__", {}).keys() & {*self.names})
         for protocol in self.protocols:
             required = sorted(required_members(protocol))
@@ -77,12 +105,26 @@ class HookTable:
                 f"{described} whose {wrong}; expected a hook, or a name with a leading "
                 f"underscore, which is not called"
             )
-        if not own - {"close"}:
-            hooks = ", ".join(sorted({*self.names} - {"close"}))
+        if not own - {"close", *_FILTERS}:
+            hooks = ", ".join(sorted({*self.names} - {"close", *_FILTERS}))
             return (
                 f"{described} without a hook, expected {self._article} or None; the hooks of a "
                 f"half {self.place} are {hooks}"
             )
+        return None
+
+    def _filter_defect(self, half: object) -> str | None:
+        for attribute, (_, struct) in _FILTERS.items():
+            names: Any = getattr(half, attribute, ())
+            known = f"optional fields of {struct.__name__}"
+            if isinstance(names, str) or not isinstance(names, Collection):
+                return f"whose {attribute} is {shown(names)}; expected a tuple of {known}"
+            for name in names:
+                if name not in (optional := _defaults(struct)):
+                    close = suggest(name, list(optional)) if isinstance(name, str) else ""
+                    return f"whose {attribute} has {shown(name)}; expected {known}{close}"
+            if names and "uses" in self.implemented(half):
+                return f"that has {attribute} and uses(); expected one of them"
         return None
 
     def misnamed(self, half: object, own: Collection[str] = ()) -> Iterator[str]:
@@ -135,6 +177,58 @@ def required_members(protocol: type) -> set[str]:
     members: Collection[str] = getattr(protocol, "__abstractmethods__", ())
     attributes = vars(protocol).get("__annotations__", {})
     return {*members, *(name for name in attributes if name not in vars(protocol))}
+
+
+@functools.cache
+def _defaults(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    return {
+        field.name: field.default
+        if field.default_factory is msgspec.NODEFAULT
+        else field.default_factory()
+        for field in msgspec.structs.fields(struct)
+        if not field.required
+    }
+
+
+def selecting_fields(half: object) -> frozenset[str]:
+    """Return the fields that select the requests of a half, by their paths in a request."""
+    return frozenset(
+        path + name
+        for attribute, (path, _) in _FILTERS.items()
+        for name in getattr(half, attribute, ())
+    )
+
+
+def selects(half: object, request: EngineCoreRequest) -> bool:
+    """Return whether a half declares no fields that select requests, or one that a request has."""
+    paths = selecting_fields(half)
+    return not paths or bool(SelectingFields(paths).set_in(request))
+
+
+class SelectingFields:
+    """Finds out which of the fields that select requests have a value in a request."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        """Compare the fields with these paths, of `selecting_fields`."""
+        defaults = {
+            path + name: default
+            for path, struct in _FILTERS.values()
+            for name, default in _defaults(struct).items()
+        }
+        self._fields = [(path, attrgetter(path), defaults[path]) for path in sorted({*paths})]
+
+    def set_in(self, request: EngineCoreRequest) -> set[str]:
+        """Return the paths of the fields that have another value than their default."""
+        found = set()
+        for path, read, default in self._fields:
+            value = read(request)
+            if default is None:  # which an array cannot be compared with
+                is_set = value is not None
+            else:  # one that is empty is as good as another that is
+                is_set = value != default if default else bool(value)
+            if is_set:
+                found.add(path)
+        return found
 
 
 FRONTEND_HOOKS = HookTable(FrontendHalf)

@@ -79,6 +79,7 @@ class WorkerParts:
             samples: whether the result of a step is that of this rank.
         """
         self.open: OpenHalves[BoundWorkerHalf] | None = None
+        self._known: dict[str, set[str]] = {}  # live users of parts with `only_users`
         self.use(halves)
         self._moving = [half for half in halves if half.moves_blocks]
         self._rank, self._samples = rank, samples
@@ -105,6 +106,8 @@ class WorkerParts:
         self._follow = [half for half in halves if half.overrides("finished")]
         self._verifiers = [half for half in halves if half.overrides("verify_drafts")]
         self.verifies_drafts = bool(self._verifiers)
+        keys = [half.key for half in self._follow if half.half.only_users]
+        self._known = {key: self._known.get(key, set()) for key in keys}
 
     def __bool__(self) -> bool:
         return bool(self._active or self._faults)
@@ -188,7 +191,12 @@ class WorkerParts:
             PluginFaultError: one of them failed.
         """
         for half in self._follow:
-            half.checked("finished", request_ids)
+            ids, users = request_ids, self._known.get(half.key)
+            if users is not None:
+                ids = users.intersection(ids)
+                users -= ids
+            if ids:
+                half.checked("finished", ids)
 
     def call(self, name: str, message: bytes) -> tuple[str | None, bytes]:
         """Return None and the answer of a half, by its key; or kind and text of an error."""
@@ -267,6 +275,8 @@ class WorkerParts:
                 self._active.append(half)
                 users = part.request_ids
                 self._users[half.key] = None if users is None else frozenset(users)
+                if (known := self._known.get(half.key)) is not None:
+                    known.update(plan.num_scheduled_tokens if users is None else users)
                 if half.overrides("processed"):
                     self.observer = self._processed
                 if half.overrides("begin"):

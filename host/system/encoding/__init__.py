@@ -1,18 +1,13 @@
-"""Messages as frames: msgpack, large tensors in frames of their own; sending without copies."""
+"""Messages as frames: msgpack, large tensors in frames of their own."""
 
 from .codec import MOST_BYTES, Decoder, Encoder
 from .errors import WireError
-from .send_buffers import SendTracker, to_frames
-from .tensors import Buffer, TensorConsumer, TensorProvider
+from .tensors import Buffer
 
 __all__ = [
     "MOST_BYTES",
     "Buffer",
     "Decoder",
     "Encoder",
-    "SendTracker",
-    "TensorConsumer",
-    "TensorProvider",
     "WireError",
-    "to_frames",
 ]

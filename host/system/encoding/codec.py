@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from msgspec import MsgspecError, msgpack
@@ -20,9 +20,6 @@ from .tensors import (
     SLICE,
     TENSOR,
     Buffer,
-    TensorConsumer,
-    TensorHeader,
-    TensorProvider,
     array_bytes,
     array_from,
     read_header,
@@ -32,9 +29,6 @@ from .tensors import (
     tensor_dtype,
     tensor_from,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 T = TypeVar("T")
 
@@ -63,7 +57,6 @@ class Encoder:
         *,
         inline_below: int = INLINE_BELOW,
         most_bytes: int = MOST_BYTES,
-        consumer: TensorConsumer | None = None,
     ) -> None:
         """Create an encoder.
 
@@ -73,7 +66,6 @@ class Encoder:
         """
         self._inline_below = inline_below
         self._most_bytes = most_bytes
-        self._consumer = consumer
         self._encoder = msgpack.Encoder(enc_hook=self._extension)
         self._frames: list[Buffer] = []
 
@@ -86,8 +78,6 @@ class Encoder:
         frames: list[Buffer] = [b""]
         self._frames = frames
         try:
-            if self._consumer is not None:
-                self._begin(self._consumer)
             frames[0] = self._encoder.encode(message)
             self._check_size(frames)
         except _UNSENDABLE as cause:
@@ -105,8 +95,6 @@ class Encoder:
         frames: list[Buffer] = [buffer]
         self._frames = frames
         try:
-            if self._consumer is not None:
-                self._begin(self._consumer)
             self._encoder.encode_into(message, buffer)
             self._check_size(frames)
         except _UNSENDABLE as cause:
@@ -117,7 +105,10 @@ class Encoder:
 
     def _extension(self, value: Any) -> Any:
         if _is_tensor(value):
-            return msgpack.Ext(TENSOR, self._tensor(value))
+            dtype = tensor_dtype(value)
+            return msgpack.Ext(
+                TENSOR, _payload((dtype, value.shape, self._placed(tensor_bytes(value))))
+            )
         if type(value) in _ARRAYS:
             dtype, data = array_bytes(value)
             return msgpack.Ext(ARRAY, _payload((dtype, value.shape, self._placed(data))))
@@ -128,27 +119,6 @@ class Encoder:
         kind = type(value)
         raise WireError(f"a {kind.__module__}.{kind.__qualname__} cannot travel between processes")
 
-    def _tensor(self, tensor: torch.Tensor) -> bytes:
-        dtype, is_cpu = tensor_dtype(tensor), tensor.is_cpu
-        data: Any = None
-        if self._consumer is not None and not (is_cpu and tensor.nbytes < self._inline_below):
-            data = self._offered(self._consumer, tensor)
-        if data is None:
-            data = self._placed(tensor_bytes(tensor), inline=is_cpu)
-        return _payload((dtype, tensor.shape, data))
-
-    def _begin(self, consumer: TensorConsumer) -> None:
-        try:
-            consumer.new_message()
-        except Exception as cause:
-            raise _consumer_failed(cause) from cause
-
-    def _offered(self, consumer: TensorConsumer, tensor: torch.Tensor) -> dict[str, Any] | None:
-        try:
-            return consumer.offer(tensor)
-        except Exception as cause:
-            raise _consumer_failed(cause) from cause
-
     def _check_size(self, frames: Sequence[Buffer]) -> None:
         for frame in frames:
             if len(frame) > self._most_bytes:
@@ -156,8 +126,8 @@ class Encoder:
                     f"expected frames of at most {self._most_bytes} bytes, got one of {len(frame)}"
                 )
 
-    def _placed(self, data: Buffer, *, inline: bool = True) -> Buffer | int:
-        if inline and len(data) < self._inline_below:
+    def _placed(self, data: Buffer) -> Buffer | int:
+        if len(data) < self._inline_below:
             return data
         self._frames.append(data)
         return len(self._frames) - 1
@@ -175,7 +145,6 @@ class Decoder(Generic[T]):
         self,
         type_: type[T] | Any = Any,
         *,
-        provider: TensorProvider | None = None,
         share_frames: bool = True,
     ) -> None:
         """Create a decoder.
@@ -185,7 +154,6 @@ class Decoder(Generic[T]):
             share_frames: False copies large tensors too.
         """
         self._type = type_
-        self._provider = provider
         self._copy = not share_frames
         self._decoder = msgpack.Decoder(
             prepared(type_), ext_hook=self._extension, dec_hook=_as_declared
@@ -225,8 +193,6 @@ class Decoder(Generic[T]):
             raise WireError(f"expected extension {TENSOR}, {ARRAY} or {SLICE}, got {code}")
         header = read_header(payload)
         data = header.data
-        if isinstance(data, dict):
-            return self._out_of_band(code, header, data)
         make = tensor_from if code == TENSOR else array_from
         if isinstance(data, bytearray):
             return make(header, data, copy=True)
@@ -236,29 +202,6 @@ class Decoder(Generic[T]):
                 f"data: expected the number of one of the {extra} extra frames, got {data}"
             )
         return make(header, self._frames[data], copy=self._copy)
-
-    def _out_of_band(
-        self, code: int, header: TensorHeader, metadata: dict[str, Any]
-    ) -> torch.Tensor:
-        if code != TENSOR:
-            raise WireError("data: expected bytes or the number of a frame, got a table")
-        if self._provider is None:
-            raise WireError("the tensor travels out of band, but this side has no provider for it")
-        import torch  # noqa: PLC0415 - takes a second, and most clients send no tensors
-
-        dtype = getattr(torch, header.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise WireError(f"dtype: expected the name of a torch dtype, got {header.dtype[:40]!r}")
-        try:
-            tensor = self._provider.fetch(dtype, header.shape, metadata)
-        except Exception as cause:
-            raise WireError(f"the provider of out-of-band tensors failed: {cause}") from cause
-        if tensor.dtype != dtype or list(tensor.shape) != header.shape:
-            raise WireError(
-                f"expected {header.dtype} of shape {header.shape} from the provider of "
-                f"out-of-band tensors, got {tensor.dtype} of shape {list(tensor.shape)}"
-            )
-        return tensor
 
     def _extension_path(self, main: Buffer) -> str:
         rejected, seen = object(), 0
@@ -302,10 +245,6 @@ def _steps_to(value: Any, wanted: object) -> list[str] | None:
         if (steps := _steps_to(item, wanted)) is not None:
             return [step, *steps]
     return None
-
-
-def _consumer_failed(cause: Exception) -> WireError:
-    return WireError(f"the consumer of out-of-band tensors failed: {type(cause).__name__}: {cause}")
 
 
 def _unsendable(cause: Exception, message: Any) -> WireError:

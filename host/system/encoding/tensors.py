@@ -1,16 +1,15 @@
 """Tensors, arrays and slices as msgpack extensions.
 
 The payload of a tensor or array is itself msgpack: `[dtype, shape, data]`, where data is the bytes,
-or the number of the frame that holds them, or the metadata of an out-of-band consumer.
-Frame 0 is the message itself. The payload of a slice is `[start, stop, step]`.
+or the number of the frame that holds them. Frame 0 is the message itself. The payload of a slice is
+`[start, stop, step]`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -42,25 +41,6 @@ _ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
-class TensorConsumer(Protocol):
-    """Transfers tensors out of band."""
-
-    def new_message(self) -> None:
-        """Begin a message; tensors that are offered from now on belong to it."""
-
-    def offer(self, tensor: torch.Tensor) -> dict[str, Any] | None:
-        """Return metadata by which the provider finds the tensor; None to decline it."""
-
-
-class TensorProvider(Protocol):
-    """Finds the tensors that the sender's consumer took."""
-
-    def fetch(
-        self, dtype: torch.dtype, shape: Sequence[int], metadata: Mapping[str, Any]
-    ) -> torch.Tensor:
-        """Return the tensor; it must be of that dtype and shape."""
-
-
 class TensorHeader(
     msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False
 ):
@@ -68,12 +48,12 @@ class TensorHeader(
 
     Attributes:
         dtype: torch's name without `torch.`, or numpy's `dtype.str`.
-        data: the bytes, the number of their frame, or out-of-band metadata.
+        data: the bytes, or the number of their frame.
     """
 
     dtype: str
     shape: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=_MAX_DIMENSIONS)]
-    data: bytearray | int | dict[str, Any]
+    data: bytearray | int
 
 
 _Slice = tuple[int | None, int | None, int | None]

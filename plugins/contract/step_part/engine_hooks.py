@@ -53,19 +53,27 @@ __all__ = [
 class RequestFilter(Protocol):
     """Selects the requests that use the part. Without it, all do.
 
+    A half declares `for_fields` or `for_parameters`, or has `uses`, and not both: the engine
+    compares declared fields with their defaults, and calls nothing of the part for other requests.
+
     Attributes:
+        for_fields: fields of `EngineCoreRequest`, such as "features". A request uses the part if
+            one of them, or of `for_parameters`, has another value than its default; read once.
+        for_parameters: fields of `SamplingParams`, such as "structured"; read once.
         only_included: whether requests use the part only if their `include` names it; read once.
             `uses` is asked for these alone.
         tasks: tasks of requests, as `PoolingParams.task`, that the part lets the engine do; read
             once.
     """
 
+    for_fields: Collection[str] = ()
+    for_parameters: Collection[str] = ()
     only_included: bool = False
     tasks: Collection[str] = ()
 
-    @abstractmethod
     def uses(self, request: EngineCoreRequest) -> bool:
         """Return whether a new request uses the part. Called once per request."""
+        return True
 
     def check(self, request: EngineCoreRequest) -> None:
         """Check a new request; its features alone have their data here, see `MultiModalFeature`.

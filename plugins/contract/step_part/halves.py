@@ -49,6 +49,8 @@ class EngineHalf:
 
     capacity: Mapping[str, int] = {}
     every_plan: bool = False
+    for_fields: Collection[str] = ()
+    for_parameters: Collection[str] = ()
     only_included: bool = False
     is_active: bool = True
     num_draft_tokens: int = 0
@@ -152,6 +154,7 @@ class WorkerHalf:
     """
 
     packs: ClassVar[bool] = False
+    only_users: ClassVar[bool] = False
     encodes: ClassVar[bool] = False
     wants_layers: bool = True
     layers: Collection[int] | None = None

@@ -28,7 +28,6 @@ from hardpoint.plugins.requests.markers import ReasoningMarkers
 from hardpoint.plugins.requests.params import EngineCoreRequest, Prompt
 from hardpoint.plugins.requests.stats import IterationStats
 from hardpoint.plugins.text.arguments import ComponentWithArguments
-from hardpoint.plugins.text.output_parser import OutputParser
 from hardpoint.plugins.text.tokenizer import Tokenizer
 from hardpoint.plugins.text.vocabulary import Vocabulary
 
@@ -37,6 +36,8 @@ from .engine import EngineHalfContext
 from .engine_hooks import EngineHooks
 from .halves import EngineHalf, WorkerHalf
 from .observer import OutputObserver, PreparedPartChange
+from .output_format import OutputFormat, RequestedCalls
+from .output_format import ToolCalls as ToolCalls
 from .worker import WorkerHalfContext
 from .worker_hooks import WorkerHooks
 
@@ -63,6 +64,7 @@ class FrontendHalfContext:
             reason where it has none. `EngineHalfContext` has it if a frontend half has asked.
         vocab_size: vocabulary size of the model.
         encode: returns the tokens of a text, without special ones before and after it.
+        tokenizer: tokenizer of the model; None if the context was made by hand.
         faults: counts faults of components that the half drives; None if the context was made by
             hand.
         clock: clock of the frontend, in seconds.
@@ -74,32 +76,10 @@ class FrontendHalfContext:
     vocabulary: Callable[[], Vocabulary]
     vocab_size: int
     encode: Callable[[str], Sequence[int]] = _no_tokens
+    tokenizer: Tokenizer | None = None
     faults: FaultCounter | None = None
     clock: Callable[[], float] = time.monotonic
     send_stats: Callable[[IterationStats], None] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolCalls:
-    """The calls of tools that a request may have.
-
-    Attributes:
-        parser: finds the calls in the output, and has the format that they are written in.
-        tools: JSON schemas of arguments, by the name of the tool.
-        required: names of the tools, one of which has to be called; None requires no call.
-        strict: names of the tools whose arguments have to fit their schemas.
-        parallel: whether there may be several calls.
-        prefix: returns the text between the end of the reasoning and the answer.
-        markers: returns the markers of the reasoning; a parser is asked, which may fail.
-    """
-
-    parser: OutputParser
-    tools: Mapping[str, Mapping[str, Any]]
-    required: Sequence[str] | None
-    strict: Collection[str]
-    parallel: bool
-    prefix: Callable[[], str]
-    markers: Callable[[], ReasoningMarkers]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,13 +139,22 @@ class FrontendHalf:
     Attributes:
         prompt_keys: keys of a prompt that is a mapping, any of which lets `read_prompt` read it;
             read once. A key is of one part; a prompt with keys of several is read by the first.
+        for_fields: fields of `EngineCoreRequest`. With these or `for_parameters`, `prepare`,
+            `reads_answer` and `validate` are called for requests alone in which one of the fields
+            has another value than its default; read once.
+        for_parameters: fields of `SamplingParams`, likewise.
         media_tokens: tokens that stand for an item of media, or for parts of one, by its modality;
             the first one is its placeholder, which prompts have. Read once. Texts of users never
             become one of them.
+        named_components: by kind that requests name components of, which the half drives: the name
+            of the component of other requests, which may give it arguments; None without one.
     """
 
     prompt_keys: Collection[str] = ()
+    for_fields: Collection[str] = ()
+    for_parameters: Collection[str] = ()
     media_tokens: Mapping[str, Sequence[int]] = {}
+    named_components: Mapping[str, str | None] = {}
 
     @property
     def components(self) -> Sequence[Component]:
@@ -233,6 +222,26 @@ class FrontendHalf:
             RequestError: one is refused; names its place, its value and the expected one.
         """
         raise NotImplementedError(f"{type(self).__name__} has no read_media")
+
+    def output_format(
+        self,
+        request: EngineCoreRequest,  # noqa: ARG002
+        calls: RequestedCalls | None,  # noqa: ARG002
+    ) -> OutputFormat | None:
+        """Return the format of a new request's outputs; None, the default, if it is text alone.
+
+        Called before `prepare_calls`, and again if a hook has changed what the format depends on.
+        The formats of several parts are used together, in the order of the parts; the `markers` and
+        `calls` of the first one that has some count.
+
+        Args:
+            request: has the arguments of `named_components` in `plugin_args`.
+            calls: its tools; None without any.
+
+        Raises:
+            RequestError: the request is refused.
+        """
+        return None
 
     def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
         """Complete a new request that has tools; called before `prepare`.

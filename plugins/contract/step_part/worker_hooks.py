@@ -46,7 +46,14 @@ __all__ = [
 
 
 class WorkerStep(Protocol):
-    """Takes the data of the engine's half for a step, and reports to it."""
+    """Takes the data of the engine's half for a step, and reports to it.
+
+    Attributes:
+        only_users: whether `finished` is called for requests that use the part alone, those of
+            plans with data of the engine's half.
+    """
+
+    only_users: ClassVar[bool] = False
 
     @abstractmethod
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:
@@ -83,9 +90,9 @@ class WorkerStep(Protocol):
         return None
 
     def finished(self, request_ids: Collection[str]) -> None:
-        """Notify the half of requests that have ended, of all that the worker had.
+        """Notify the half of requests that have ended; without `only_users`, of all.
 
-        Needs no data of the engine's half.
+        Needs no data of the engine's half for the step.
         """
         return None
 

@@ -12,18 +12,18 @@ from typing import Any
 
 import msgspec
 
+from hardpoint.configuration.loading import config_from
 from hardpoint.errors import HardpointError, PluginContractError
 from hardpoint.host.registry.adapt import Adapter, ComponentAdapters, load_component
 from hardpoint.host.registry.adapters.contract_1 import warn_of_earlier
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.discovery import discover, installed_version
 from hardpoint.host.registry.kinds import KINDS, PluginKind
 from hardpoint.host.registry.plugin_options import checked_options
 from hardpoint.host.registry.selection import Selection
-from hardpoint.host.system.process.parent_death import end_with_parent
 from hardpoint.plugins.commands import ComponentInfo
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.config import ConfigSources, EngineConfig
+from hardpoint.process.child_processes.parent_death import end_with_parent
 
 from .activity import ActivityWatch
 from .request import CANNOT_LOAD, OTHER_CONTRACT, CheckRequest, check_record

@@ -14,9 +14,9 @@ import msgspec
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis.errors import NoSuchExample
 
+from hardpoint.configuration.catalog import Catalog
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.errors import HardpointError
-from hardpoint.host.registry.catalog import Catalog
 from hardpoint.host.registry.kinds import PluginKind
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import SamplingParams

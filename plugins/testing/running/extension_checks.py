@@ -25,7 +25,7 @@ from hardpoint.plugins.server import (
     Route,
     Transform,
 )
-from hardpoint.testing.engine_access import HookSet, load_tokenizer
+from hardpoint.testing.engine_access import HookSet, load_tokenizer, server_extensions
 from hardpoint.testing.suite import Rule, Violation, short_repr
 from hardpoint.toolkit.http_heads import fault_of_head, fault_of_refusal
 
@@ -153,7 +153,7 @@ def check_extensions(hooks: HookSet, config: EngineConfig) -> None:
 def _installed(hooks: HookSet, config: EngineConfig) -> list[InstalledExtension]:
     context = _Context(_Engine(config))
     try:
-        return hooks.server_extensions(context)
+        return server_extensions(hooks, context)
     except HardpointError as error:
         raise EXTENSIONS.violation(str(error)) from error
 

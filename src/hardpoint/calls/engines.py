@@ -23,6 +23,7 @@ from hardpoint.host.system.control_calls import AsyncCaller, SyncCaller
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.executor import WorkerProcess
 from hardpoint.plugins.requests.stats import SchedulerStats
 from hardpoint.plugins.scheduling.step_record import LiveRequest
 from hardpoint.plugins.server.engine_set import EngineSet, EngineStatus, LoadReport
@@ -88,11 +89,19 @@ def builder_of(
             from hardpoint.journal import inputs_of  # noqa: PLC0415 - most engines record nothing
 
             open_inputs = inputs_of(config)
-        return config, functools.partial(build_engine, open_inputs=open_inputs)
+        return config, functools.partial(
+            build_engine, open_inputs=open_inputs, start_worker=_start_worker
+        )
     from hardpoint.process.build import build_process_engine  # noqa: PLC0415 - as above
 
     config, open_client = engines_of(config, config_sources)
     return config, functools.partial(build_process_engine, open_client=open_client)
+
+
+def _start_worker(*arguments: Any) -> WorkerProcess:
+    from hardpoint.process.worker_process import LaunchedWorker  # noqa: PLC0415 - few executors do
+
+    return LaunchedWorker(*arguments)
 
 
 def engines_of(

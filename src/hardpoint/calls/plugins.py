@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -10,6 +11,9 @@ from hardpoint.core.engine.utility_calls import ControlCalls, EngineUtilities
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.host.boundary.parts.states import joined_states
 from hardpoint.host.live.settings import ChangeRequest, Running
+from hardpoint.host.registry.kinds import KINDS, Number
+from hardpoint.host.registry.plugin_set import PluginSet
+from hardpoint.host.registry.request_arguments import takes_arguments
 from hardpoint.host.system.control_calls import AsyncCaller, SyncCaller
 from hardpoint.plugins import SchedulingPolicy
 from hardpoint.plugins.component.manifest import Manifest
@@ -17,7 +21,9 @@ from hardpoint.plugins.config_tables import PluginUse
 from hardpoint.plugins.request_options import RequestOptions
 from hardpoint.plugins.requests.stats import Health
 from hardpoint.plugins.server import InstalledExtension, ServerContext
+from hardpoint.plugins.text.arguments import ComponentWithArguments
 from hardpoint.requests import takes_options
+from hardpoint.typed import json_schema
 
 from .engines import Change
 from .io_processors import IOProcessors
@@ -255,7 +261,7 @@ class AsyncPluginGroup(AsyncCaller):
 
     def argument_schemas(self) -> dict[str, dict[str, Any]]:
         """Return the JSON schema of each enabled plugin's arguments, by the plugin's name."""
-        return self._engine.parts.plugins.argument_schemas()
+        return _argument_schemas(self._engine.parts.plugins)
 
     def server_extensions(self, server: ServerContext) -> list[InstalledExtension]:
         """Call the hook of the same name; return the extensions that plugins add to a server.
@@ -267,6 +273,26 @@ class AsyncPluginGroup(AsyncCaller):
 
     async def _call_utility(self, method: str, *args: Any) -> Any:
         return await self._engine.call_utility(method, *args)
+
+
+def _argument_schemas(plugins: PluginSet) -> dict[str, dict[str, Any]]:
+    """Return the JSON schema of each component's arguments, by its name in `plugin_args`.
+
+    Components that are used only when something names them are left out. Of two that have one
+    name, the keys are `kind/name`.
+    """
+    found: dict[tuple[str, str], type[ComponentWithArguments]] = {
+        (entry.kind, entry.name): plugins.target(entry)
+        for kind in KINDS.values()
+        if kind.takes_arguments and kind.number is not Number.BY_NAME
+        for entry in plugins.entries(kind.name)
+    }
+    taking = {key: cls for key, cls in found.items() if takes_arguments(cls)}
+    count = Counter(name for _, name in taking)
+    return {
+        name if count[name] == 1 else f"{kind}/{name}": json_schema(cls.Arguments)
+        for (kind, name), cls in taking.items()
+    }
 
 
 def _changes(

@@ -23,6 +23,7 @@ from hardpoint.calls.groups import COMPANIONS
 from hardpoint.calls.plugins import AsyncPluginGroup
 from hardpoint.calls.running import AsyncRequests
 from hardpoint.calls.weights import AsyncWeightUpdateGroup, WeightFiles, Weights
+from hardpoint.configuration.loading import find_tables
 from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.core.frontend.engine_parts import Companion, Opening
 from hardpoint.errors import BusyError, shown
@@ -30,11 +31,6 @@ from hardpoint.host.boundary.errors import error_of, kind_of
 from hardpoint.host.boundary.plugin_health import PluginHealth
 from hardpoint.host.live.settings import ChangeRequest
 from hardpoint.host.registry.discovery import installed_version
-from hardpoint.host.registry.plugin_options import find_tables
-from hardpoint.host.system.process.child import ParentWatch
-from hardpoint.host.system.process.launch import ChildLaunch, decode_launch
-from hardpoint.host.system.process.naming import log_to_stderr, name_process
-from hardpoint.host.system.process.process import ChildProcess
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
@@ -43,6 +39,10 @@ from hardpoint.plugins.requests.stats import Health
 from hardpoint.plugins.scheduling.step_record import LiveRequest
 from hardpoint.plugins.server.engine_set import LoadReport
 from hardpoint.process.async_engine import AsyncEngine
+from hardpoint.process.child_processes.child import ParentWatch
+from hardpoint.process.child_processes.launch import ChildLaunch, decode_launch
+from hardpoint.process.child_processes.naming import log_to_stderr, name_process
+from hardpoint.process.child_processes.process import ChildProcess
 from hardpoint.replicas.relay.client import Figures, OpenRelayed
 from hardpoint.replicas.relay.frontends import CHANGE, REPLAY, asked_of
 from hardpoint.replicas.relay.messages import EnginesSummary, Notice, own_id

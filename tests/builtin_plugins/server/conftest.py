@@ -1,6 +1,7 @@
-"""A real server, shared by tests that need one."""
+"""Real servers, shared by tests that need one."""
 
 import pytest
+from support.scripted_server import scripted_server
 from support.serve_program import KEYS, serving
 
 from hardpoint.testing import write_scripted_model
@@ -27,3 +28,10 @@ def program(tmp_path_factory):
         headers={"x-api-key": KEYS["single"]},
     ) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A server of the scripted model in this process."""
+    with scripted_server(tmp_path_factory.mktemp("model")) as running_server:
+        yield running_server

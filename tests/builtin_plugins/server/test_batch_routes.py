@@ -355,7 +355,7 @@ class TestBatches:
             client.batches.cancel(began.id)
 
 
-def test_users_come_before_batches():
+async def test_users_come_before_batches():
     waiting = [1]
 
     class Engines:
@@ -364,24 +364,21 @@ def test_users_come_before_batches():
                 raise EngineDeadError("it restarts")
             return SimpleNamespace(num_waiting=waiting[0])
 
-    async def scenario():
-        slots, begun = Slots(SimpleNamespace(engines=Engines()), 2), []
+    slots, begun = Slots(SimpleNamespace(engines=Engines()), 2), []
 
-        async def line(number):
-            async with slots.one():
-                begun.append(number)
-                await asyncio.sleep(0.05)
+    async def line(number):
+        async with slots.one():
+            begun.append(number)
+            await asyncio.sleep(0.05)
 
-        lines = [asyncio.create_task(line(number)) for number in range(4)]
-        for number in (1, None):  # a request of a user waits; the engine is restarted
-            waiting[0] = number
-            await asyncio.sleep(0.15)
-            assert not begun
-        waiting[0] = 0
-        await asyncio.gather(*lines)
-        assert begun == [0, 1, 2, 3]
-
-    asyncio.run(scenario())
+    lines = [asyncio.create_task(line(number)) for number in range(4)]
+    for number in (1, None):  # a request of a user waits; the engine is restarted
+        waiting[0] = number
+        await asyncio.sleep(0.15)
+        assert not begun
+    waiting[0] = 0
+    await asyncio.gather(*lines)
+    assert begun == [0, 1, 2, 3]
 
 
 def test_bounds_of_a_key(tmp_path):

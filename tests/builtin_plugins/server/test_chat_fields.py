@@ -7,18 +7,12 @@ from itertools import chain
 import pytest
 from support.fake_engine import FakeEngine, HeldEngine, configured
 from support.http_server import running
-from support.scripted_server import LENGTH, WEATHER, scripted_server, user
+from support.scripted_server import LENGTH, WEATHER, user
 from support.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
 USAGE = {"include_usage": True}
 NAME = WEATHER["function"]["name"]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with scripted_server(tmp_path_factory.mktemp("model")) as running_server:
-        yield running_server
 
 
 def ask(server, text="fox", **fields):

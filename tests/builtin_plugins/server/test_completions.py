@@ -8,18 +8,11 @@ from itertools import chain
 import pytest
 from support.fake_engine import FakeEngine, HeldEngine, configured
 from support.http_server import running
-from support.scripted_server import scripted_server
 
 from hardpoint import RequestError
 from hardpoint.plugins import CompletionOutput, Logprob, RequestOutput
 
 PATH = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with scripted_server(tmp_path_factory.mktemp("model")) as running_server:
-        yield running_server
 
 
 def ask(server, prompt="say abc", **fields):

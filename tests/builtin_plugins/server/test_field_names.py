@@ -8,7 +8,7 @@ import openai
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
-from support.scripted_server import WEATHER, scripted_server, user
+from support.scripted_server import WEATHER, user
 
 from hardpoint.builtin_plugins.server.config import ServerLimits
 from hardpoint.builtin_plugins.server.dialects.chat import ChatCompletionRequest
@@ -28,12 +28,6 @@ KEYS = (
     "the keyword uniqueItems"
 )
 LATER = "`strict: false` checks it at the end instead"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with scripted_server(tmp_path_factory.mktemp("model")) as running_server:
-        yield running_server
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
-from hardpoint.builtin_plugins.server.access.guard import Guard
+from hardpoint.builtin_plugins.server.access.guard import Guard, accepted_names
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.plugins import ConfigError
 
@@ -83,7 +83,11 @@ def test_a_missing_host_and_several():
         guard.check(scope())
     with pytest.raises(AnswerError, match="host: expected one such header, got several"):
         guard.check(scope(("host", "localhost"), ("host", "localhost")))
-    with pytest.raises(AnswerError, match=r"host: 'evil.example' is no name .*allowed_hosts lists"):
+    with pytest.raises(
+        AnswerError,
+        match=r"host: 'evil.example' is not a name of this server; "
+        r"server.allowed_hosts \(--allowed-hosts\) lists the names that it accepts",
+    ):
         guard.check(scope(("host", "evil.example")))
 
 
@@ -97,6 +101,20 @@ def test_bound_addresses():
     six = Guard("::", None)
     assert status(six, ("host", "192.168.0.7"), server=("::ffff:192.168.0.7", 8000)) == 200
     assert status(six, ("host", "[fe80:0::1]"), server=("fe80::1", 8000)) == 200
+
+
+def test_a_machine_that_listens_on_all_addresses_has_its_own_names(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "GPU-1.lab.example")
+    for bound, own in (("0.0.0.0", "0.0.0.0:8000"), ("::", "[::]:8000")):
+        guard = Guard(bound, None)
+        assert status(guard, ("host", own)) == 200  # the URL that the server prints
+        for host in ("gpu-1", "GPU-1:8000", "gpu-1.lab.example", "gpu-1.local", "localhost"):
+            assert status(guard, ("host", host)) == 200
+        for host in ("gpu-1.evil.example", "gpu-2", "lab.example"):
+            assert status(guard, ("host", host)) == 403
+    assert status(Guard("127.0.0.1", None), ("host", "gpu-1")) == 403
+    monkeypatch.setattr("socket.gethostname", lambda: "two words")
+    assert accepted_names("0.0.0.0", None) == {"localhost", "127.0.0.1", "::1", "0.0.0.0"}
 
 
 def test_allowed_hosts_take_the_place_of_the_default():

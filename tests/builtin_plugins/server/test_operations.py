@@ -287,11 +287,8 @@ COMPLETIONS = "/v1/completions"
 def engine_served(folder, restart):
     """Serve a real engine."""
     llm = AsyncLLM(config=process_config(folder, SLOW), restart=restart)
-    try:
-        with running(llm) as server:
-            yield llm, server
-    finally:
-        llm.close()
+    with contextlib.closing(llm), running(llm) as server:
+        yield llm, server
 
 
 def test_an_engine_that_is_killed_under_load_is_replaced(endless, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -34,11 +35,8 @@ ENGINES = {
 @pytest.fixture(scope="module")
 def server(scripted):
     llm = AsyncLLM(config=process_config(scripted, ENGINES))
-    try:
-        with running(llm) as server:
-            yield server
-    finally:
-        llm.close()
+    with contextlib.closing(llm), running(llm) as server:
+        yield server
 
 
 def ask(server, rank=None, **fields):
@@ -122,17 +120,18 @@ def test_metrics_and_health_are_of_all_engines(server):
 
 def test_one_engine_that_dies_leaves_a_server_that_serves(scripted):
     """`/health` stays 200, and requests that name the dead one are told so."""
-    llm = AsyncLLM(config=process_config(scripted, ENGINES), restart="never")
-    try:
-        with running(llm) as server:
-            os.kill(llm.engines[1].pid, signal.SIGKILL)
-            wait_until(lambda: llm.engines[1].pid is None, PATIENCE_S, "its death")
-            assert server.client.get("/health").status_code == 200
-            assert text_of(ask(server)) == TEXT
-            refused = ask(server, "1")
-            assert (refused.status_code, server.client.get("/ready").status_code) == (503, 200)
-    finally:
-        llm.close()
+    with (
+        contextlib.closing(
+            AsyncLLM(config=process_config(scripted, ENGINES), restart="never")
+        ) as llm,
+        running(llm) as server,
+    ):
+        os.kill(llm.engines[1].pid, signal.SIGKILL)
+        wait_until(lambda: llm.engines[1].pid is None, PATIENCE_S, "its death")
+        assert server.client.get("/health").status_code == 200
+        assert text_of(ask(server)) == TEXT
+        refused = ask(server, "1")
+        assert (refused.status_code, server.client.get("/ready").status_code) == (503, 200)
 
 
 def test_the_server_starts_several(scripted, tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from support.delta_engine import DeltaEngine
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
-from support.scripted_server import WEATHER, scripted_server, user
+from support.scripted_server import WEATHER, user
 
 from hardpoint.plugins import RequestOutputKind
 from hardpoint.plugins.server import Authenticator, Client
@@ -473,12 +473,6 @@ def fake():
         yield running_server
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory):
-    with scripted_server(tmp_path_factory.mktemp("model")) as running_server:
-        yield running_server
-
-
 def reached(fake):
     """Return the parameters and the options of the last request by name."""
     prompt, params, extras = fake.engine.asked[-1]
@@ -501,8 +495,8 @@ def test_what_reaches_the_engine(fake, dialect, fields, expected):
 
 
 @pytest.mark.parametrize(("dialect", "fields", "param", "words"), rows(REFUSED))
-def test_what_is_refused(real, dialect, fields, param, words):
-    answer = post(real, dialect, fields)
+def test_what_is_refused(server, dialect, fields, param, words):
+    answer = post(server, dialect, fields)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
@@ -519,8 +513,8 @@ def test_what_is_refused(real, dialect, fields, param, words):
 
 
 @pytest.mark.parametrize(("dialect", "fields", "words"), rows(NOT_FOUND))
-def test_what_is_not_there(real, dialect, fields, words):
-    answer = post(real, dialect, fields)
+def test_what_is_not_there(server, dialect, fields, words):
+    answer = post(server, dialect, fields)
     assert answer.status_code == 404, answer.text
     assert words in answer.json()["error"]["message"]
 

@@ -12,7 +12,7 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
 from hardpoint.builtin_plugins import server as server_plugin
-from hardpoint.host.registry.configuration import default_config_type
+from hardpoint.configuration.loading import default_config_type
 from hardpoint.plugins import CommandContext, HardpointError, RequestError
 from hardpoint.plugins.commands import ConfigSources
 

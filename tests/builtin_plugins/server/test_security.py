@@ -59,7 +59,7 @@ def test_pickles_stay_in_the_launch_of_the_engine():
         for path in SOURCES
         if re.search(r"^\s*(import|from) (cloud)?pickle\b", path.read_text(), re.MULTILINE)
     }
-    assert users <= {("host", "system", "process", "main_module")}
+    assert users <= {("deployment", "process", "child_processes", "main_module")}
 
 
 def calls(names):

@@ -8,6 +8,8 @@ import pytest
 from support.fake_engine import configured
 
 from hardpoint.builtin_plugins.server.command import COMMAND
+from hardpoint.builtin_plugins.server.config import ServerConfig
+from hardpoint.builtin_plugins.server.serving import exposure
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.commands import ConfigSources
 
@@ -74,3 +76,49 @@ def test_an_empty_variable_is_no_open_server(monkeypatch):
     monkeypatch.setenv("HARDPOINT_API_KEY", "")
     with pytest.raises(ConfigError, match="HARDPOINT_API_KEY: expected a key, got an empty text"):
         serve()
+
+
+@pytest.mark.parametrize(
+    ("host", "has_keys", "allowed", "expected"),
+    [
+        ("127.0.0.1", False, None, None),
+        ("127.0.0.9", False, None, None),
+        ("localhost", False, None, None),
+        ("::1", False, None, None),
+        (None, False, None, None),
+        ("0.0.0.0", True, None, None),
+        ("0.0.0.0", False, None, "0.0.0.0, 127.0.0.1, ::1, gpu-1, gpu-1.local, localhost"),
+        ("::", False, None, "127.0.0.1, ::, ::1, gpu-1, gpu-1.local, localhost"),
+        ("10.0.0.5", False, None, "10.0.0.5, 127.0.0.1, ::1, localhost"),
+        ("0.0.0.0", False, ["llm.example.org"], "llm.example.org"),
+        ("0.0.0.0", False, ["*"], "any"),
+    ],
+)
+def test_a_server_that_others_can_use_without_a_key_warns(
+    monkeypatch, host, has_keys, allowed, expected
+):
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu-1")
+    settings = configured(allowed_hosts=allowed).table(ServerConfig)
+    service = SimpleNamespace(has_keys=has_keys, settings=settings)
+    warning = exposure(service, SimpleNamespace(host=host))
+    if expected is None:
+        assert warning is None
+    else:
+        assert warning == (
+            "other machines can use this server without a key (--api-key or server.keys_file "
+            f"sets one); accepted host names: {expected} (--allowed-hosts or server.allowed_hosts)"
+        )
+
+
+def test_allowed_hosts_of_the_command_line():
+    def open_async(config, *_):
+        raise LoadedError(config)
+
+    context = SimpleNamespace(
+        quiet=False, load_config=lambda: (configured(), ConfigSources()), open_async=open_async
+    )
+    parser = argparse.ArgumentParser()
+    COMMAND.configure(parser)
+    with pytest.raises(LoadedError) as loaded:
+        COMMAND.run(parser.parse_args(["--port", "0", "--allowed-hosts", "a.example, b"]), context)
+    assert loaded.value.args[0].table(ServerConfig).allowed_hosts == ["a.example", "b"]

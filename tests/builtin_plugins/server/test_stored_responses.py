@@ -351,51 +351,45 @@ def store_of_kind(kind, tmp_path, clock):
 
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
-def test_a_store_keeps_its_bounds(tmp_path, kind):
+async def test_a_store_keeps_its_bounds(tmp_path, kind):
     now = [1000.0]
     store = store_of_kind(kind, tmp_path, lambda: now[0])
 
-    async def scenario():
-        await store.put("a", "1", b"x" * 40)
-        now[0] += 1
-        await store.put("a", "2", b"y" * 40)
-        now[0] += 1
-        await store.put("b", "2", b"z" * 40)
-        assert await store.get("a", "1") is None  # the oldest made room
-        assert [await store.get(owner, "2") for owner in "ab"] == [b"y" * 40, b"z" * 40]
-        await store.put("a", "2", b"w" * 50)
-        assert await store.get("a", "2") == b"w" * 50
-        assert await store.get("b", "2") == b"z" * 40
-        with pytest.raises(RequestError, match="at most 100 bytes"):
-            await store.put("a", "3", b"x" * 101)
-        assert await store.delete("b", "2") is True
-        assert await store.delete("b", "2") is False
-        now[0] += 10
-        assert await store.get("a", "2") is None
-        assert await store.delete("a", "2") is False
-
-    asyncio.run(scenario())
+    await store.put("a", "1", b"x" * 40)
+    now[0] += 1
+    await store.put("a", "2", b"y" * 40)
+    now[0] += 1
+    await store.put("b", "2", b"z" * 40)
+    assert await store.get("a", "1") is None  # the oldest made room
+    assert [await store.get(owner, "2") for owner in "ab"] == [b"y" * 40, b"z" * 40]
+    await store.put("a", "2", b"w" * 50)
+    assert await store.get("a", "2") == b"w" * 50
+    assert await store.get("b", "2") == b"z" * 40
+    with pytest.raises(RequestError, match="at most 100 bytes"):
+        await store.put("a", "3", b"x" * 101)
+    assert await store.delete("b", "2") is True
+    assert await store.delete("b", "2") is False
+    now[0] += 10
+    assert await store.get("a", "2") is None
+    assert await store.delete("a", "2") is False
 
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
-def test_no_owner_empties_a_store_for_others(tmp_path, kind):
+async def test_no_owner_empties_a_store_for_others(tmp_path, kind):
     times = itertools.count(1000.0, 0.01)
     store = store_of_kind(kind, tmp_path, lambda: next(times))
 
-    async def scenario():
-        await store.put("a", "1", b"x" * 20)
-        for index in range(8):
-            await store.put("b", str(index), b"y" * 30)
-        kept = [await store.get("b", str(index)) is not None for index in range(8)]
-        assert kept == [False] * 6 + [True] * 2
-        assert await store.get("a", "1") == b"x" * 20
-        await store.put("c", "1", b"z" * 70)  # of the one who has most, and new: it stays
-        kept = [await store.get(*key) is not None for key in (("a", "1"), ("b", "7"), ("c", "1"))]
-        assert kept == [True, False, True]
-        await store.put("c", "2", b"z" * 80)
-        assert await store.get("a", "1") == b"x" * 20
-
-    asyncio.run(scenario())
+    await store.put("a", "1", b"x" * 20)
+    for index in range(8):
+        await store.put("b", str(index), b"y" * 30)
+    kept = [await store.get("b", str(index)) is not None for index in range(8)]
+    assert kept == [False] * 6 + [True] * 2
+    assert await store.get("a", "1") == b"x" * 20
+    await store.put("c", "1", b"z" * 70)  # of the one who has most, and new: it stays
+    kept = [await store.get(*key) is not None for key in (("a", "1"), ("b", "7"), ("c", "1"))]
+    assert kept == [True, False, True]
+    await store.put("c", "2", b"z" * 80)
+    assert await store.get("a", "1") == b"x" * 20
 
 
 def test_the_sizes_in_a_file_are_those_of_its_responses(tmp_path):

@@ -7,16 +7,10 @@ from itertools import chain
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
-from support.scripted_server import LENGTH, WEATHER, scripted_server, user
+from support.scripted_server import LENGTH, WEATHER, user
 from support.waiting import PATIENCE_S, wait_until
 
 GENERATE = "/inference/v1/generate"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with scripted_server(tmp_path_factory.mktemp("model")) as running_server:
-        yield running_server
 
 
 def tokens_of(server, text, **fields):

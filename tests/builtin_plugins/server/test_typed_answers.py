@@ -6,7 +6,7 @@ import math
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
-from support.scripted_server import scripted_server, server_config, write_model
+from support.scripted_server import server_config, write_model
 from support.waiting import wait_until
 
 from hardpoint import AsyncLLM
@@ -21,12 +21,6 @@ SPAM = {"type": "noul", "instructions": "Is it spam?", "criteria": {"true": "It 
 TONE = {"type": "choice", "instructions": "Tone?", "criteria": {"calm": None, "loud": "It shouts."}}
 LEVEL = {"type": "score", "criteria": ["none", {"some": 1}, "much"]}
 QUESTIONS = {"spam": SPAM, "tone": TONE, "level": LEVEL}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with scripted_server(tmp_path_factory.mktemp("model")) as running_server:
-        yield running_server
 
 
 def ask(server, questions, state=STATE, **fields):

@@ -45,12 +45,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("name", "message"), BROKEN.items())
-def test_wrong_drafts_end_the_requests_of_their_part_alone(scripted, name, message):
-    plain = scripted_engine(scripted)
+def test_wrong_drafts_end_the_requests_of_their_part_alone(open_engine, name, message):
+    plain = open_engine()
     expected = run(plain, [("other one", [5], GREEDY)])
     plain.close()
     reference = f"support.broken.step_parts:{name}"
-    engine = scripted_engine(scripted, {"plugins": {"enable": [reference]}})
+    engine = open_engine({"plugins": {"enable": [reference]}})
     for request_id, prompt in (("used", [2]), ("other one", [5])):
         engine.add_request(request_id, prompt, GREEDY)
     ended = {}
@@ -61,14 +61,13 @@ def test_wrong_drafts_end_the_requests_of_their_part_alone(scripted, name, messa
     assert reference in failed.error
     assert re.search(message, failed.error), failed.error
     assert ended["other one"].outputs[0].token_ids == expected["other one"][0][0][1]
-    engine.close()
 
 
 @pytest.mark.parametrize("fails_in", ["advance", "apply", "choice"])
-def test_wrong_drafts_for_which_a_processor_fails_end_no_request(scripted, fails_in):
+def test_wrong_drafts_for_which_a_processor_fails_end_no_request(open_engine, fails_in):
     strict = f"{HERE}:Strict"
     jobs = [("strict", [1, 2], GREEDY), ("plain", [7, 8], GREEDY)]
-    engine = scripted_engine(scripted)
+    engine = open_engine()
     expected = alone(engine, jobs)
     engine.close()
     tokens = expected["strict"][0][0][1]
@@ -77,11 +76,10 @@ def test_wrong_drafts_for_which_a_processor_fails_end_no_request(scripted, fails
         temperature=0.0, max_tokens=12, ignore_eos=True, plugin_args=arguments, **FINAL
     )
     config = drafting(jobs, expected, [strict], right=0.6)
-    engine = scripted_engine(scripted, config)
+    engine = open_engine(config)
     assert run(engine, [("strict", [1, 2], params), jobs[1]]) == expected
     stats = engine.call_utility("scheduler_stats")
     assert 0 < stats.num_accepted_drafts < stats.num_drafts
-    engine.close()
 
 
 def test_of_two_parts_the_first_drafts_are_used(scripted):
@@ -107,22 +105,21 @@ class Idle(EngineHalf):
         raise AssertionError("asked, though num_draft_tokens is 0")
 
 
-def test_a_part_that_declares_no_drafts_is_not_asked(scripted, monkeypatch):
+def test_a_part_that_declares_no_drafts_is_not_asked(open_engine, monkeypatch):
     monkeypatch.setattr(ScriptedDrafts, "engine_half", lambda self, context: Idle())
-    engine = scripted_engine(scripted, {"plugins": {"enable": [DRAFTS]}})
+    engine = open_engine({"plugins": {"enable": [DRAFTS]}})
     assert run(engine, [("r", [3, 4], GREEDY)])["r"][0][0][3] == "length"
     assert engine.call_utility("scheduler_stats").num_drafts == 0
-    engine.close()
 
 
-def test_a_part_may_verify_the_drafts_of_others(scripted):
+def test_a_part_may_verify_the_drafts_of_others(open_engine):
     jobs = [("r", [3, 4], GREEDY), ("s", [5], GREEDY)]
-    engine = scripted_engine(scripted)
+    engine = open_engine()
     expected = alone(engine, jobs)
     engine.close()
     accepted = {}
     for enable in ([], [f"{HERE}:FirstDraft"]):
-        engine = scripted_engine(scripted, drafting(jobs, expected, enable, right=1.0, count=3))
+        engine = open_engine(drafting(jobs, expected, enable, right=1.0, count=3))
         assert run(engine, jobs) == expected
         stats = engine.call_utility("scheduler_stats")
         accepted[len(enable)] = stats.num_accepted_drafts / stats.num_drafts
@@ -131,21 +128,20 @@ def test_a_part_may_verify_the_drafts_of_others(scripted):
     assert 0.2 < accepted[1] < 0.4
 
 
-def test_a_part_that_accepts_wrong_drafts_is_named(scripted):
+def test_a_part_that_accepts_wrong_drafts_is_named(open_engine):
     jobs = [("r", [3, 4], GREEDY)]
-    engine = scripted_engine(scripted)
+    engine = open_engine()
     expected = alone(engine, jobs)
     engine.close()
     config = drafting(jobs, expected, [f"{HERE}:FirstDraft"], right=0.0)
     config["plugin"]["first_draft"] = {"wrong": True}
-    engine = scripted_engine(scripted, config)
+    engine = open_engine(config)
     message = r"first_draft.*: its verify_drafts\(\) gave \[1\], expected drafts that equal the tok"
     with pytest.raises(PluginError, match=message):
         run(engine, jobs)
-    engine.close()
 
 
-def test_drafts_need_a_part_that_verifies_them(scripted):
+def test_drafts_need_a_part_that_verifies_them(open_engine):
     plugins = {"enable": [DRAFTS], "disable": ["speculation"]}
     with pytest.raises(ConfigError, match="drafts tokens, and none verifies drafts; .*speculation"):
-        scripted_engine(scripted, {"plugins": plugins})
+        open_engine({"plugins": plugins})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import re
@@ -472,9 +473,9 @@ class TestCompilationsThatHang:
 
         wait_until(works, what="the compilations to end")
 
-    def test_one_that_is_aborted_leaves_nothing(self, scripted, expected):
+    def test_one_that_is_aborted_leaves_nothing(self, open_engine, expected):
         HELD.clear()
-        engine = scripted_engine(scripted, {"plugins": PLUGINS})
+        engine = open_engine({"plugins": PLUGINS})
         for i in range(3):  # two are compiled at a time, the third is not begun
             engine.add_request(f"{i}", "hi there", bad(f"hang {i}"))
         engine.step()
@@ -485,11 +486,10 @@ class TestCompilationsThatHang:
         HELD.set()
         found = ends(engine, [("0", "hi there", bad("fine"))], expected)
         assert found["0"][0] == "length"
-        engine.close()
 
-    def test_the_timeout_of_a_request_holds_meanwhile(self, scripted, expected):
+    def test_the_timeout_of_a_request_holds_meanwhile(self, open_engine, expected):
         HELD.clear()
-        engine = scripted_engine(scripted, {"plugins": PLUGINS})
+        engine = open_engine({"plugins": PLUGINS})
         engine.add_request("r", "hi there", bad("hang"), RequestExtras(timeout=2e-5))
         reasons = []
         while engine.has_unfinished_requests():
@@ -497,7 +497,6 @@ class TestCompilationsThatHang:
         assert reasons == ["timeout"]
         assert run(engine, NEIGHBOURS) == expected
         HELD.set()
-        engine.close()
 
     def test_closing_the_engine_does_not_wait_for_them(self, scripted):
         HELD.clear()
@@ -585,16 +584,13 @@ def num_answers():
 
 
 def test_nothing_of_a_request_stays_in_the_engine(scripted):
-    engine = scripted_engine(scripted)
-    try:
+    with contextlib.closing(scripted_engine(scripted)) as engine:
         for index in range(5):
             job = (f"r{index}", "x", params({"regex": f"a{{{index + 1}}}"}))
             run(engine, [job])
             assert num_answers() <= 1  # the next plan reports that it has ended
         run(engine, [("last", "x", SamplingParams(max_tokens=3, **FINAL))])
         assert num_answers() == 0
-    finally:
-        engine.close()
 
 
 class NoGrammars(DefaultScheduler):
@@ -608,29 +604,25 @@ class NoGrammars(DefaultScheduler):
 
 
 def test_a_scheduler_that_plans_without_grammars_ends_their_requests(scripted, expected):
-    engine = scripted_engine(scripted, {"scheduler": {"use": f"{__name__}:NoGrammars"}})
-    try:
+    with contextlib.closing(
+        scripted_engine(scripted, {"scheduler": {"use": f"{__name__}:NoGrammars"}})
+    ) as engine:
         found = ends(engine, [("bad", "x", params({"regex": "a+"}))], expected)
         message = (
             r"NoGrammars\), asked for by scheduler.use: it planned the request without its grammar"
         )
         assert re.search(message, found["bad"])
-    finally:
-        engine.close()
 
 
 def test_a_scheduler_that_supports_no_grammars_refuses_their_requests(scripted, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "acme_tiny_scheduler" / "src"))
     use = "tiny_scheduler:TinyScheduler"
-    engine = scripted_engine(scripted, {"scheduler": {"use": use}})
-    try:
+    with contextlib.closing(scripted_engine(scripted, {"scheduler": {"use": use}})) as engine:
         free = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, **FINAL)
         found = run(engine, [("free", "x", free)])
         assert len(found["free"][0][0][1]) == 3
         with pytest.raises(RequestError, match="structured: 'tiny_scheduler' does not support it"):
             engine.add_request("bad", "x", params({"regex": "a+"}))
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("how", nightly_but(["empty", "mask", "advance"], "advance"))

@@ -3,47 +3,40 @@
 from __future__ import annotations
 
 import pytest
+from support.samples import Sample
 
 from hardpoint.builtin_plugins.grammars.llguidance import LLGuidance
+from hardpoint.configuration.loading import config_from
 from hardpoint.host.boundary.parts.frontend_parts import frontend_parts
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import EngineCoreRequest, SamplingParams
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.structured import StructuredOutputs
 
 
-class Silent(LLGuidance):
+class Silent(Sample, LLGuidance, contract=1):
     """Validates nothing itself."""
-
-    contract = 1
 
     @classmethod
     def validate(cls, structured, answer):
         raise NotImplementedError
 
 
-class Strange(LLGuidance):
+class Strange(Sample, LLGuidance, contract=1):
     """Finds fault with every answer."""
-
-    contract = 1
 
     @classmethod
     def validate(cls, structured, answer):
         return f"{answer}: I do not like it"
 
 
-class Failing(LLGuidance):
-    contract = 1
-
+class Failing(Sample, LLGuidance, contract=1):
     @classmethod
     def validate(cls, structured, answer):
         raise KeyError("schema")
 
 
-class Wrong(LLGuidance):
-    contract = 1
-
+class Wrong(Sample, LLGuidance, contract=1):
     @classmethod
     def validate(cls, structured, answer):
         return ["wrong"]

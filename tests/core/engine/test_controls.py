@@ -21,7 +21,7 @@ from hardpoint import (
 )
 from hardpoint.calls.groups import AsyncGroups, SyncGroups
 from hardpoint.core.engine.utility_calls import UTILITIES
-from hardpoint.old_names import ASYNC_NAMES, SYNC_NAMES
+from hardpoint.old_names.members import ASYNC_NAMES, SYNC_NAMES
 from hardpoint.plugins.requests import LoRARequest
 from hardpoint.testing import scripted_config
 
@@ -208,62 +208,56 @@ class TestTheRest:
 
 
 @pytest.mark.nightly
-def test_a_profile_on_an_event_loop(scripted, tmp_path):
-    async def main() -> None:
-        extra = {"engine": {"profile_dir": str(tmp_path)}}
-        async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
-            await llm.debug.start_profile()
-            (path,) = await llm.debug.stop_profile()
-            assert Path(path).exists()
-
-    asyncio.run(main())
+async def test_a_profile_on_an_event_loop(scripted, tmp_path):
+    extra = {"engine": {"profile_dir": str(tmp_path)}}
+    async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
+        await llm.debug.start_profile()
+        (path,) = await llm.debug.stop_profile()
+        assert Path(path).exists()
 
 
-def test_on_an_event_loop(scripted):
-    async def main() -> None:
-        extra = {"plugins": ENABLED}
-        params = msgspec.structs.replace(LONG, max_tokens=8)
-        async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
+async def test_on_an_event_loop(scripted):
+    extra = {"plugins": ENABLED}
+    params = msgspec.structs.replace(LONG, max_tokens=8)
+    async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
 
-            async def whole() -> list[int]:
-                async for output in llm.generate("say abc", params):
-                    last = output
-                return last.outputs[0].token_ids
+        async def whole() -> list[int]:
+            async for output in llm.generate("say abc", params):
+                last = output
+            return last.outputs[0].token_ids
 
-            before = await whole()
-            await llm.engines.pause("keep")
-            assert await llm.engines.is_paused()
-            waiting = asyncio.create_task(whole())
-            await asyncio.sleep(0.1)
-            assert not waiting.done()  # another task may resume, so it waits
-            await llm.engines.resume()
-            assert await asyncio.wait_for(waiting, PATIENCE_S) == before
-            running = asyncio.create_task(whole())
-            await asyncio.sleep(0)
-            await llm.engines.pause("wait")
-            await llm.engines.resume()
-            assert await asyncio.wait_for(running, PATIENCE_S) == before
-            await llm.sleep(2)
-            assert await llm.engines.is_sleeping()
-            with pytest.raises(HardpointError, match="the engine sleeps already"):
-                await llm.sleep(1)
-            await llm.wake_up(["weights"])
-            await llm.wake_up()
-            assert not await llm.engines.is_sleeping()
-            assert await whole() == before
-            (meters,) = await llm.collective_rpc("plugin_meters")
-            assert "temperature" in meters
-            assert await llm.adapters.list() == []
-            assert [await llm.adapters.remove(1), await llm.adapters.pin(1)] == [False, False]
-            for refused in (
-                llm.adapters.add(LoRARequest("poems", 1)),
-                llm.engines.reset_encoder_cache(),
-            ):
-                with pytest.raises(HardpointError, match="there is no|adapters.max_loras is 0"):
-                    await refused
-            await llm.reset_prefix_cache(recompute_running=True)
-
-    asyncio.run(main())
+        before = await whole()
+        await llm.engines.pause("keep")
+        assert await llm.engines.is_paused()
+        waiting = asyncio.create_task(whole())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()  # another task may resume, so it waits
+        await llm.engines.resume()
+        assert await asyncio.wait_for(waiting, PATIENCE_S) == before
+        running = asyncio.create_task(whole())
+        await asyncio.sleep(0)
+        await llm.engines.pause("wait")
+        await llm.engines.resume()
+        assert await asyncio.wait_for(running, PATIENCE_S) == before
+        await llm.sleep(2)
+        assert await llm.engines.is_sleeping()
+        with pytest.raises(HardpointError, match="the engine sleeps already"):
+            await llm.sleep(1)
+        await llm.wake_up(["weights"])
+        await llm.wake_up()
+        assert not await llm.engines.is_sleeping()
+        assert await whole() == before
+        (meters,) = await llm.collective_rpc("plugin_meters")
+        assert "temperature" in meters
+        assert await llm.adapters.list() == []
+        assert [await llm.adapters.remove(1), await llm.adapters.pin(1)] == [False, False]
+        for refused in (
+            llm.adapters.add(LoRARequest("poems", 1)),
+            llm.engines.reset_encoder_cache(),
+        ):
+            with pytest.raises(HardpointError, match="there is no|adapters.max_loras is 0"):
+                await refused
+        await llm.reset_prefix_cache(recompute_running=True)
 
 
 def test_both_faces_have_every_utility():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import pytest
+from support.samples import Sample
 
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
@@ -41,23 +42,17 @@ class Executor(Fails, UniprocExecutor):
     contract = 1
 
 
-class Publisher(Fails, KVEventPublisher):
-    contract = 1
-
+class Publisher(Sample, Fails, KVEventPublisher, contract=1):
     def publish(self, batch):
         pass
 
 
-class Refuses(DefaultScheduler):
-    contract = 1
-
+class Refuses(Sample, DefaultScheduler, contract=1):
     def __init__(self, context):
         raise ConfigError("the first error")
 
 
-class Unbuildable(KVEventPublisher):
-    contract = 1
-
+class Unbuildable(Sample, KVEventPublisher, contract=1):
     def __init__(self, context):
         raise ConfigError("the first error")
 

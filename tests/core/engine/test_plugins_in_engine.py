@@ -106,8 +106,8 @@ class ForEverybody(LogitsProcessor):
         return logits
 
 
-def engine_with(scripted, *enable, **extra):
-    return scripted_engine(scripted, {"plugins": {"enable": list(enable)}, **extra})
+def engine_with(open_engine, *enable, **extra):
+    return open_engine({"plugins": {"enable": list(enable)}, **extra})
 
 
 def text_of(engine, prompt="say abc", **fields):
@@ -115,9 +115,9 @@ def text_of(engine, prompt="say abc", **fields):
     return run(engine, [("r", prompt, params)])["r"][0][0]
 
 
-def test_hooks_see_the_life_of_a_request(scripted):
+def test_hooks_see_the_life_of_a_request(scripted, open_engine):
     Recorder.seen.clear()
-    engine = engine_with(scripted, f"{HERE}:Recorder")
+    engine = engine_with(open_engine, f"{HERE}:Recorder")
     assert text_of(engine)[2] == " abc abc abc"
     text_of(engine, n=2)
     engine.close()
@@ -132,8 +132,8 @@ def test_hooks_see_the_life_of_a_request(scripted):
     ]
 
 
-def test_a_hook_refuses_or_breaks_one_request_only(scripted):
-    engine = engine_with(scripted, f"{HERE}:Recorder")
+def test_a_hook_refuses_or_breaks_one_request_only(open_engine):
+    engine = engine_with(open_engine, f"{HERE}:Recorder")
     with pytest.raises(RequestError, match="^13 is unlucky$"):
         engine.add_request("bad", "x", SamplingParams(seed=13))
     with pytest.raises(
@@ -144,43 +144,42 @@ def test_a_hook_refuses_or_breaks_one_request_only(scripted):
     broken = text_of(engine, "long")
     assert broken[3] == "error"
     assert text_of(engine)[2:4] == (" abc abc abc", "stop")
-    engine.close()
 
 
-def test_a_hook_that_fails_at_start_closes_the_engine(scripted):
+def test_a_hook_that_fails_at_start_closes_the_engine(open_engine):
     with pytest.raises(
         PluginFaultError, match=r"'failing_start'.*engine_started failed.*not today"
     ):
-        engine_with(scripted, f"{HERE}:FailingStart")
+        engine_with(open_engine, f"{HERE}:FailingStart")
 
 
-def test_a_constructor_that_fails_is_named(scripted):
+def test_a_constructor_that_fails_is_named(open_engine):
     with pytest.raises(
         PluginLoadError,
         match=r"plugin 'bad_constructor' .*its constructor failed: OSError: no such",
     ):
-        engine_with(scripted, f"{HERE}:BadConstructor")
+        engine_with(open_engine, f"{HERE}:BadConstructor")
 
 
-def test_a_built_in_can_be_replaced(scripted):
-    engine = scripted_engine(scripted, {"plugins": {"replace": {"min_p": f"{HERE}:MinPByTwo"}}})
+def test_a_built_in_can_be_replaced(open_engine):
+    engine = open_engine({"plugins": {"replace": {"min_p": f"{HERE}:MinPByTwo"}}})
     params = {"temperature": 1.0, "seed": 1, "max_tokens": 3}
     assert text_of(engine, "x", **params, min_p=0.5)[2] == _byte(65) * 3
     assert text_of(engine, "x", **params)[2] != _byte(65) * 3
-    engine.close()
 
 
-def test_a_processor_without_arguments_is_for_everybody(scripted):
-    engine = engine_with(scripted, f"{HERE}:ForEverybody", plugin={"for_everybody": {"token": 70}})
+def test_a_processor_without_arguments_is_for_everybody(open_engine):
+    engine = engine_with(
+        open_engine, f"{HERE}:ForEverybody", plugin={"for_everybody": {"token": 70}}
+    )
     assert text_of(engine, max_tokens=3)[1] == [70, 70, 70]
-    engine.close()
 
 
-def test_options_are_checked_with_their_origin(scripted):
+def test_options_are_checked_with_their_origin(open_engine):
     with pytest.raises(ConfigError, match=r"plugin.for_everybody.token: missing, and it has no"):
-        engine_with(scripted, f"{HERE}:ForEverybody", plugin={"for_everybody": {}})
+        engine_with(open_engine, f"{HERE}:ForEverybody", plugin={"for_everybody": {}})
     with pytest.raises(ConfigError, match=r"plugin.nobody: no plugin 'nobody' is enabled"):
-        engine_with(scripted, plugin={"nobody": {}})
+        engine_with(open_engine, plugin={"nobody": {}})
 
 
 @pytest.mark.parametrize(

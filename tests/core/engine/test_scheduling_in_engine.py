@@ -18,10 +18,10 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
+from hardpoint.configuration.loading import config_from
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.errors import PluginFaultError
 from hardpoint.host.live.settings import Settings, with_policy
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import EngineCoreRequest, SchedulingPolicy, WaitingFor, hookimpl
 from hardpoint.testing import ScriptedClock, scripted_config, scripted_engine
@@ -45,9 +45,9 @@ def order(engine) -> list[str]:
 
 
 class TestTimeouts:
-    def test_a_running_request_keeps_what_it_has(self, scripted):
+    def test_a_running_request_keeps_what_it_has(self, open_engine):
         clock = ScriptedClock()
-        engine = scripted_engine(scripted, clock=clock)
+        engine = open_engine(clock=clock)
         engine.add_request("late", [1] * 5, ENDLESS, RequestExtras(timeout=2.0))
         engine.add_request("free", [1] * 5, ENDLESS)
         for _ in range(3):
@@ -59,11 +59,10 @@ class TestTimeouts:
         assert len(output.outputs[0].token_ids) == 3
         (rest,) = finish(engine)
         assert rest.outputs[0].token_ids[:3] == output.outputs[0].token_ids
-        engine.close()
 
-    def test_a_waiting_request_ends_without_a_token(self, scripted):
+    def test_a_waiting_request_ends_without_a_token(self, open_engine):
         clock = ScriptedClock()
-        engine = scripted_engine(scripted, {"scheduler": {"max_num_seqs": 1}}, clock=clock)
+        engine = open_engine({"scheduler": {"max_num_seqs": 1}}, clock=clock)
         engine.add_request("runs", [1] * 5, ENDLESS)
         engine.add_request("waits", [1] * 5, ENDLESS, RequestExtras(timeout=1.5))
         engine.step()
@@ -74,12 +73,11 @@ class TestTimeouts:
         assert output.outputs[0].token_ids == []
         finish(engine)
         assert scheduler_of(engine).stats().kv_cache_usage == 0
-        engine.close()
 
     @pytest.mark.parametrize("hours", [-1000, 1000])
-    def test_the_clock_of_the_client_does_not_matter(self, scripted, hours):
+    def test_the_clock_of_the_client_does_not_matter(self, open_engine, hours):
         clock = ScriptedClock(now=1000.0)
-        engine = scripted_engine(scripted, {"stats": {"request_metrics": True}}, clock=clock)
+        engine = open_engine({"stats": {"request_metrics": True}}, clock=clock)
         elsewhere = 1000.0 + 3600 * hours
         engine.add_request(
             "late", [1] * 5, ENDLESS, RequestExtras(timeout=2.0, arrival_time=elsewhere)
@@ -101,11 +99,10 @@ class TestTimeouts:
             assert output.finish_reason == "timeout"
             assert output.metrics.time_to_first_token > 1.8  # never negative
             assert output.metrics.queue_seconds == pytest.approx(1.9)
-        engine.close()
 
-    def test_time_that_tokenizing_takes_counts(self, scripted, monkeypatch):
+    def test_time_that_tokenizing_takes_counts(self, open_engine, monkeypatch):
         clock = ScriptedClock()
-        engine = scripted_engine(scripted, clock=clock)
+        engine = open_engine(clock=clock)
         encode = engine.parts.tokenizer.encode
 
         def slow(text, **options):
@@ -120,24 +117,21 @@ class TestTimeouts:
         assert engine.step() == []
         clock.advance(0.2)
         assert [output.request_id for output in engine.step()] == ["late"]
-        engine.close()
 
     @pytest.mark.parametrize("timeout", [0, -1, "soon", float("nan")])
-    def test_what_is_no_time_is_refused(self, scripted, timeout):
-        engine = scripted_engine(scripted)
+    def test_what_is_no_time_is_refused(self, open_engine, timeout):
+        engine = open_engine()
         with pytest.raises(RequestError, match="timeout: expected a (number > 0|finite)"):
             engine.add_request("r", "x", ENDLESS, RequestExtras(timeout=timeout))
         assert not engine.has_unfinished_requests()
-        engine.close()
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest_first", "fair"])
-def test_a_client_cannot_jump_the_queue_by_its_arrival_time(scripted, policy):
-    engine = scripted_engine(scripted, {"scheduler": {"max_num_seqs": 1, "policy": policy}})
+def test_a_client_cannot_jump_the_queue_by_its_arrival_time(open_engine, policy):
+    engine = open_engine({"scheduler": {"max_num_seqs": 1, "policy": policy}})
     for name, arrived in (("a", None), ("b", 9e9), ("c", None), ("d", 1.0)):
         engine.add_request(name, "x", ENDLESS, RequestExtras(arrival_time=arrived))
     assert order(engine) == ["a", "b", "c", "d"]
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -149,16 +143,15 @@ def test_a_client_cannot_jump_the_queue_by_its_arrival_time(scripted, policy):
         ({"cache_salt": ""}, "cache_salt: expected a string of length >= 1"),
     ],
 )
-def test_wrong_extras_are_refused(scripted, fields, message):
-    engine = scripted_engine(scripted)
+def test_wrong_extras_are_refused(open_engine, fields, message):
+    engine = open_engine()
     with pytest.raises(RequestError) as error:
         engine.add_request("r", "x", ENDLESS, RequestExtras(**fields))
     assert str(error.value).startswith(message)
-    engine.close()
 
 
-def test_a_full_queue_refuses_requests_and_takes_them_again(scripted):
-    engine = scripted_engine(scripted, {"scheduler": {"max_num_seqs": 1, "max_waiting": 2}})
+def test_a_full_queue_refuses_requests_and_takes_them_again(open_engine):
+    engine = open_engine({"scheduler": {"max_num_seqs": 1, "max_waiting": 2}})
     engine.add_request("a", "x", ENDLESS)
     engine.step()
     engine.add_request("b", "x", ENDLESS)
@@ -176,12 +169,11 @@ def test_a_full_queue_refuses_requests_and_takes_them_again(scripted):
         engine.add_request("e", "x", many)  # the third completion is one too many: none runs
     engine.add_request("d", "x", ENDLESS)
     assert order(engine) == ["a", "d"]
-    engine.close()
 
 
 class TestReasons:
-    def test_why_a_request_waits(self, scripted):
-        engine = scripted_engine(scripted, {"scheduler": {"max_num_seqs": 1}})
+    def test_why_a_request_waits(self, open_engine):
+        engine = open_engine({"scheduler": {"max_num_seqs": 1}})
         for name in "abc":
             engine.add_request(name, "x", ENDLESS)
         assert engine.why_waiting("a")[0].waiting_for is WaitingFor.NEXT_STEP
@@ -196,11 +188,9 @@ class TestReasons:
         engine.abort_requests(["b"])
         with pytest.raises(RequestError, match="request_id: 'b' is not a live request"):
             engine.why_waiting("b")
-        engine.close()
 
-    def test_blocks_and_their_numbers(self, scripted):
-        engine = scripted_engine(
-            scripted,
+    def test_blocks_and_their_numbers(self, open_engine):
+        engine = open_engine(
             {"max_model_len": 128, "kv_cache": {"num_blocks": 8, "prefix_caching": False}},
         )
         engine.add_request("a", [1] * 65, ENDLESS)
@@ -212,7 +202,6 @@ class TestReasons:
         assert reason.message == (
             "it needs up to 5 KV blocks, 3 are free, of which 1 are kept for running requests"
         )
-        engine.close()
 
 
 class Watcher:
@@ -228,10 +217,10 @@ class Watcher:
             raise ValueError("cannot watch")
 
 
-def test_step_records_reach_hooks_whose_faults_end_nothing(scripted):
+def test_step_records_reach_hooks_whose_faults_end_nothing(open_engine):
     Watcher.records = []
     config = {"plugins": {"enable": [f"{__name__}:Watcher"]}}
-    engine = scripted_engine(scripted, config | {"engine": {"random_request_ids": False}})
+    engine = open_engine(config | {"engine": {"random_request_ids": False}})
     results = run(engine, [("a", "say abc", ENDLESS), ("b", "emoji", ENDLESS)])
     assert set(results) == {"a", "b"}
     first = Watcher.records[0]
@@ -243,13 +232,12 @@ def test_step_records_reach_hooks_whose_faults_end_nothing(scripted):
     assert "plugin 'watcher'" in fallback.message
     assert "ValueError: cannot watch" in fallback.message
     assert engine.health().ok
-    engine.close()
 
 
 class TestPolicies:
     @pytest.mark.parametrize("policy", ["fcfs", "fair", "shortest_first"])
-    def test_a_priority_that_is_ignored_is_logged_once(self, policy, scripted, caplog):
-        engine = scripted_engine(scripted, {"scheduler": {"policy": policy}})
+    def test_a_priority_that_is_ignored_is_logged_once(self, policy, open_engine, caplog):
+        engine = open_engine({"scheduler": {"policy": policy}})
         engine.add_request("plain", "x", ENDLESS)
         assert not caplog.records
         for name in ("a", "b"):
@@ -262,19 +250,17 @@ class TestPolicies:
         engine.set_policy(policy)
         engine.add_request("again", "x", ENDLESS, RequestExtras(priority=-1))
         assert len(caplog.records) == 1
-        engine.close()
 
     @pytest.mark.parametrize("policy", ["priority", f"{HERE}:BadPolicy"])
-    def test_a_policy_that_may_look_at_priorities_gives_no_warning(self, policy, scripted, caplog):
-        engine = scripted_engine(scripted, {"scheduler": {"policy": policy}})
+    def test_a_policy_that_may_look_at_priorities_gives_no_warning(
+        self, policy, open_engine, caplog
+    ):
+        engine = open_engine({"scheduler": {"policy": policy}})
         engine.add_request("a", "x", ENDLESS, RequestExtras(priority=-1))
         assert not caplog.records
-        engine.close()
 
-    def test_a_policy_that_raises_leaves_the_decision_to_fcfs(self, scripted, caplog):
-        engine = scripted_engine(
-            scripted, {"scheduler": {"policy": f"{HERE}:BadPolicy", "max_num_seqs": 1}}
-        )
+    def test_a_policy_that_raises_leaves_the_decision_to_fcfs(self, open_engine, caplog):
+        engine = open_engine({"scheduler": {"policy": f"{HERE}:BadPolicy", "max_num_seqs": 1}})
         for name in ("a", "b", "c"):
             engine.add_request(name, "x", ENDLESS)
         assert order(engine) == ["a", "b", "c"]
@@ -283,11 +269,9 @@ class TestPolicies:
         assert "plugin 'bad_policy'" in fallback.message
         assert "ZeroDivisionError: division by zero" in fallback.message
         assert sum("bad_policy" in record.getMessage() for record in caplog.records) == 1
-        engine.close()
 
-    def test_on_error_engine_ends_the_engine(self, scripted):
-        engine = scripted_engine(
-            scripted,
+    def test_on_error_engine_ends_the_engine(self, open_engine):
+        engine = open_engine(
             {
                 "scheduler": {"policy": f"{HERE}:BadPolicy"},
                 "plugins": {"on_error": {"bad_policy": "engine"}},
@@ -295,7 +279,6 @@ class TestPolicies:
         )
         with pytest.raises(PluginFaultError, match="plugin 'bad_policy'.*ZeroDivisionError"):
             engine.add_request("a", "x", ENDLESS)
-        engine.close()
 
     def test_a_scope_that_a_policy_cannot_have(self, scripted):
         with pytest.raises(ConfigError) as error:
@@ -304,8 +287,8 @@ class TestPolicies:
             'plugins.on_error.fcfs: expected "step" or "engine", got "request" (from default)'
         )
 
-    def test_the_engine_is_never_idle_for_a_policy(self, scripted):
-        engine = scripted_engine(scripted, {"scheduler": {"policy": f"{__name__}:Never"}})
+    def test_the_engine_is_never_idle_for_a_policy(self, open_engine):
+        engine = open_engine({"scheduler": {"policy": f"{__name__}:Never"}})
         for name in ("a", "b"):
             engine.add_request(name, "x", ENDLESS)
         engine.step()
@@ -316,7 +299,6 @@ class TestPolicies:
         fallback = engine.health().fallbacks["never"]
         assert fallback.count == 2
         assert "admit() held back every waiting request while nothing ran" in fallback.message
-        engine.close()
 
 
 class Never(SchedulingPolicy):
@@ -484,8 +466,8 @@ def test_a_small_tenant_is_served_soon_beside_a_big_one(scripted):
 
 
 class TestPrefixCache:
-    def test_reset_while_requests_run(self, scripted):
-        engine = scripted_engine(scripted)
+    def test_reset_while_requests_run(self, open_engine):
+        engine = open_engine()
         expected = run(engine, [("a", [7] * 50, ENDLESS)])["a"]
         engine.add_request("b", [7] * 50, ENDLESS)
         for _ in range(5):
@@ -497,10 +479,9 @@ class TestPrefixCache:
         assert (
             engine.call_utility("scheduler_stats").prefix_cache.hit_tokens == hits
         )  # "b" stored nothing more
-        engine.close()
 
-    def test_reset_that_recomputes_what_runs(self, scripted):
-        engine = scripted_engine(scripted)
+    def test_reset_that_recomputes_what_runs(self, open_engine):
+        engine = open_engine()
         expected = run(engine, [("a", [7] * 50, ENDLESS)])["a"]
         engine.add_request("b", [7] * 50, ENDLESS)
         for _ in range(5):
@@ -510,10 +491,9 @@ class TestPrefixCache:
         finals = finish(engine)
         assert finals[0].outputs[0].token_ids == expected[0][0][1]
         assert engine.call_utility("scheduler_stats").num_preemptions == 1
-        engine.close()
 
-    def test_prompt_logprobs_are_the_same_with_a_warm_cache(self, scripted):
-        engine = scripted_engine(scripted)
+    def test_prompt_logprobs_are_the_same_with_a_warm_cache(self, open_engine):
+        engine = open_engine()
         params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1)
         for name in ("cold", "warm"):
             engine.add_request(name, [9] * 40, params)
@@ -522,12 +502,11 @@ class TestPrefixCache:
             outputs |= {o.request_id: o for o in engine.step()}
         assert outputs["cold"].prompt_logprobs == outputs["warm"].prompt_logprobs
         assert len(outputs["warm"].prompt_logprobs) == 40
-        engine.close()
 
 
-def test_an_interrupted_step_loses_nothing_that_follows(scripted):
+def test_an_interrupted_step_loses_nothing_that_follows(open_engine):
     """An error between plan and result: the batch is computed anew, finished ids are told again."""
-    engine = scripted_engine(scripted)
+    engine = open_engine()
     expected = run(engine, [("again", [3] * 40, ENDLESS)])
     core = core_of(engine)
     execute = core._executor.execute_model
@@ -541,7 +520,6 @@ def test_an_interrupted_step_loses_nothing_that_follows(scripted):
     assert not engine.has_unfinished_requests()
     assert run(engine, [("again", [3] * 40, ENDLESS)]) == expected
     assert engine.call_utility("scheduler_stats").kv_cache_usage == 0
-    engine.close()
 
 
 def test_a_request_that_waits_has_few_objects_for_the_garbage_collector_to_visit(scripted):

@@ -49,6 +49,11 @@ def test_a_launch_is_plain_data(launcher):
     open_worker(again).close()
 
 
+def test_an_engine_that_starts_no_processes_refuses_an_executor_that_needs_one(launcher):
+    with pytest.raises(HardpointError, match="built without `start_worker`"):
+        launcher.start_process(launcher.launch(1, HERE), "acme.executor:run")
+
+
 @pytest.mark.parametrize("name", ["hardpoint", "torch"])
 def test_other_versions_are_refused_by_name(launcher, name):
     other = changed(launcher.launch(1, HERE), **{name: "0.0.1"})

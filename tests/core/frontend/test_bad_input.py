@@ -174,13 +174,12 @@ def test_a_closed_engine_refuses_calls(scripted):
         engine.step()
 
 
-def test_a_switched_off_processor_is_missed_not_ignored(scripted):
-    engine = scripted_engine(scripted, {"plugins": {"disable": ["min_p"]}})
+def test_a_switched_off_processor_is_missed_not_ignored(open_engine):
+    engine = open_engine({"plugins": {"disable": ["min_p"]}})
     assert refused(engine, min_p=0.1) == (
         "min_p: no enabled logits processor applies it, so 0.1 would be ignored; "
         "enable one, or leave it at 0.0"
     )
-    engine.close()
 
 
 def test_a_huge_map_is_refused_at_once(engine):

@@ -107,7 +107,7 @@ class Counting:
         return only(token)(output_ids, logits)
 
 
-def test_one_that_counts_its_calls_does_so_with_drafts_and_for_each_completion(engine, scripted):
+def test_one_that_counts_its_calls_does_so_with_drafts_and_for_each_completion(engine, open_engine):
     calls = [Counting(65)]
     params = SamplingParams(n=2, max_tokens=12, logits_processors=calls, **FINAL)
     expected = run(engine, [("r", [9, 8], params)])
@@ -119,8 +119,7 @@ def test_one_that_counts_its_calls_does_so_with_drafts_and_for_each_completion(e
             "scripted_speculator": {"right": 0.7, "replies": [[[9, 8], list(range(65, 77))]]}
         },
     }
-    drafting = scripted_engine(scripted, speculating)
+    drafting = open_engine(speculating)
     assert run(drafting, [("r", [9, 8], params)]) == expected
     stats = drafting.call_utility("scheduler_stats")
     assert 0 < stats.num_accepted_drafts < stats.num_drafts
-    drafting.close()

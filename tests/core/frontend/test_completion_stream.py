@@ -12,8 +12,10 @@ from support.searching import examples
 
 from hardpoint import SamplingParams
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
+from hardpoint.builtin_plugins.step_parts.parsing.formats import ParsedReader
 from hardpoint.core.frontend.outputs.completion_stream import CompletionStream
 from hardpoint.plugins import OutputParserContext, ParserRequest
+from hardpoint.toolkit.parsing.completion_parser import CompletionParser
 
 PIECES = ["<think>", "</think>", "<thi", "Hm, é.", "STOP", "ST", "漢", "x"]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
@@ -31,8 +33,11 @@ def think_tags(byte_tokenizer):
 def outputs(tokenizer, parser, ids, cuts, **params):
     """Return the outputs of tokens that come in batches of given sizes, then all others."""
     params = SamplingParams(**params)
-    stream = CompletionStream(tokenizer, tokenizer.decode_stream([]), params, interval=3)
-    stream.parse(parser.open(ParserRequest(roles=("reasoning",))), {}, parallel=True)
+    state = parser.open(ParserRequest(roles=("reasoning",)))
+    reader = ParsedReader(CompletionParser(state, {}, delta=params.output_kind is DELTA))
+    stream = CompletionStream(
+        tokenizer, tokenizer.decode_stream([]), params, interval=3, readers=[reader]
+    )
     found = []
     for size in [*cuts, len(ids)]:
         batch, ids = ids[:size], ids[size:]

@@ -108,51 +108,47 @@ def test_an_error_of_the_tokenizer_ends_its_request_and_names_it(scripted, monke
         engine.step()
 
 
-def test_in_an_event_loop_too_and_an_error_of_the_frontend_ends_the_process(scripted, monkeypatch):
-    async def main():
-        config = scripted_config(scripted, {"plugins": {"enable": ["support.plugins.slow:Slow"]}})
-        async with AsyncLLM(config=config, restart="on_failure") as llm:
-            others = llm.generate("long", SLOWLY)
-            await anext(others)
-            monkeypatch.setattr(TransformersTokenizer, "decode", broken_decode)
-            ended = await anext(llm.generate("say abc", SamplingParams(logprobs=1)))
-            assert re.match(TOKENIZER_FAULT, ended.outputs[0].error)
-            await anext(others)
+async def test_in_an_event_loop_too_and_an_error_of_the_frontend_ends_the_process(
+    scripted, monkeypatch
+):
+    config = scripted_config(scripted, {"plugins": {"enable": ["support.plugins.slow:Slow"]}})
+    async with AsyncLLM(config=config, restart="on_failure") as llm:
+        others = llm.generate("long", SLOWLY)
+        await anext(others)
+        monkeypatch.setattr(TransformersTokenizer, "decode", broken_decode)
+        ended = await anext(llm.generate("say abc", SamplingParams(logprobs=1)))
+        assert re.match(TOKENIZER_FAULT, ended.outputs[0].error)
+        await anext(others)
 
-            other = asyncio.create_task(anext(others))
-            monkeypatch.setattr(Frontend, "process_outputs", broken_outputs)
-            with pytest.raises(EngineFaultError, match="plugin 'x': it broke") as told:
-                await anext(llm.generate("say abc"))
-            assert "sent again" not in str(told.value)  # nobody here would serve it
-            await asyncio.gather(other, return_exceptions=True)
-            assert llm.errored
-            pid = llm.engines.pid
-            await until(lambda: not psutil.pid_exists(pid), "its end, without anybody closing it")
-            with pytest.raises(EngineFaultError, match="it broke"):
-                await llm.engines.scheduler_stats()
-
-    asyncio.run(main())
-
-
-def test_a_call_in_flight_hears_why_it_ended(scripted):
-    async def main():
-        async with AsyncLLM(config=scripted_config(scripted)) as llm:
-            engine = engine_of(llm)
-            await llm.plugins.health()
-            engine._client.call = lambda *_, **__: pending
-            pending = Future()
-            call = asyncio.create_task(llm.engines.scheduler_stats())
-            await asyncio.sleep(0)
-            engine._engine_died(RuntimeError("a sink broke"), final=True)
-            pending.set_exception(EngineDeadError("the engine was closed"))
-            with pytest.raises(EngineDeadError, match="a sink broke"):
-                await call
-
-    asyncio.run(main())
+        other = asyncio.create_task(anext(others))
+        monkeypatch.setattr(Frontend, "process_outputs", broken_outputs)
+        with pytest.raises(EngineFaultError, match="plugin 'x': it broke") as told:
+            await anext(llm.generate("say abc"))
+        assert "sent again" not in str(told.value)  # nobody here would serve it
+        await asyncio.gather(other, return_exceptions=True)
+        assert llm.errored
+        pid = llm.engines.pid
+        await until(lambda: not psutil.pid_exists(pid), "its end, without anybody closing it")
+        with pytest.raises(EngineFaultError, match="it broke"):
+            await llm.engines.scheduler_stats()
 
 
-def test_an_interrupt_while_outputs_are_taken_leaves_no_request_half_told(scripted, monkeypatch):
-    engine = scripted_engine(scripted)
+async def test_a_call_in_flight_hears_why_it_ended(scripted):
+    async with AsyncLLM(config=scripted_config(scripted)) as llm:
+        engine = engine_of(llm)
+        await llm.plugins.health()
+        engine._client.call = lambda *_, **__: pending
+        pending = Future()
+        call = asyncio.create_task(llm.engines.scheduler_stats())
+        await asyncio.sleep(0)
+        engine._engine_died(RuntimeError("a sink broke"), final=True)
+        pending.set_exception(EngineDeadError("the engine was closed"))
+        with pytest.raises(EngineDeadError, match="a sink broke"):
+            await call
+
+
+def test_an_interrupt_while_outputs_are_taken_leaves_no_request_half_told(open_engine, monkeypatch):
+    engine = open_engine()
     for name in ("a", "b"):
         engine.add_request(name, "long", ENDLESS)
     engine.step()
@@ -165,7 +161,6 @@ def test_an_interrupt_while_outputs_are_taken_leaves_no_request_half_told(script
     assert core_of(engine).num_unfinished_requests() == 0
     engine.add_request("c", "say abc", GREEDY)
     assert drive(engine)[-1].outputs[0].text == " abc abc abc"
-    engine.close()
 
 
 def test_when_an_engine_ends_sinks_hear_that_nothing_runs(scripted, monkeypatch):
@@ -186,15 +181,12 @@ def die(llm):
     engine_of(llm)._engine_died(EngineDeadError("gone"))
 
 
-def test_in_an_event_loop_they_hear_it_at_once(scripted):
-    async def main():
-        config = scripted_config(scripted, {**SINK, "engine": {"in_process": False}})
-        async with AsyncLLM(config=config) as llm:
-            await anext(llm.generate("long", ENDLESS))
-            die(llm)
-            assert Sink.seen[-1].scheduler.num_running == 0  # not only with the next report
-
-    asyncio.run(main())
+async def test_in_an_event_loop_they_hear_it_at_once(scripted):
+    config = scripted_config(scripted, {**SINK, "engine": {"in_process": False}})
+    async with AsyncLLM(config=config) as llm:
+        await anext(llm.generate("long", ENDLESS))
+        die(llm)
+        assert Sink.seen[-1].scheduler.num_running == 0  # not only with the next report
 
 
 class Unclosing(Tagged):
@@ -246,8 +238,8 @@ def test_a_sink_that_fails_then_is_survived(scripted, caplog, monkeypatch):
     assert "disk full, after the engine has ended" in caplog.text
 
 
-def test_the_hook_is_not_called_for_aborted_requests(scripted):
-    engine = scripted_engine(scripted, HOOK)
+def test_the_hook_is_not_called_for_aborted_requests(open_engine):
+    engine = open_engine(HOOK)
     engine.add_request("aborted", "long", ENDLESS)
     engine.step()
     engine.abort_requests(["aborted"])
@@ -258,7 +250,6 @@ def test_the_hook_is_not_called_for_aborted_requests(scripted):
     engine.add_request("whole", "say abc", GREEDY)
     drive(engine)
     assert Finished.ids == ["whole"]
-    engine.close()
 
 
 def test_nor_is_it_in_an_event_loop(scripted):

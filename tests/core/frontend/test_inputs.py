@@ -211,14 +211,13 @@ class TestReasoning:
         engine.close()
         assert found == prompts
 
-    def test_a_parser_that_fails_is_named(self, scripted):
+    def test_a_parser_that_fails_is_named(self, open_engine):
         plugins = {"enable": [{"use": f"{__name__}:Mute", "name": "mute"}]}
-        engine = scripted_engine(scripted, {"plugins": plugins, "reasoning": {"parser": "mute"}})
+        engine = open_engine({"plugins": plugins, "reasoning": {"parser": "mute"}})
         words = "output parser 'mute': its markers failed: OSError: lost them"
         with pytest.raises(RequestError, match=words):
             engine.add_request("r", "x", GREEDY)
         assert not engine.has_unfinished_requests()
-        engine.close()
 
 
 def test_equal_parameters_are_checked_once(scripted, engine):

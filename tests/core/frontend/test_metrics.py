@@ -10,6 +10,7 @@ import time
 import pytest
 from support.async_requests import GREEDY, collect, config, endless
 from support.process.harness import pid_of
+from support.samples import Sample
 from support.waiting import PATIENCE_S, until
 
 from hardpoint import LLM, AsyncLLM, EngineDeadError
@@ -35,9 +36,7 @@ class Exports(StatSink):
         return f"exported {len(self.reports)}"
 
 
-class Fails(StatSink):
-    contract = 1
-
+class Fails(Sample, StatSink, contract=1):
     def record(self, stats):
         pass
 
@@ -46,15 +45,11 @@ class Fails(StatSink):
 
 
 class ReturnsBytes(Fails):
-    contract = 1
-
     def exposition(self, plugins):
         return b"exported 1\n"
 
 
 class ReturnsHalfACharacter(Fails):
-    contract = 1
-
     def exposition(self, plugins):
         return "\ud83d"
 
@@ -118,7 +113,7 @@ async def kill_while_it_hangs(llm, stream, known, monkeypatch):
     assert rows(text) == known
 
 
-def test_an_engine_in_a_loop_always_answers(scripted, monkeypatch):
+async def test_an_engine_in_a_loop_always_answers(scripted, monkeypatch):
     """While it runs, is paused, hangs, is restarted and is dead."""
     settings = config(
         scripted,
@@ -126,34 +121,31 @@ def test_an_engine_in_a_loop_always_answers(scripted, monkeypatch):
         engine={"max_restarts_per_minute": 1, "resume": "off"},
     )
 
-    async def main():
-        async with AsyncLLM(config=settings, restart="on_failure") as llm:
-            await collect(llm.generate("say abc", GREEDY))
-            stream = llm.generate("x", endless(0.01))
-            await anext(stream)
-            text = await llm.metrics()
-            assert value(text, "generation_tokens_total") > 13
-            assert value(text, "num_requests_running") == 1
-            await llm.engines.pause("keep")
-            text = await llm.metrics()  # nothing was recorded since: pausing freed its blocks
-            assert value(text, "num_requests_running") == 0
-            assert value(text, "num_requests_waiting") == 1
-            known = rows(text)
-            assert known > 0
-            await kill_while_it_hangs(llm, stream, known, monkeypatch)
+    async with AsyncLLM(config=settings, restart="on_failure") as llm:
+        await collect(llm.generate("say abc", GREEDY))
+        stream = llm.generate("x", endless(0.01))
+        await anext(stream)
+        text = await llm.metrics()
+        assert value(text, "generation_tokens_total") > 13
+        assert value(text, "num_requests_running") == 1
+        await llm.engines.pause("keep")
+        text = await llm.metrics()  # nothing was recorded since: pausing freed its blocks
+        assert value(text, "num_requests_running") == 0
+        assert value(text, "num_requests_waiting") == 1
+        known = rows(text)
+        assert known > 0
+        await kill_while_it_hangs(llm, stream, known, monkeypatch)
 
-            await collect(llm.generate("say abc", GREEDY))
-            text = await llm.metrics()
-            assert value(text, "engine_restarts_total") == 1
-            assert (stopped(text), rows(text)) == (2, known)
-            os.kill(llm.engines.pid, signal.SIGKILL)
-            await until(lambda: llm.errored, "the end")
-            began = time.monotonic()
-            assert stopped(await llm.metrics()) == 2
-            assert time.monotonic() - began < PATIENCE_S / 2
-        assert await llm.metrics() == ""
-
-    asyncio.run(main())
+        await collect(llm.generate("say abc", GREEDY))
+        text = await llm.metrics()
+        assert value(text, "engine_restarts_total") == 1
+        assert (stopped(text), rows(text)) == (2, known)
+        os.kill(llm.engines.pid, signal.SIGKILL)
+        await until(lambda: llm.errored, "the end")
+        began = time.monotonic()
+        assert stopped(await llm.metrics()) == 2
+        assert time.monotonic() - began < PATIENCE_S / 2
+    assert await llm.metrics() == ""
 
 
 def test_an_engine_in_its_own_process_that_hangs_is_not_waited_for(scripted, reports, monkeypatch):

@@ -7,6 +7,7 @@ import json
 import time
 
 import pytest
+from support.internals import parsers_of
 from support.plugins.arguments import Tagged
 
 from hardpoint import RequestError, RequestOutputKind, SamplingParams
@@ -500,14 +501,14 @@ def test_the_chat_template_shows_the_format(tmp_path, open_engine, caplog, name)
     folder = write_scripted_model(tmp_path / "m")
     (folder / "chat_template.jinja").write_text("{# " + template + " #}")
     with caplog.at_level("INFO", logger="hardpoint"):
-        parsers = open_engine({}, folder).parts.parsers
-    found = [parser and parser.name for parser in (parsers.reasoning, parsers.tools)]
-    assert found == [reasoning, tools]
+        parsers = parsers_of(open_engine({}, folder))
+    assert parsers == list(dict.fromkeys(filter(None, (reasoning, tools))))
+    found = [reasoning, tools]
     lines = [f"_parsers: {name}, for the model's chat template shows" for name in found if name]
     assert all(line in caplog.text for line in lines)
     assert ("is left out: plugin.harmony: the format needs" in caplog.text) == (name == "gpt_oss")
     off = {"reasoning": {"parser": "none"}, "tools": {"parser": "none"}}
-    assert not open_engine(off, folder).parts.parsers
+    assert parsers_of(open_engine(off, folder)) == []
 
 
 def test_a_request_chooses_its_parsers(open_engine):
@@ -550,3 +551,17 @@ def test_markers_that_are_no_special_tokens_are_logged(open_engine, caplog):
     assert (
         "reasoning_parsers: think_tags: '<think>', '</think>': no special tokens of" in caplog.text
     )
+
+
+def test_parsers_need_a_step_part_that_drives_them(open_engine):
+    off = {"plugins": {"disable": ["output_parsing"]}}
+    words = r"tools\.parser: expected an enabled step part .* none"
+    with pytest.raises(ConfigError, match=words):
+        open_engine({**off, "tools": {"parser": "hermes"}})
+    engine = open_engine(off)
+    for field in ("reasoning_parser", "tool_parser"):
+        words = f'{field}: expected "none", because no enabled step part drives {field}s, got'
+        with pytest.raises(RequestError, match=words):
+            engine.add_request("r", "plain", SamplingParams(**{field: "hermes"}))
+    with pytest.raises(RequestError, match="tools: no parser finds calls"):
+        engine.add_request("r", "plain", SamplingParams(), TOOLS)

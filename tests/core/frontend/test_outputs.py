@@ -249,8 +249,8 @@ def test_delta_logprobs_cover_the_new_part_only(engine):
 
 
 @pytest.mark.parametrize("budget", [7, 2048])
-def test_prompt_logprobs(scripted, budget):
-    engine = scripted_engine(scripted, {"scheduler": {"max_num_batched_tokens": budget}})
+def test_prompt_logprobs(open_engine, budget):
+    engine = open_engine({"scheduler": {"max_num_batched_tokens": budget}})
     prompt = list(range(10, 40))
     params = SamplingParams(prompt_logprobs=2, output_kind=RequestOutputKind.FINAL_ONLY, **GREEDY)
     engine.add_request("r", prompt, params)
@@ -265,7 +265,6 @@ def test_prompt_logprobs(scripted, budget):
     for token, entry in zip(prompt[1:], found.prompt_logprobs[1:], strict=True):
         assert next(iter(entry)) == token
         assert 2 <= len(entry) <= 3
-    engine.close()
 
 
 def test_several_completions_come_together_or_as_they_are(engine):

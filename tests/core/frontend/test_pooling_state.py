@@ -6,18 +6,20 @@ import pytest
 from support.core.output_desk import ABORT, DELTA, ERROR, FINAL_ONLY, STOP, Desk
 
 from hardpoint import RequestError, SamplingParams, typed
+from hardpoint.builtin_plugins.step_parts.pooling.requests import PooledFormat
+from hardpoint.host.boundary.parts.output_formats import BoundFormat, OutputFormats
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.process.output_collector import RequestOutputCollector
-from hardpoint.testing import scripted_engine
 
 EMBED = {"pooling_params": PoolingParams(task="embed")}
 
 
 @pytest.fixture
 def desk(byte_tokenizer):
-    return Desk(byte_tokenizer)
+    pooled = BoundFormat("pooling", PooledFormat(), lambda method, cause: f"{method}: {cause}")
+    return Desk(byte_tokenizer, formats=OutputFormats([pooled]))
 
 
 def pooled(data=None, finish=None, **fields):
@@ -82,9 +84,9 @@ def test_it_can_be_aborted_here(desk):
     assert desk.is_empty
 
 
-def test_through_a_frontend_it_is_one_request(scripted, monkeypatch):
+def test_through_a_frontend_it_is_one_request(open_engine, monkeypatch):
     """As it will be once an engine takes them."""
-    engine = scripted_engine(scripted)
+    engine = open_engine()
     frontend = engine._frontend
     monkeypatch.setattr(frontend.submitter._prebuilt, "_check", lambda request: None)
     request = EngineCoreRequest(
@@ -97,7 +99,6 @@ def test_through_a_frontend_it_is_one_request(scripted, monkeypatch):
     (output,) = frontend.process_outputs(EngineCoreOutputs(outputs=[result])).request_outputs
     assert (output.request_id, output.outputs) == ("mine", [1.0])
     assert not engine.has_unfinished_requests()
-    engine.close()
 
 
 @pytest.mark.parametrize("kind", [DELTA, FINAL_ONLY])

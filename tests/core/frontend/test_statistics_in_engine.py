@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import re
@@ -127,8 +128,7 @@ def drive(engine, *prompts, params=GREEDY):
 
 @pytest.mark.parametrize("where", [{}, OWN], ids=["here", "own process"])
 def test_off_by_default_nothing_travels_and_outputs_have_no_metrics(scripted, where):
-    engine = opened(scripted, {"engine": where})
-    try:
+    with contextlib.closing(opened(scripted, {"engine": where})) as engine:
         batches = wiretap(engine)
         (output,) = drive(engine, "say abc")
         assert output.outputs[0].text == " abc abc abc"
@@ -136,8 +136,6 @@ def test_off_by_default_nothing_travels_and_outputs_have_no_metrics(scripted, wh
         assert [each.scheduler_stats for each in batches] == [None] * len(batches)
         assert [o.events for each in batches for o in each.outputs if o.events] == []
         assert not engine._frontend.observers
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("where", [{}, OWN], ids=["here", "own process"])
@@ -219,16 +217,15 @@ def test_aborts_refusals_and_what_closing_ends(scripted):
     assert finished() == [("c", "error", 0), ("b", "abort", 0), ("a", "abort", 2)]
 
 
-def test_a_step_reports_when_the_interval_has_passed(scripted):
+def test_a_step_reports_when_the_interval_has_passed(open_engine):
     clock = ScriptedClock()
     extra = {"stats": stats("Recorder", interval_seconds=5)}
-    engine = scripted_engine(scripted, extra, clock=clock)
+    engine = open_engine(extra, clock=clock)
     engine.add_request("a", "x", ENDLESS)
     for seconds in (4.0, 1.0, 4.0, 0.5, 7.0):
         clock.advance(seconds)
         engine.step()
     assert Recorder.calls == ["record", "report", "record", "record", "record", "report", "record"]
-    engine.close()
 
 
 def test_a_broken_sink_harms_nobody_and_is_counted(scripted, caplog):
@@ -300,134 +297,111 @@ async def last(stream):
     return [output async for output in stream][-1]
 
 
-def test_reports_come_while_nothing_happens_and_end_with_the_engine(scripted):
-    async def main():
-        sinks = stats("Recorder", request_metrics=True, interval_seconds=0.02)
-        extra = SLOW | {"stats": sinks}
-        async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
-            assert Recorder.calls == []
-            output = await last(llm.generate("say abc", GREEDY))
-            assert output.metrics.num_generation_tokens == 13
-            assert finished() == [("0", "stop", 13)]
-            batches = Recorder.calls.count("record")
-            told = Recorder.calls.count("report")
-            await until(lambda: Recorder.calls.count("report") >= told + 3, "reports")
-            assert Recorder.calls.count("record") == batches
-            stream = llm.generate("x", SLOWLY, request_id="left")
-            await anext(stream)
-            await stream.aclose()
-            await until(lambda: len(finished()) == 2, "a report of its end")
-            assert finished()[1][:2] == ("left", "abort")
-            # the engine's own word of the abort came too: nothing runs there
-            await until(lambda: num_running() == 0, "the engine's word")
-        assert Recorder.calls[-1] == "close"
-        calls = len(Recorder.calls)
-        await asyncio.sleep(0.1)
-        assert len(Recorder.calls) == calls
-
-    asyncio.run(main())
-
-
-def test_the_last_output_of_a_stream_carries_the_metrics(scripted):
-    async def main():
-        extra = {"stats": {"request_metrics": True}}
-        async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
-            params = SamplingParams(
-                temperature=0.0, max_tokens=20, output_kind=RequestOutputKind.DELTA
-            )
-            *before, last = [output async for output in llm.generate("say abc", params)]
-            assert [output.metrics for output in before] == [None] * len(before)
-            assert last.metrics.num_generation_tokens == 13
-
-    asyncio.run(main())
-
-
-def test_a_large_batch_in_parts_counts_everything_once(scripted):
-    async def main():
-        extra = {"stats": stats("Recorder"), "scheduler": {"max_num_seqs": 100}}
-        async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
-            params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, n=100)
-            await last(llm.generate("x", params))
-        assert finished() == [("0", "length", 3)] * 100
-        assert sum(each.num_generation_tokens for each in Recorder.seen) == 300
-        assert sum(each.num_prompt_tokens for each in Recorder.seen) == 100
-
-    asyncio.run(main())
-
-
-def test_an_engine_that_was_dropped_is_not_kept_by_its_reports(scripted):
-    async def main():
-        extra = {"stats": stats("Recorder", interval_seconds=0.02)}
-        llm = AsyncLLM(config=scripted_config(scripted, extra))
-        await last(llm.generate("say abc", GREEDY))
-        dropped = weakref.ref(engine_of(llm))
-        del llm
-        gc.collect()
-        await until(lambda: dropped() is None, "threads that still use it")
-        assert Recorder.calls[-1] == "close"
-        calls = len(Recorder.calls)
-        await asyncio.sleep(0.1)
-        assert len(Recorder.calls) == calls
-
-    asyncio.run(main())
-
-
-def test_reports_go_on_when_the_engine_is_started_anew(scripted):
-    async def main():
-        extra = SLOW | {"stats": stats("Recorder", interval_seconds=0.02)}
-        extra |= {"engine": {"resume": "off"}}
-        config = scripted_config(scripted, extra)
-        async with AsyncLLM(config=config, restart="on_failure") as llm:
-            stream = llm.generate("x", SLOWLY, request_id="lost")
-            await anext(stream)
-            os.kill(llm.engines.pid, signal.SIGKILL)
-            with pytest.raises(EngineDeadError):
-                await last(stream)
-            await until(finished, "a report of its end")
-            assert finished()[0][:2] == ("lost", "error")
-            assert num_running() == 0
-            assert (await last(llm.generate("say abc", GREEDY))).finished
-            assert finished()[1:] == [("0", "stop", 13)]
-            told = Recorder.calls.count("report")
-            await until(lambda: Recorder.calls.count("report") > told, "a report")
-            assert "close" not in Recorder.calls
-
-    asyncio.run(main())
-
-
-def test_a_sink_may_end_an_engine_in_a_loop(scripted):
-    async def main():
-        extra = {"stats": stats("Broken"), "plugins": {"on_error": {"broken": "engine"}}}
-        async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
-            message = None
-            while message is None:  # all outputs of the first ones may come before statistics do
-                try:
-                    await last(llm.generate("say abc", ENDLESS))
-                except EngineDeadError as error:
-                    message = str(error)
-            assert re.search("plugin 'broken' .*: record.. failed", message)
-            assert llm.errored
-
-    asyncio.run(main())
-
-
-def test_closing_in_another_thread_closes_the_sinks_once(scripted):
-    async def main():
-        extra = SLOW | {"stats": stats("Recorder", interval_seconds=0.01)}
-        llm = AsyncLLM(config=scripted_config(scripted, extra))
-        stream = llm.generate("x", SLOWLY)
+async def test_reports_come_while_nothing_happens_and_end_with_the_engine(scripted):
+    sinks = stats("Recorder", request_metrics=True, interval_seconds=0.02)
+    extra = SLOW | {"stats": sinks}
+    async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
+        assert Recorder.calls == []
+        output = await last(llm.generate("say abc", GREEDY))
+        assert output.metrics.num_generation_tokens == 13
+        assert finished() == [("0", "stop", 13)]
+        batches = Recorder.calls.count("record")
+        told = Recorder.calls.count("report")
+        await until(lambda: Recorder.calls.count("report") >= told + 3, "reports")
+        assert Recorder.calls.count("record") == batches
+        stream = llm.generate("x", SLOWLY, request_id="left")
         await anext(stream)
-        closing = threading.Thread(target=llm.close)
-        closing.start()
-        with pytest.raises(EngineClosedError):
-            await last(stream)
-        await asyncio.to_thread(closing.join)
         await stream.aclose()
-        assert [call for call in Recorder.calls if call == "close"] == ["close"]
-        assert Recorder.calls[-1] == "close"
-        assert [ended[:2] for ended in finished()] == [("0", "abort")]
+        await until(lambda: len(finished()) == 2, "a report of its end")
+        assert finished()[1][:2] == ("left", "abort")
+        # the engine's own word of the abort came too: nothing runs there
+        await until(lambda: num_running() == 0, "the engine's word")
+    assert Recorder.calls[-1] == "close"
+    calls = len(Recorder.calls)
+    await asyncio.sleep(0.1)
+    assert len(Recorder.calls) == calls
 
-    asyncio.run(main())
+
+async def test_the_last_output_of_a_stream_carries_the_metrics(scripted):
+    extra = {"stats": {"request_metrics": True}}
+    async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=20, output_kind=RequestOutputKind.DELTA)
+        *before, last = [output async for output in llm.generate("say abc", params)]
+        assert [output.metrics for output in before] == [None] * len(before)
+        assert last.metrics.num_generation_tokens == 13
+
+
+async def test_a_large_batch_in_parts_counts_everything_once(scripted):
+    extra = {"stats": stats("Recorder"), "scheduler": {"max_num_seqs": 100}}
+    async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, n=100)
+        await last(llm.generate("x", params))
+    assert finished() == [("0", "length", 3)] * 100
+    assert sum(each.num_generation_tokens for each in Recorder.seen) == 300
+    assert sum(each.num_prompt_tokens for each in Recorder.seen) == 100
+
+
+async def test_an_engine_that_was_dropped_is_not_kept_by_its_reports(scripted):
+    extra = {"stats": stats("Recorder", interval_seconds=0.02)}
+    llm = AsyncLLM(config=scripted_config(scripted, extra))
+    await last(llm.generate("say abc", GREEDY))
+    dropped = weakref.ref(engine_of(llm))
+    del llm
+    gc.collect()
+    await until(lambda: dropped() is None, "threads that still use it")
+    assert Recorder.calls[-1] == "close"
+    calls = len(Recorder.calls)
+    await asyncio.sleep(0.1)
+    assert len(Recorder.calls) == calls
+
+
+async def test_reports_go_on_when_the_engine_is_started_anew(scripted):
+    extra = SLOW | {"stats": stats("Recorder", interval_seconds=0.02)}
+    extra |= {"engine": {"resume": "off"}}
+    config = scripted_config(scripted, extra)
+    async with AsyncLLM(config=config, restart="on_failure") as llm:
+        stream = llm.generate("x", SLOWLY, request_id="lost")
+        await anext(stream)
+        os.kill(llm.engines.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            await last(stream)
+        await until(finished, "a report of its end")
+        assert finished()[0][:2] == ("lost", "error")
+        assert num_running() == 0
+        assert (await last(llm.generate("say abc", GREEDY))).finished
+        assert finished()[1:] == [("0", "stop", 13)]
+        told = Recorder.calls.count("report")
+        await until(lambda: Recorder.calls.count("report") > told, "a report")
+        assert "close" not in Recorder.calls
+
+
+async def test_a_sink_may_end_an_engine_in_a_loop(scripted):
+    extra = {"stats": stats("Broken"), "plugins": {"on_error": {"broken": "engine"}}}
+    async with AsyncLLM(config=scripted_config(scripted, extra)) as llm:
+        message = None
+        while message is None:  # all outputs of the first ones may come before statistics do
+            try:
+                await last(llm.generate("say abc", ENDLESS))
+            except EngineDeadError as error:
+                message = str(error)
+        assert re.search("plugin 'broken' .*: record.. failed", message)
+        assert llm.errored
+
+
+async def test_closing_in_another_thread_closes_the_sinks_once(scripted):
+    extra = SLOW | {"stats": stats("Recorder", interval_seconds=0.01)}
+    llm = AsyncLLM(config=scripted_config(scripted, extra))
+    stream = llm.generate("x", SLOWLY)
+    await anext(stream)
+    closing = threading.Thread(target=llm.close)
+    closing.start()
+    with pytest.raises(EngineClosedError):
+        await last(stream)
+    await asyncio.to_thread(closing.join)
+    await stream.aclose()
+    assert [call for call in Recorder.calls if call == "close"] == ["close"]
+    assert Recorder.calls[-1] == "close"
+    assert [ended[:2] for ended in finished()] == [("0", "abort")]
 
 
 def test_a_sink_of_main_is_not_sent_to_the_engine_process(scripted, monkeypatch):

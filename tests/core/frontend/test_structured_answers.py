@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -46,15 +47,12 @@ def output_of(folder, reply, config, extras=None, prompt="go", **fields):
     model = write_scripted_model(
         folder, {prompt: reply}, special_tokens=sorted(special), max_position_embeddings=2048
     )
-    engine = scripted_engine(model, config)
-    try:
+    with contextlib.closing(scripted_engine(model, config)) as engine:
         params = SamplingParams(max_tokens=900, temperature=0.0, **fields)
         engine.add_request("r", prompt, params, extras or RequestExtras())
         found = []
         while engine.has_unfinished_requests():
             found += [c for output in engine.step() for c in output.outputs]
-    finally:
-        engine.close()
     return found[-1]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import re
 import time
@@ -12,16 +11,10 @@ import pytest
 from support.internals import client_of, core_of, engine_of, open_calls_of, output_processor_of
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
-from hardpoint.testing import scripted_config, scripted_engine
+from hardpoint.testing import scripted_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 MANY = SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=3)
-
-
-@pytest.fixture(scope="module")
-def llm(scripted):
-    with LLM(config=scripted_config(scripted)) as llm:
-        yield llm
 
 
 def test_one_tokenizer_for_all(llm):
@@ -52,8 +45,8 @@ def test_prompts_are_rendered_one_at_a_time(llm, monkeypatch):
     ]
 
 
-def test_registration_comes_before_sending(scripted):
-    engine = scripted_engine(scripted)
+def test_registration_comes_before_sending(open_engine):
+    engine = open_engine()
     client, known = engine.parts.client, output_processor_of(engine)
     add, sent = client.add_requests, []
 
@@ -64,25 +57,21 @@ def test_registration_comes_before_sending(scripted):
     client.add_requests = noted
     engine.add_request("r", "x", MANY)
     assert sent == [(index, True) for index in range(4)]
-    engine.close()
 
 
-def test_in_an_event_loop_too(scripted):
-    async def main():
-        async with AsyncLLM(config=scripted_config(scripted)) as llm:
-            client, known = client_of(llm), output_processor_of(engine_of(llm))
-            offer, sent = client.offer_requests, []
+async def test_in_an_event_loop_too(scripted):
+    async with AsyncLLM(config=scripted_config(scripted)) as llm:
+        client, known = client_of(llm), output_processor_of(engine_of(llm))
+        offer, sent = client.offer_requests, []
 
-            def noted(requests):
-                sent.extend((one.child_index, known.is_live(one.request_id)) for one in requests)
-                return offer(requests)
+        def noted(requests):
+            sent.extend((one.child_index, known.is_live(one.request_id)) for one in requests)
+            return offer(requests)
 
-            client.offer_requests = noted
-            outputs = [output async for output in llm.generate("x", MANY)]
-            assert outputs[-1].finished
-            assert sent == [(index, True) for index in range(4)]
-
-    asyncio.run(main())
+        client.offer_requests = noted
+        outputs = [output async for output in llm.generate("x", MANY)]
+        assert outputs[-1].finished
+        assert sent == [(index, True) for index in range(4)]
 
 
 def test_an_interrupt_while_prompts_are_added_leaves_none_behind(llm, monkeypatch):

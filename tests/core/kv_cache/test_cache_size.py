@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from hardpoint import ConfigError, EngineConfig, SamplingParams
+from hardpoint.configuration.loading import load_config
 from hardpoint.core.kv_cache import CacheSize, size_cache
-from hardpoint.host.registry.configuration import load_config
 from hardpoint.plugins import WorkerInfo
 from hardpoint.plugins.config_tables import KVCacheConfig, SchedulerConfig
 from hardpoint.testing import scripted_engine
@@ -118,8 +118,8 @@ def test_auto_counts_windows():
     assert size_cache(with_steps("auto", memory_bytes=700), 512, all_windows) == CacheSize(7, 96)
 
 
-def test_a_context_that_was_fitted_is_told_and_enforced(scripted):
-    engine = scripted_engine(scripted, {"max_model_len": "auto", "kv_cache": {"num_blocks": 3}})
+def test_a_context_that_was_fitted_is_told_and_enforced(open_engine):
+    engine = open_engine({"max_model_len": "auto", "kv_cache": {"num_blocks": 3}})
     assert engine.parts.config.max_model_len == 48
     assert engine.parts.config.kv_cache.num_blocks == 3
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -128,7 +128,6 @@ def test_a_context_that_was_fitted_is_told_and_enforced(scripted):
         outputs = engine.step()
     assert len(outputs[0].outputs[0].token_ids) == 28
     assert outputs[0].outputs[0].finish_reason == "length"
-    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -215,10 +216,8 @@ def waits_of_steps(folder, extra, jobs, device, **options):
 
     engine = scripted_engine(folder, {**settings(extra, **options), "device": "cuda"})
     device.waits.clear()
-    try:
+    with contextlib.closing(engine):
         results = run(engine, jobs, after_step)
-    finally:
-        engine.close()
     return steps, results
 
 

@@ -13,6 +13,7 @@ import torch
 from support.broken.loaders import CutsByItself, write
 from support.broken.quantizations import Right
 from support.builtins.model_harness import Runner, open_loader
+from support.samples import Sample
 
 from hardpoint import typed
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
@@ -74,10 +75,8 @@ class RowOps(TorchOps):
         return weight.clone()
 
 
-class SameLoader(DummyLoader):
+class SameLoader(Sample, DummyLoader, contract=1):
     """Random weights that may be kept."""
-
-    contract = 1
 
     def fingerprint(self):
         return "the same"
@@ -113,31 +112,23 @@ def load(loader, model):
 class Halved(CutsByItself):
     """Changes weights, of a loader that cuts by itself."""
 
-    contract = 1
-
     def weights(self, shapes):
         return ((name, weight / 2) for name, weight in super().weights(shapes))
 
 
-class Tripled(Wrapper[WeightLoader], WeightLoader):
+class Tripled(Sample, Wrapper[WeightLoader], WeightLoader, contract=1):
     """The same, of another loader."""
-
-    contract = 1
 
     def weights(self, shapes):
         return ((name, weight * 3) for name, weight in self.wrapped.weights(shapes))
 
 
-class Plain(Wrapper[WeightLoader], WeightLoader):
+class Plain(Sample, Wrapper[WeightLoader], WeightLoader, contract=1):
     """Does what another loader does."""
 
-    contract = 1
 
-
-class Both(Wrapper[WeightLoader], WeightLoader):
+class Both(Sample, Wrapper[WeightLoader], WeightLoader, contract=1):
     """Overrides both methods."""
-
-    contract = 1
 
     def weights(self, shapes):
         raise AssertionError("it is not called")

@@ -97,21 +97,19 @@ STACKS = {
 
 @pytest.mark.parametrize("extra", STACKS.values(), ids=STACKS)
 @pytest.mark.parametrize("per_step", [None, 2])
-def test_batched_equals_alone(scripted, expected, extra, per_step):
-    engine = scripted_engine(scripted, {**COMPACT, **extra})
+def test_batched_equals_alone(open_engine, expected, extra, per_step):
+    engine = open_engine({**COMPACT, **extra})
     assert run(engine, jobs(), per_step) == expected
-    engine.close()
 
 
 @pytest.mark.parametrize("stack", ["defaults", "preempting"])
-def test_drafts_change_nothing(scripted, expected, stack):
+def test_drafts_change_nothing(open_engine, expected, stack):
     config = {**COMPACT, **STACKS[stack]}
     drafts = drafting(jobs(), expected)
     config |= drafts | {"plugin": COMPACT["plugin"] | drafts["plugin"]}
-    engine = scripted_engine(scripted, config)
+    engine = open_engine(config)
     assert run(engine, jobs(), 2) == expected
     assert engine.call_utility("scheduler_stats").num_accepted_drafts > 100
-    engine.close()
 
 
 def test_in_a_process_of_its_own(scripted, expected):
@@ -124,11 +122,10 @@ def test_in_a_process_of_its_own(scripted, expected):
         assert tokens == [completion[1] for completion in expected[name][0]], name
 
 
-def test_requests_without_a_grammar_get_the_tokens_of_a_batch_without_any(scripted, expected):
-    engine = scripted_engine(scripted, COMPACT)
+def test_requests_without_a_grammar_get_the_tokens_of_a_batch_without_any(open_engine, expected):
+    engine = open_engine(COMPACT)
     free = run(engine, varied_jobs(COUNT))
     assert {name: expected[name] for name in free} == free
-    engine.close()
 
 
 def test_outputs_that_were_not_cut_are_of_their_grammar(scripted, expected):

@@ -46,31 +46,28 @@ STACKS = {
 
 @pytest.mark.parametrize("extra", STACKS.values(), ids=STACKS)
 @pytest.mark.parametrize("per_step", [None, 2])
-def test_batched_equals_alone(scripted, expected, extra, per_step):
-    engine = scripted_engine(scripted, extra)
+def test_batched_equals_alone(open_engine, expected, extra, per_step):
+    engine = open_engine(extra)
     assert run(engine, varied_jobs(COUNT), per_step) == expected
-    engine.close()
 
 
 @pytest.mark.parametrize(
     "stack",
     ["defaults", "chunks-of-16", "whole-prompts", "long-prefill-threshold", "three-at-once"],
 )
-def test_drafts_change_nothing(scripted, expected, stack):
+def test_drafts_change_nothing(open_engine, expected, stack):
     jobs = varied_jobs(COUNT)
-    engine = scripted_engine(scripted, {**STACKS[stack], **drafting(jobs, expected)})
+    engine = open_engine({**STACKS[stack], **drafting(jobs, expected)})
     assert run(engine, jobs, 2) == expected
     stats = engine.call_utility("scheduler_stats")
     assert stats.num_accepted_drafts > 0.4 * stats.num_drafts > 5 * COUNT
     assert stats.kv_cache_usage == 0
-    engine.close()
 
 
-def test_alone_with_drafts(scripted, expected):
+def test_alone_with_drafts(open_engine, expected):
     jobs = varied_jobs(COUNT)
-    engine = scripted_engine(scripted, drafting(jobs, expected, made_in="worker", right=0.5))
+    engine = open_engine(drafting(jobs, expected, made_in="worker", right=0.5))
     assert alone(engine, jobs) == expected
-    engine.close()
 
 
 def test_drafts_change_no_log_probability_of_a_prompt(scripted):
@@ -96,9 +93,9 @@ def test_drafts_change_no_log_probability_of_a_prompt(scripted):
         assert all(drafted[n].prompt_logprobs == plain[n].prompt_logprobs for n in plain)
 
 
-def test_prompts_that_begin_alike_share_blocks_and_tokens_stay(scripted, expected):
+def test_prompts_that_begin_alike_share_blocks_and_tokens_stay(open_engine, expected):
     """The second round finds the prompts of the first; a third one is salted."""
-    engine = scripted_engine(scripted, {"kv_cache": {"block_size": 4}})
+    engine = open_engine({"kv_cache": {"block_size": 4}})
     run(engine, varied_jobs(COUNT))
     first = engine.call_utility("scheduler_stats").prefix_cache
     assert run(engine, varied_jobs(COUNT), 3) == expected
@@ -109,13 +106,12 @@ def test_prompts_that_begin_alike_share_blocks_and_tokens_stay(scripted, expecte
     engine.step()
     own = sum(len(prompt) // 4 * 4 * 2 for _, prompt, params in varied_jobs(COUNT) if params.n == 3)
     assert engine.call_utility("scheduler_stats").prefix_cache.hit_tokens - second.hit_tokens <= own
-    engine.close()
 
 
-def test_preemption_really_happens(scripted):
+def test_preemption_really_happens(open_engine):
     """Guards the `preempting` case above: without preemption it would prove nothing."""
-    engine = scripted_engine(
-        scripted, {"max_model_len": 64, "kv_cache": {"block_size": 4, "memory_bytes": 4 * 8 * 16}}
+    engine = open_engine(
+        {"max_model_len": 64, "kv_cache": {"block_size": 4, "memory_bytes": 4 * 8 * 16}}
     )
     plans = []
     core = core_of(engine)
@@ -129,17 +125,15 @@ def test_preemption_really_happens(scripted):
     assert sum(len(plan.preempted_request_ids) for plan in plans) >= 2
     cache = core._scheduler.context.kv_cache
     assert cache.num_free_blocks == cache.num_blocks
-    engine.close()
 
 
-def test_same_seed_same_tokens_and_completions_differ(scripted):
-    engine = scripted_engine(scripted)
+def test_same_seed_same_tokens_and_completions_differ(open_engine):
+    engine = open_engine()
     params = SamplingParams(temperature=1.0, seed=11, n=4, max_tokens=12, **FINAL)
     first = run(engine, [("a", "hello", params)])["a"][0]
     second = run(engine, [("b", "hello", params)])["b"][0]
     assert first == second
     assert len({tuple(completion[1]) for completion in first}) == 4
-    engine.close()
 
 
 def test_unseeded_requests_differ_but_an_engine_seed_repeats_them(scripted):
@@ -154,14 +148,13 @@ def test_unseeded_requests_differ_but_an_engine_seed_repeats_them(scripted):
     assert runs[0]["a"] != runs[0]["b"]
 
 
-def test_logits_depend_on_the_whole_history(scripted):
+def test_logits_depend_on_the_whole_history(open_engine):
     """Changing one early token changes what follows: the scripted model reads its blocks."""
-    engine = scripted_engine(scripted)
+    engine = open_engine()
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **FINAL)
     results = run(engine, [("a", [1] * 40, params), ("b", [2] + [1] * 39, params)])
     assert results["a"] != results["b"]
     assert history_hash([1, 2]) != history_hash([2, 1])
-    engine.close()
 
 
 def test_fcfs_and_priority_order_admission(scripted):

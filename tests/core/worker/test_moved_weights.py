@@ -83,9 +83,9 @@ def test_a_worker_that_is_closed_while_it_sleeps_releases_it(scripted, releases)
     assert releases == [0]
 
 
-def test_a_worker_moves_them_at_level_1(scripted):
+def test_a_worker_moves_them_at_level_1(open_engine):
     """As on a GPU; here the scripted model is given weights to move."""
-    engine = scripted_engine(scripted)
+    engine = open_engine()
     core, worker = core_of(engine), worker_of(engine)
     weight = torch.arange(6.0)
     worker.movable_weights = {"weight": weight}
@@ -103,4 +103,3 @@ def test_a_worker_moves_them_at_level_1(scripted):
     engine.add_request("a", [1, 2], params)
     while engine.has_unfinished_requests():
         engine.step()
-    engine.close()

@@ -53,11 +53,10 @@ def test_it_has_the_threads_that_its_environment_names():
     assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
 
 
-def test_the_state_changes_the_text(scripted, expected):
-    engine = scripted_engine(scripted, ENABLE)
+def test_the_state_changes_the_text(open_engine, expected):
+    engine = open_engine(ENABLE)
     plain = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, **FINAL)
     assert run(engine, [("greedy", [1, 2, 3], plain)])["greedy"] != expected["greedy"]
-    engine.close()
 
 
 SMALL_POOL = {"kv_cache": {"block_size": 8, "num_blocks": 12}, "max_model_len": 64}
@@ -69,24 +68,22 @@ SMALL_POOL = {"kv_cache": {"block_size": 8, "num_blocks": 12}, "max_model_len": 
     ids=["one batch", "two batches"],
 )
 @pytest.mark.parametrize("pool", [{}, SMALL_POOL], ids=["room", "small pool"])
-def test_a_batch_equals_requests_alone(scripted, expected, extra, pool):
-    engine = scripted_engine(scripted, ENABLE | extra | pool)
+def test_a_batch_equals_requests_alone(open_engine, expected, extra, pool):
+    engine = open_engine(ENABLE | extra | pool)
     assert run(engine, JOBS, 1) == expected
     assert num_kept(engine) == 0
-    engine.close()
 
 
 @pytest.mark.parametrize("pool", [{}, SMALL_POOL], ids=["room", "small pool"])
-def test_drafts_change_nothing(scripted, pool):
+def test_drafts_change_nothing(open_engine, pool):
     follows = [f"{HERE}:Follows"]  # the other one supports no drafts
     jobs = [job for job in JOBS if job[0] != "both"]
-    engine = scripted_engine(scripted, {"plugins": {"enable": follows}})
+    engine = open_engine({"plugins": {"enable": follows}})
     expected = alone(engine, jobs)
     engine.close()
-    engine = scripted_engine(scripted, pool | drafting(jobs, expected, follows))
+    engine = open_engine(pool | drafting(jobs, expected, follows))
     assert run(engine, jobs, 1) == expected
     assert engine.call_utility("scheduler_stats").num_accepted_drafts > 20
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -95,8 +92,8 @@ def test_drafts_change_nothing(scripted, pool):
     [({}, 1), ({"executor": {"use": f"{HERE}:TwoBatches"}}, 3)],
     ids=["one batch", "two batches"],
 )
-def test_preemption_at_every_token_changes_nothing(scripted, expected, extra, period):
-    engine = scripted_engine(scripted, ENABLE | extra)
+def test_preemption_at_every_token_changes_nothing(open_engine, expected, extra, period):
+    engine = open_engine(ENABLE | extra)
     finals = {}
     for request_id, prompt, settings in JOBS:
         engine.add_request(request_id, prompt, settings)
@@ -106,35 +103,31 @@ def test_preemption_at_every_token_changes_nothing(scripted, expected, extra, pe
         if next(steps) % period == 0:
             engine.call_utility("reset_prefix_cache", True)
     assert {name: [summary(final)] for name, final in finals.items()} == expected
-    engine.close()
 
 
-def test_a_fault_of_another_plugin_is_isolated_and_tokens_are_observed_once(scripted, expected):
+def test_a_fault_of_another_plugin_is_isolated_and_tokens_are_observed_once(open_engine, expected):
     enable = [*ENABLE["plugins"]["enable"], "support.plugins.faulty:Dense"]
-    engine = scripted_engine(scripted, {"plugins": {"enable": enable}})
+    engine = open_engine({"plugins": {"enable": enable}})
     faulty = params(plugin_args={"dense": {"how": "raise"}})
     finals = run_all(engine, [("guilty", [9], faulty), *JOBS])
     assert finals.pop("guilty").outputs[0].finish_reason == "error"
     assert {name: [summary(final)] for name, final in finals.items()} == expected
-    engine.close()
 
 
-def test_in_a_process_of_its_own(scripted, expected):
-    engine = scripted_engine(scripted, ENABLE | SMALL_POOL | {"engine": {"in_process": False}})
+def test_in_a_process_of_its_own(open_engine, expected):
+    engine = open_engine(ENABLE | SMALL_POOL | {"engine": {"in_process": False}})
     assert run(engine, JOBS) == expected
-    engine.close()
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_during_a_pause_changes_nothing(scripted, expected, level):
-    engine = scripted_engine(scripted, ENABLE)
+def test_sleep_during_a_pause_changes_nothing(open_engine, expected, level):
+    engine = open_engine(ENABLE)
     engine.add_request(*JOBS[0])
     for _ in range(7):
         engine.step()
     engine.call_utility("sleep", level, "keep")
     engine.call_utility("wake_up")
     assert [summary(run_all(engine, [])["greedy"])] == expected["greedy"]
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -145,8 +138,8 @@ def test_sleep_during_a_pause_changes_nothing(scripted, expected, level):
         ("type", "its observe failed: TypeError: expected a state of type State, got dict"),
     ],
 )
-def test_a_fault_ends_the_request_alone(scripted, expected, fail, words):
-    engine = scripted_engine(scripted, ENABLE)
+def test_a_fault_ends_the_request_alone(open_engine, expected, fail, words):
+    engine = open_engine(ENABLE)
     bad = ("bad", [9, 9], params(plugin_args={"follows": {"fail": fail, "after": 4}}))
     finals = run_all(engine, [*JOBS[:2], bad])
     (output,) = finals["bad"].outputs
@@ -154,11 +147,10 @@ def test_a_fault_ends_the_request_alone(scripted, expected, fail, words):
     assert output.error.startswith(f"plugin 'follows' ({HERE}:Follows)")
     assert words in output.error
     assert [summary(finals["seeded"])] == expected["seeded"]
-    engine.close()
 
 
-def test_aborted_requests_leave_nothing(scripted):
-    engine = scripted_engine(scripted, ENABLE)
+def test_aborted_requests_leave_nothing(open_engine):
+    engine = open_engine(ENABLE)
     for request_id, prompt, settings in JOBS:
         engine.add_request(request_id, prompt, settings)
     for _ in range(3):
@@ -169,7 +161,6 @@ def test_aborted_requests_leave_nothing(scripted):
     while engine.has_unfinished_requests():
         engine.step()
     assert num_kept(engine) == 0
-    engine.close()
 
 
 class Request:
@@ -270,15 +261,14 @@ def test_a_pipeline_that_is_too_deep_is_refused(scripted):
         scripted_engine(scripted, {"executor": {"use": f"{__name__}:Deep"}})
 
 
-def test_a_request_whose_id_has_just_ended_has_a_state_of_its_own(scripted, expected):
-    engine = scripted_engine(scripted, {**ENABLE, "engine": {"random_request_ids": False}})
+def test_a_request_whose_id_has_just_ended_has_a_state_of_its_own(open_engine, expected):
+    engine = open_engine({**ENABLE, "engine": {"random_request_ids": False}})
     (_, prompt, used) = JOBS[0]
     engine.add_request("greedy", prompt, used)
     engine.step()
     engine.abort_requests("greedy")  # the next plan reports the end, and has the other one
     assert run(engine, [("greedy", prompt, used)])["greedy"] == expected["greedy"]
     assert num_kept(engine) == 0
-    engine.close()
 
 
 def num_kept(engine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import msgspec
@@ -28,16 +29,16 @@ HERE = "support.plugins.faulty"
 NAN, INF = math.nan, math.inf
 
 
-def engine_with(scripted, *names, **extra):
+def engine_with(open_engine, *names, **extra):
     enable = [f"{HERE}:{name}" for name in names]
     extra.setdefault("plugins", {})["enable"] = enable
-    return scripted_engine(scripted, extra)
+    return open_engine(extra)
 
 
 @pytest.fixture(scope="module")
 def without(scripted):
     """Results of the 32 requests where no plugin is at fault."""
-    engine = engine_with(scripted, "Dense", "Sparse", "Whole")
+    engine = engine_with(functools.partial(scripted_engine, scripted), "Dense", "Sparse", "Whole")
     yield run(engine, jobs())
     engine.close()
 
@@ -58,18 +59,18 @@ def check(results, without, guilty, words, plugin):
     + [("sparse", how, words) for how, words in SPARSE_MESSAGES.items()],
 )
 @pytest.mark.parametrize("using", ["one", "half", "all"])
-def test_31_of_32_are_as_without_it(scripted, without, name, how, words, using):
+def test_31_of_32_are_as_without_it(open_engine, without, name, how, words, using):
     """The plugin used by one, by half, by all, with one guilty."""
-    check_one_guilty(scripted, without, name, how, words, using)
+    check_one_guilty(open_engine, without, name, how, words, using)
 
 
 @pytest.mark.parametrize(("how", "words"), LAYOUT_MESSAGES.items())
-def test_a_changed_layout_of_the_whole_batch_disturbs_nobody(scripted, without, how, words):
-    check_one_guilty(scripted, without, "dense", how, words, "all")
+def test_a_changed_layout_of_the_whole_batch_disturbs_nobody(open_engine, without, how, words):
+    check_one_guilty(open_engine, without, "dense", how, words, "all")
 
 
-def check_one_guilty(scripted, without, name, how, words, using):
-    engine = engine_with(scripted, "Dense", "Sparse", "Whole")
+def check_one_guilty(open_engine, without, name, how, words, using):
+    engine = engine_with(open_engine, "Dense", "Sparse", "Whole")
     users = {"one": (), "half": range(0, 32, 2), "all": range(32)}[using]
     finals = run_all(engine, jobs(using=users, guilty={6}, name=name, how=how))
     guilty = finals["r6"].outputs[0]
@@ -85,12 +86,11 @@ def check_one_guilty(scripted, without, name, how, words, using):
     assert engine.health().ok
     cache = scheduler_of(engine).context.kv_cache
     assert cache.num_free_blocks == cache.num_blocks
-    engine.close()
 
 
-def test_a_batch_level_fault_ends_all_of_its_users_and_nobody_else(scripted, without):
+def test_a_batch_level_fault_ends_all_of_its_users_and_nobody_else(open_engine, without):
     for how, ended in (("raise", {3, 6, 9}), ("nan", {6}), ("update", {3, 6, 9})):
-        engine = engine_with(scripted, "Dense", "Sparse", "Whole")
+        engine = engine_with(open_engine, "Dense", "Sparse", "Whole")
         work = jobs(using={3, 9}, guilty={6}, name="whole", how=how)
         finals = run_all(engine, work)
         for request_id, expected in without.items():
@@ -102,9 +102,9 @@ def test_a_batch_level_fault_ends_all_of_its_users_and_nobody_else(scripted, wit
         engine.close()
 
 
-def test_batch_level_books_follow_the_rows(scripted, without):
+def test_batch_level_books_follow_the_rows(open_engine, without):
     """Requests that join, leave and move: each gets its own treatment."""
-    engine = engine_with(scripted, "Dense", "Sparse", "Whole", scheduler={"max_num_seqs": 7})
+    engine = engine_with(open_engine, "Dense", "Sparse", "Whole", scheduler={"max_num_seqs": 7})
     work = jobs(guilty=set(range(1, 32, 3)), name="whole", how="bias")
     results = run(engine, work, per_step=2)
     for index in range(32):
@@ -113,11 +113,10 @@ def test_batch_level_books_follow_the_rows(scripted, without):
             assert found[1] == [70] * 12
         else:
             assert [results[f"r{index}"][0]] == without[f"r{index}"]
-    engine.close()
 
 
-def test_a_request_refused_in_prepare_disturbs_nobody(scripted):
-    engine = engine_with(scripted, "Dense")
+def test_a_request_refused_in_prepare_disturbs_nobody(open_engine):
+    engine = engine_with(open_engine, "Dense")
     for how, words in (
         ("refuse", "plugin_args.dense: not this one"),
         ("prepare", "its prepare failed: KeyError: 'prepare'"),
@@ -126,11 +125,10 @@ def test_a_request_refused_in_prepare_disturbs_nobody(scripted):
             engine.add_request("r", "x", SamplingParams(plugin_args={"dense": {"how": how}}))
         assert words in str(error.value)
     assert not engine.has_unfinished_requests()
-    engine.close()
 
 
-def test_quarantine_by_distinct_requests(scripted):
-    engine = engine_with(scripted, "Dense", plugins={"quarantine_after": 2})
+def test_quarantine_by_distinct_requests(open_engine):
+    engine = engine_with(open_engine, "Dense", plugins={"quarantine_after": 2})
     bad = SamplingParams(n=3, plugin_args={"dense": {"how": "nan"}}, seed=1)
     run(engine, [("first", "x", bad)])  # three completions of one request count once
     assert engine.health().faults == {"dense": 1}
@@ -145,11 +143,10 @@ def test_quarantine_by_distinct_requests(scripted):
         "plugin_args.dense: the plugin is quarantined, for it ended 2 requests; the first: plugin"
     )
     assert run(engine, [("fourth", "say abc", SamplingParams(temperature=0.0))])
-    engine.close()
 
 
-def test_a_built_in_is_never_quarantined(scripted):
-    engine = scripted_engine(scripted, {"plugins": {"quarantine_after": 1}})
+def test_a_built_in_is_never_quarantined(open_engine):
+    engine = open_engine({"plugins": {"quarantine_after": 1}})
     (token,) = engine.parts.tokenizer.encode("F")
     clash = SamplingParams(allowed_token_ids=[token], bad_words=["FF"], temperature=0.0)
     final = run_all(engine, [("r", "x", clash)])["r"].outputs[0]
@@ -157,11 +154,10 @@ def test_a_built_in_is_never_quarantined(scripted):
     assert "it left no token to choose, after" in final.error
     assert engine.health().faults
     assert engine.health().ok
-    engine.close()
 
 
-def test_on_error_engine_ends_the_engine_and_names_the_plugin(scripted):
-    engine = engine_with(scripted, "Dense", plugins={"on_error": {"dense": "engine"}})
+def test_on_error_engine_ends_the_engine_and_names_the_plugin(open_engine):
+    engine = engine_with(open_engine, "Dense", plugins={"on_error": {"dense": "engine"}})
     engine.add_request("other", "x", SamplingParams())
     engine.add_request("r", "x", SamplingParams(plugin_args={"dense": {"how": "raise"}}))
     with pytest.raises(PluginFaultError, match=r"plugin 'dense'.*its apply failed"):
@@ -179,8 +175,8 @@ def test_a_faulty_sampler_ends_the_engine(scripted):
         engine.step()
 
 
-def test_nan_from_the_model_names_the_model(scripted):
-    engine = scripted_engine(scripted)
+def test_nan_from_the_model_names_the_model(open_engine):
+    engine = open_engine()
     model = worker_of(engine).runner.model
     original = model.compute_logits
     model.compute_logits = lambda hidden: original(hidden) * NAN
@@ -190,12 +186,11 @@ def test_nan_from_the_model_names_the_model(scripted):
         "the model gave logits that are NaN, infinite or all -inf",
     )
     assert engine.health().faults == {}
-    engine.close()
 
 
-def test_device_state_is_kept_moved_and_contained(scripted):
+def test_device_state_is_kept_moved_and_contained(open_engine):
     """Each token at most twice, however rows move; a fault ends the guilty alone."""
-    engine = engine_with(scripted, "OnDevice", scheduler={"max_num_seqs": 5})
+    engine = engine_with(open_engine, "OnDevice", scheduler={"max_num_seqs": 5})
 
     def work(fail=()):
         for index in range(12):
@@ -219,18 +214,16 @@ def test_device_state_is_kept_moved_and_contained(scripted):
     for request_id, expected in together.items():
         if request_id != "r4":
             assert [summary(finals[request_id])] == expected
-    engine.close()
 
 
-def test_the_meter_counts_steps_rows_and_time(scripted):
-    engine = engine_with(scripted, "Dense")
+def test_the_meter_counts_steps_rows_and_time(open_engine):
+    engine = engine_with(open_engine, "Dense")
     run(engine, jobs(count=4, using={0, 1}))
     meter = engine.call_utility("plugin_meters")["dense"]
     assert meter.steps == 12
     assert meter.rows == 24
     assert 0 < meter.seconds < 5
     assert engine.call_utility("plugin_meters")["min_p"].steps == 0
-    engine.close()
 
 
 def test_processed_logprobs_on_request(scripted):
@@ -263,27 +256,26 @@ def test_edits_keep_only_and_set():
     assert logits[:2].tolist() == [[0] * 4] * 2
 
 
-def test_on_error_for_a_plugin_that_is_not_on(scripted):
+def test_on_error_for_a_plugin_that_is_not_on(open_engine):
     with pytest.raises(
         ConfigError, match=r"plugins.on_error.dens: no plugin 'dens' is enabled whose"
     ):
-        engine_with(scripted, "Dense", plugins={"on_error": {"dens": "engine"}})
+        engine_with(open_engine, "Dense", plugins={"on_error": {"dens": "engine"}})
 
 
-def test_a_wish_that_raises_refuses_the_request_and_names_the_plugin(scripted, monkeypatch):
+def test_a_wish_that_raises_refuses_the_request_and_names_the_plugin(open_engine, monkeypatch):
     def uses(cls, params):
         raise LookupError("cannot tell")
 
     monkeypatch.setattr(Dense, "uses", classmethod(lambda cls, params: False))
-    engine = engine_with(scripted, "Dense")
+    engine = engine_with(open_engine, "Dense")
     monkeypatch.setattr(Dense, "uses", classmethod(uses))
     with pytest.raises(RequestError, match=r"plugin 'dense'.*its uses failed: LookupError: cannot"):
         engine.add_request("r", "x", SamplingParams())
-    engine.close()
 
 
-def test_of_several_batch_level_processors_the_guilty_is_named(scripted, without):
-    engine = engine_with(scripted, "Dense", "Sparse", "Whole", "Indifferent")
+def test_of_several_batch_level_processors_the_guilty_is_named(open_engine, without):
+    engine = engine_with(open_engine, "Dense", "Sparse", "Whole", "Indifferent")
     finals = run_all(engine, jobs(guilty={6}, name="whole", how="nan"))
     assert "plugin 'whole'" in finals["r6"].outputs[0].error
     assert "its apply failed: it made logits NaN" in finals["r6"].outputs[0].error
@@ -291,24 +283,22 @@ def test_of_several_batch_level_processors_the_guilty_is_named(scripted, without
     for request_id, expected in without.items():
         if request_id != "r6":
             assert [summary(finals[request_id])] == expected
-    engine.close()
 
 
-def test_lost_books_are_opened_again(scripted, without):
+def test_lost_books_are_opened_again(open_engine, without):
     """A batch-level processor whose update_state failed serves the next requests."""
-    engine = engine_with(scripted, "Whole", plugins={"quarantine_after": 0})
+    engine = engine_with(open_engine, "Whole", plugins={"quarantine_after": 0})
     work = jobs(count=8, guilty={2}, using={5}, name="whole", how="update")
     finals = run_all(engine, work[:3])
     assert "its update_state failed: RuntimeError: broken books" in finals["r2"].outputs[0].error
     results = run(engine, jobs(count=8, guilty={1, 4}, name="whole", how="bias"), per_step=1)
     assert results["r1"][0][0][1] == results["r4"][0][0][1] == [70] * 12
     assert results["r3"] == without["r3"]
-    engine.close()
 
 
-def test_bystanders_with_different_arguments_keep_their_own(scripted):
+def test_bystanders_with_different_arguments_keep_their_own(open_engine):
     """A step that is run again row by row must not mix up what processors remember of rows."""
-    engine = engine_with(scripted, "Dense")
+    engine = engine_with(open_engine, "Dense")
 
     def work(how):
         for index in range(6):
@@ -330,7 +320,6 @@ def test_bystanders_with_different_arguments_keep_their_own(scripted):
         assert finals["r2"].outputs[0].finish_reason == "error"
         for index in (0, 1, 3, 4, 5):
             assert finals[f"r{index}"].outputs[0].token_ids == [70 + index] * 6
-    engine.close()
 
 
 def test_a_sampler_that_returns_something_else_is_named(scripted):
@@ -340,7 +329,9 @@ def test_a_sampler_that_returns_something_else_is_named(scripted):
         engine.step()
 
 
-def test_16_bit_logits_are_kept_in_float32_and_computed_again_after_a_fault(scripted, monkeypatch):
+def test_16_bit_logits_are_kept_in_float32_and_computed_again_after_a_fault(
+    open_engine, monkeypatch
+):
     """The memory that steps share is not that in which the others' logits are computed again."""
     compute_logits = ScriptedModel.compute_logits
     pointers = set()
@@ -358,7 +349,7 @@ def test_16_bit_logits_are_kept_in_float32_and_computed_again_after_a_fault(scri
         )
         for how in ("", "raise", "nan"):
             pointers.clear()
-            engine = engine_with(scripted, "Dense")
+            engine = engine_with(open_engine, "Dense")
             finals = run_all(engine, jobs(using=range(8), guilty={6}, how=how))
             engine.close()
             results.append({name: summary(final) for name, final in finals.items()})

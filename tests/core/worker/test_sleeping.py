@@ -42,8 +42,8 @@ def wanted(scripted):
 
 class TestMemory:
     @pytest.mark.parametrize("level", [1, 2])
-    def test_requests_go_on_after_a_sleep_with_the_same_tokens(self, scripted, wanted, level):
-        engine = scripted_engine(scripted)
+    def test_requests_go_on_after_a_sleep_with_the_same_tokens(self, open_engine, wanted, level):
+        engine = open_engine()
         core = core_of(engine)
         add_jobs(engine)
         for _ in range(5):
@@ -52,10 +52,9 @@ class TestMemory:
         assert not core.has_requests()
         core.wake_up()
         assert finish(engine) == wanted
-        engine.close()
 
-    def test_level_1_gives_the_cache_back_and_level_2_the_model_too(self, scripted):
-        engine = scripted_engine(scripted)
+    def test_level_1_gives_the_cache_back_and_level_2_the_model_too(self, open_engine):
+        engine = open_engine()
         core, worker = core_of(engine), worker_of(engine)
         model = worker.runner.model
         core.sleep(1).result(0)
@@ -68,10 +67,9 @@ class TestMemory:
             worker.runner  # noqa: B018 - asking is the test
         core.wake_up()
         assert worker.runner.model is not model
-        engine.close()
 
-    def test_after_level_2_weights_come_first(self, scripted, wanted):
-        engine = scripted_engine(scripted)
+    def test_after_level_2_weights_come_first(self, open_engine, wanted):
+        engine = open_engine()
         core = core_of(engine)
         core.sleep(2).result(0)
         with pytest.raises(HardpointError, match="tags: expected weights before kv_cache"):
@@ -81,17 +79,15 @@ class TestMemory:
         core.wake_up(["kv_cache"])
         add_jobs(engine)
         assert finish(engine) == wanted
-        engine.close()
 
-    def test_an_engine_that_sleeps_can_be_closed(self, scripted):
-        engine = scripted_engine(scripted)
+    def test_an_engine_that_sleeps_can_be_closed(self, open_engine):
+        engine = open_engine()
         core_of(engine).sleep(2).result(0)
-        engine.close()
 
     @pytest.mark.parametrize("ends", ["aborted", "late"])
-    def test_a_request_may_end_while_only_the_weights_are_awake(self, scripted, ends):
+    def test_a_request_may_end_while_only_the_weights_are_awake(self, open_engine, ends):
         clock = ScriptedClock()
-        engine = scripted_engine(scripted, clock=clock)
+        engine = open_engine(clock=clock)
         core = core_of(engine)
         engine.add_request("a", [1] * 9, GREEDY, RequestExtras(timeout=5.0))
         engine.add_request("b", [2] * 9, GREEDY)
@@ -106,23 +102,21 @@ class TestMemory:
         core.wake_up()
         assert len(finish(engine)["b"]) == 20
         assert engine.call_utility("scheduler_stats").kv_cache_usage == 0
-        engine.close()
 
 
 class TestRefusals:
-    def test_profiles_need_a_folder(self, scripted):
-        engine = scripted_engine(scripted)
+    def test_profiles_need_a_folder(self, open_engine):
+        engine = open_engine()
         core = core_of(engine)
         with pytest.raises(ConfigError, match="^engine.profile_dir: expected a folder to write"):
             core.start_profile()
         with pytest.raises(HardpointError, match="no profile is being recorded"):
             core.stop_profile()
-        engine.close()
 
 
-def test_a_profile_shows_what_ran(scripted, tmp_path):
+def test_a_profile_shows_what_ran(open_engine, tmp_path):
     folder = tmp_path / "profiles"
-    engine = scripted_engine(scripted, {"engine": {"profile_dir": str(folder)}})
+    engine = open_engine({"engine": {"profile_dir": str(folder)}})
     core = core_of(engine)
     core.start_profile()
     with pytest.raises(HardpointError, match="a profile is being recorded"):
@@ -132,7 +126,6 @@ def test_a_profile_shows_what_ran(scripted, tmp_path):
     assert Path(path).parent == folder
     names = {event.get("name", "") for event in json.loads(Path(path).read_text())["traceEvents"]}
     assert any(name.startswith("aten::") for name in names)
-    engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 
 import pytest
@@ -33,14 +34,12 @@ def record_until_it_raises(folder, path, **engine) -> None:
     opened = open_recorded(scripted_config(folder, config))
     for number in range(6):
         opened.add_request(f"r{number}", [number] * 20, PARAMS)
-    try:
+    with contextlib.closing(opened):
         for _ in range(150):  # which a ring has no room for
             opened.abort_requests(opened.add_request("short", [7] * 100, PARAMS))
             opened.step()
         while opened.has_unfinished_requests():
             opened.step()
-    finally:
-        opened.close()
 
 
 @pytest.fixture(scope="module")

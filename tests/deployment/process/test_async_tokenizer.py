@@ -28,28 +28,22 @@ class Waits:
         return [len(text)]
 
 
-def test_what_is_begun_ends_and_no_more_begins_once_it_is_closed():
-    async def main():
-        waits = Waits()
-        tokenizer = AsyncTokenizer(waits)
-        assert await tokenizer.encode("short") == [5]
-        one = asyncio.create_task(tokenizer.encode(LONG))
-        await asyncio.to_thread(waits.begun.wait, PATIENCE_S)
-        await asyncio.to_thread(tokenizer.close)
-        waits.may_end.set()
-        assert await one == [3000]
-        for text in (LONG, "short"):
-            with pytest.raises(EngineClosedError, match="^the engine is closed$"):
-                await tokenizer.encode(text)
-
-    asyncio.run(main())
+async def test_what_is_begun_ends_and_no_more_begins_once_it_is_closed():
+    waits = Waits()
+    tokenizer = AsyncTokenizer(waits)
+    assert await tokenizer.encode("short") == [5]
+    one = asyncio.create_task(tokenizer.encode(LONG))
+    await asyncio.to_thread(waits.begun.wait, PATIENCE_S)
+    await asyncio.to_thread(tokenizer.close)
+    waits.may_end.set()
+    assert await one == [3000]
+    for text in (LONG, "short"):
+        with pytest.raises(EngineClosedError, match="^the engine is closed$"):
+            await tokenizer.encode(text)
 
 
-def test_one_that_never_had_a_thread_begins_none():
-    async def main():
-        tokenizer = AsyncTokenizer(Waits())
-        tokenizer.close()
-        with pytest.raises(EngineClosedError):
-            await tokenizer.encode(LONG)
-
-    asyncio.run(main())
+async def test_one_that_never_had_a_thread_begins_none():
+    tokenizer = AsyncTokenizer(Waits())
+    tokenizer.close()
+    with pytest.raises(EngineClosedError):
+        await tokenizer.encode(LONG)

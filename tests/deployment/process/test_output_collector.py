@@ -154,16 +154,13 @@ class TestErrors:
             collector.get_nowait()
         assert collector.get_nowait() is None
 
-    def test_whoever_waits_gets_it(self):
-        async def main():
-            collector = RequestOutputCollector(DELTA)
-            waiting = asyncio.create_task(collector.get())
-            await asyncio.sleep(0)
-            collector.put(ValueError("broken"))
-            with pytest.raises(ValueError, match="broken"):
-                await asyncio.wait_for(waiting, PATIENCE_S)
-
-        asyncio.run(main())
+    async def test_whoever_waits_gets_it(self):
+        collector = RequestOutputCollector(DELTA)
+        waiting = asyncio.create_task(collector.get())
+        await asyncio.sleep(0)
+        collector.put(ValueError("broken"))
+        with pytest.raises(ValueError, match="broken"):
+            await asyncio.wait_for(waiting, PATIENCE_S)
 
 
 class TestWaiting:
@@ -187,17 +184,14 @@ class TestWaiting:
 
         asyncio.run(main())
 
-    def test_get_clears_the_slot(self):
-        async def main():
-            collector = RequestOutputCollector(CUMULATIVE)
-            collector.put(output(completion()))
-            await collector.get()
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(collector.get(), 0.01)
-            collector.put(output(completion(text="later")))
-            assert (await collector.get()).outputs[0].text == "later"
-
-        asyncio.run(main())
+    async def test_get_clears_the_slot(self):
+        collector = RequestOutputCollector(CUMULATIVE)
+        collector.put(output(completion()))
+        await collector.get()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(collector.get(), 0.01)
+        collector.put(output(completion(text="later")))
+        assert (await collector.get()).outputs[0].text == "later"
 
 
 Step = st.one_of(

@@ -19,7 +19,7 @@ from support.waiting import wait_until
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.command_plugins import collect_commands
-from hardpoint.host.registry.configuration import config_from
+from hardpoint.configuration.loading import config_from
 from hardpoint.testing import scripted_config, write_scripted_model
 
 pytestmark = pytest.mark.nightly

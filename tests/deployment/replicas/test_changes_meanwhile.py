@@ -30,7 +30,7 @@ class Owner:
         self.parts = EngineParts(
             config=start.config, config_sources=start.config_sources,
             plugins=resolve_plugins(start.config, start.config_sources), hooks=None,
-            model_config=None, tokenizer=None, parsers=None, client=group, supported_tasks=(),
+            model_config=None, tokenizer=None, client=group, supported_tasks=(),
             components=(), clock=time.monotonic,
         )  # fmt: skip
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import stat
+import threading
 import time
 from types import SimpleNamespace
 
@@ -25,7 +27,15 @@ from hardpoint.process.protocol import EngineCoreReadyResponse, RequestType
 from hardpoint.replicas.remote import admission, listener
 from hardpoint.replicas.remote.address import check_address, check_joining
 from hardpoint.replicas.remote.comparison import check_manifest, hello_of, processor
-from hardpoint.replicas.remote.messages import WINDOW, MessageKind, ProcessEnd, Window, encode
+from hardpoint.replicas.remote.joined_host import JoinedHost
+from hardpoint.replicas.remote.messages import (
+    WINDOW,
+    MessageKind,
+    ProcessEnd,
+    RemoteFailure,
+    Window,
+    encode,
+)
 from hardpoint.toolkit.curve_keys import client_keys, make_client, revoke_client
 
 # Engines that tests play send no heartbeats.
@@ -315,6 +325,102 @@ def test_reports_and_activity_are_those_of_the_engine(head):
     assert peer.get(MessageKind.KILL)
 
 
+def test_reports_without_end_stop_no_other_engine(head):
+    """Each one wrote a byte for the client to read, until the listener waited for room."""
+    place, other = head.host(0), head.host(1)
+    peer, good = head.peer(), head.peer()
+    peer.join(rank=0)
+    place.joined()
+    for _ in range(2000):
+        peer.send(MessageKind.REPORT, packed(["ModelError", "no weights", []]))
+    good.join(rank=1)
+    other.joined()
+    assert place.failure() == "no weights"
+    assert peer.get(MessageKind.GONE)[1] == peer.session
+
+
+def test_notices_that_are_not_read_do_not_block():
+    host = JoinedHost(lambda *_: None, 0, "tcp://a:1", 1.0)
+    for _ in range(2000):
+        host.failed(RemoteFailure(kind="ModelError", message="x", notes=[]))
+    assert str(host.failure()) == "x"
+    host.release()
+
+
+def test_texts_of_an_engine_are_one_line_of_the_log(head, caplog):
+    caplog.set_level(logging.INFO, "hardpoint")
+    place, peer = head.host(), head.peer()
+    wait_until(lambda: peer.hello(host="a\nb" + "h" * 1000) is None, PATIENCE_S, "the place")
+    peer.send(MessageKind.DECLINED, packed("no\nINFO forged \x1b[31m"))
+    other = head.peer()
+    wait_until(lambda: other.hello(host="a\nb") is None, PATIENCE_S, "the place")
+    other.send(MessageKind.STARTED, packed(1))
+    place.joined()
+    assert "\\x1b[31m" in caplog.text
+    other.send(MessageKind.REPORT, packed(["ModelError", "no\nweights" + "x" * 5000, ["n\n\x1b"]]))
+    failure = place.failure()
+    assert failure.startswith("no\\nweights")
+    assert len(failure) < 2100
+    assert place.host.failure().__notes__ == ["n\n\\x1b"]
+    for record in caplog.records:
+        assert record.getMessage().isprintable()
+        assert len(record.getMessage()) < 2200
+
+
+def zmtp(frames, *, more):
+    """Return frames of ZMTP, the last of which may promise another one."""
+    data = b""
+    for index, frame in enumerate(frames):
+        flags = int(more or index + 1 < len(frames)) | 2
+        data += bytes([flags]) + len(frame).to_bytes(8, "big") + frame
+    return data
+
+
+def zmtp_connection(head):
+    """Return a TCP connection that has done the handshake of a DEALER without keys."""
+    host, _, port = head.address.removeprefix("tcp://").rpartition(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.settimeout(PATIENCE_S)
+    connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\0" + b"NULL".ljust(52, b"\0"))
+    ready = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+    connection.sendall(bytes([4, len(ready)]) + ready)
+    received = b""
+    while b"READY" not in received:  # the head takes no message before it has sent this
+        received += connection.recv(4096)
+    return connection
+
+
+def send_often(connection, frames):
+    for _ in range(200):
+        connection.sendall(frames)
+        threading.Event().wait(0.01)
+
+
+@pytest.mark.parametrize("size", [0, 1 << 16])
+def test_a_message_without_an_end_is_cut(head, size, monkeypatch, caplog):
+    """libzmq keeps its frames, each of 64 bytes at least, until the last one comes."""
+    monkeypatch.setattr(admission, "_LOG_INTERVAL_S", 0.0)
+    connection = zmtp_connection(head)
+    frames = zmtp([bytes(size)], more=True) * max((1 << 20) // (size + 9), 1)
+    with pytest.raises((ConnectionResetError, BrokenPipeError)):  # else it ends with 200 MiB
+        send_often(connection, frames)
+    connection.close()
+    wait_until(lambda: "a message without an end" in caplog.text, PATIENCE_S, "the log")
+    place, peer = head.host(), head.peer()
+    peer.join()
+    place.joined()
+
+
+def test_whole_messages_without_end_are_not_cut(head):
+    connection = zmtp_connection(head)
+    for _ in range(20):
+        connection.sendall(zmtp([b"?", b"", bytes(1 << 20)], more=False))
+    place, peer = head.host(), head.peer()
+    peer.join()
+    place.joined()
+    connection.close()
+
+
 def test_waiting_has_a_limit_and_an_end(head):
     place = head.host(0, limit_s=0.2)
     place.returned()
@@ -503,8 +609,9 @@ def test_a_port_that_the_system_chooses_is_named(scripted, tmp_path, caplog, hos
     parallel = ParallelConfig(
         data=1, local=0, join_address=f"tcp://{host}:0", join_address_file=str(file)
     )
-    hosts = listener.JoinedHosts(EngineConfig(model=str(scripted), parallel=parallel), Local())
-    try:
+    with contextlib.closing(
+        listener.JoinedHosts(EngineConfig(model=str(scripted), parallel=parallel), Local())
+    ) as hosts:
         name, _, port = hosts.join_address.removeprefix("tcp://").rpartition(":")
         assert int(port) > 0
         assert file.read_text() == f"{hosts.join_address}\n"
@@ -514,8 +621,6 @@ def test_a_port_that_the_system_chooses_is_named(scripted, tmp_path, caplog, hos
         assert f"{host}:0" not in caplog.text
         with socket.create_connection((name, int(port)), timeout=PATIENCE_S):
             pass
-    finally:
-        hosts.close()
     assert not file.exists()  # nobody may join any more
 
 

@@ -6,6 +6,7 @@ import pytest
 import zmq
 
 from hardpoint.host.system.encoding import WireError
+from hardpoint.replicas.remote import pieces as pieces_module
 from hardpoint.replicas.remote.pieces import PIECE_BYTES, Pieces, split
 
 
@@ -23,6 +24,17 @@ def test_no_frame_is_longer_than_a_head_accepts():
     longest = []
     split([zmq.Frame(bytes(5 * PIECE_BYTES))], lambda _, part: longest.append(len(part)))
     assert max(longest) <= PIECE_BYTES
+
+
+def test_what_a_message_of_many_frames_has_in_whole_frames_is_bounded(monkeypatch):
+    """A head cuts a connection that sends too much before a message is whole."""
+    monkeypatch.setattr(pieces_module, "_MOST_WHOLE_BYTES", 4 << 16)
+    sent = [bytes(2 << 16)] * 10
+    pieces = Pieces()
+    frames = split([zmq.Frame(data) for data in sent], lambda at, part: pieces.add(at, bytes(part)))
+    assert sum(map(len, map(bytes, frames))) == 4 << 16
+    received = pieces.join([zmq.Frame(bytes(frame)) for frame in frames])
+    assert [frame.bytes for frame in received] == sent
 
 
 @pytest.mark.parametrize(("index", "piece"), [(b"", b"x"), (b"\0\0\0", b"x"), (b"\0\0", b"")])

@@ -104,41 +104,38 @@ def step(action, number, origin=None):
     return Notice(CHANGE, [action, number, value])
 
 
-def test_a_worker_reads_on_while_it_prepares_and_takes_part_in_one_change(caplog):
-    async def main():
-        engine, client = Engine(), Client()
-        following = asyncio.create_task(Worker(engine, client).follow())
+async def test_a_worker_reads_on_while_it_prepares_and_takes_part_in_one_change(caplog):
+    engine, client = Engine(), Client()
+    following = asyncio.create_task(Worker(engine, client).follow())
 
-        async def tell(*notices):
-            await until(lambda: client.waiting, "the reader")
-            client.send(*notices)
-            await until(lambda: client.waiting, "the reader again")
-
-        await tell(step("prepare", 1, "slow"))
-        await tell(step("prepare", 2, "early"))
-        await until(lambda: client.answers, "the answer to the second")
-        ((method, number, kind, text),) = client.answers
-        assert (method, number, kind) == ("change_state", 2, "BusyError")
-        assert "another live change is under way" in text
-        await tell(step("undo", 2))  # in which it takes no part
-        assert engine.finished == []
-        await tell(step("undo", 1))
-        assert engine.finished == ["undo"]
-        engine.goes_on.set()
-        await tell(step("prepare", 3, "next"))
-        await until(lambda: ("change_state", 3, None, "") in client.answers, "the third")
-        await tell(step("commit", 3), step("keep", 3))
-        assert engine.finished == ["undo", "commit", "keep"]
-        await tell(step("prepare", 4, "refused"), step("prepare", 5, "after"))
-        await until(lambda: len(client.answers) >= 5, "the others")
-        assert [one[1] for one in client.answers if one[3] == "not here"] == [4]
-        await tell(step("undo", 4), step("prepare", 6, "last"))
-        await until(lambda: ("change_state", 6, None, "") in client.answers, "the last")
-        await tell(step("commit", 6))
-        assert "notice 'change' of the engines' owner: it cannot be committed" in caplog.text
-        assert not following.done()
+    async def tell(*notices):
         await until(lambda: client.waiting, "the reader")
-        client.waiting.pop().set_exception(HardpointError("it has ended"))
-        await following
+        client.send(*notices)
+        await until(lambda: client.waiting, "the reader again")
 
-    asyncio.run(main())
+    await tell(step("prepare", 1, "slow"))
+    await tell(step("prepare", 2, "early"))
+    await until(lambda: client.answers, "the answer to the second")
+    ((method, number, kind, text),) = client.answers
+    assert (method, number, kind) == ("change_state", 2, "BusyError")
+    assert "another live change is under way" in text
+    await tell(step("undo", 2))  # in which it takes no part
+    assert engine.finished == []
+    await tell(step("undo", 1))
+    assert engine.finished == ["undo"]
+    engine.goes_on.set()
+    await tell(step("prepare", 3, "next"))
+    await until(lambda: ("change_state", 3, None, "") in client.answers, "the third")
+    await tell(step("commit", 3), step("keep", 3))
+    assert engine.finished == ["undo", "commit", "keep"]
+    await tell(step("prepare", 4, "refused"), step("prepare", 5, "after"))
+    await until(lambda: len(client.answers) >= 5, "the others")
+    assert [one[1] for one in client.answers if one[3] == "not here"] == [4]
+    await tell(step("undo", 4), step("prepare", 6, "last"))
+    await until(lambda: ("change_state", 6, None, "") in client.answers, "the last")
+    await tell(step("commit", 6))
+    assert "notice 'change' of the engines' owner: it cannot be committed" in caplog.text
+    assert not following.done()
+    await until(lambda: client.waiting, "the reader")
+    client.waiting.pop().set_exception(HardpointError("it has ended"))
+    await following

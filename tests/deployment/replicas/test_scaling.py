@@ -184,6 +184,5 @@ def test_what_has_not_ended_in_time_goes_on_elsewhere(world):
     assert world.tokens("r1") == [8]
     world.leaving[-1](1)  # it is not there any more
     world.leaving[-1](0)
-    wait_until(lambda: world.received, what="the end of all")
-    assert isinstance(world.received[-1], EngineDeadError)
+    wait_until(lambda: isinstance(world.received[-1], EngineDeadError), what="the end of all")
     assert str(world.received[-1]) == "engine 0 was ended where it runs"

@@ -11,7 +11,7 @@ from support.waiting import wait_until
 
 from hardpoint.errors import EngineDeadError, EngineFaultError
 from hardpoint.host.boundary.activity import PluginCall, Snapshot
-from hardpoint.host.system.process.arrivals import Arrivals, count_arrivals
+from hardpoint.host.system.arrivals import Arrivals, count_arrivals
 from hardpoint.plugins.parallel import Placement
 
 IN_SLOW = PluginCall("logits_processors", "slow", "plugin 'slow' (acme:Slow)", "apply")

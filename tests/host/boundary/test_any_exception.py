@@ -22,9 +22,9 @@ GREEDY = {"temperature": 0.0, "max_tokens": 8, **FINAL}
 TEXT = " abc abc"
 
 
-def engine_with(scripted, *enable, **config):
+def engine_with(open_engine, *enable, **config):
     enable = [f"{HERE}:{name}" for name in enable]
-    return scripted_engine(scripted, {"plugins": {"enable": enable}, **config})
+    return open_engine({"plugins": {"enable": enable}, **config})
 
 
 def request(request_id, **fields):
@@ -32,41 +32,39 @@ def request(request_id, **fields):
 
 
 @pytest.mark.parametrize("where", ["start", "advance", "apply", "update_state"])
-def test_a_panic_in_a_logits_processor_ends_its_request(scripted, where):
-    engine = engine_with(scripted, "Logits", "Whole")
+def test_a_panic_in_a_logits_processor_ends_its_request(open_engine, where):
+    engine = engine_with(open_engine, "Logits", "Whole")
     name = "whole" if where == "update_state" else "logits"
     used = request("bad", plugin_args={name: {"where": where}})
     finals = run_all(engine, [used, request("good")])
     assert f"its {where} failed: PanicException: index" in finals["bad"].outputs[0].error
     assert finals["good"].outputs[0].text == TEXT
-    engine.close()
 
 
 @pytest.mark.parametrize("process", [{}, {"in_process": False}], ids=["here", "own process"])
-def test_a_failed_device_state_is_named_at_the_start(scripted, process):
+def test_a_failed_device_state_is_named_at_the_start(open_engine, process):
     with pytest.raises(PluginError, match=r"'no_state' .*its device_state failed: PanicExc"):
-        engine_with(scripted, "NoState", engine=process)
+        engine_with(open_engine, "NoState", engine=process)
 
 
-def test_a_failed_close_is_named_and_the_others_are_closed(scripted):
-    engine = engine_with(scripted, "NoClose", "Closes")
+def test_a_failed_close_is_named_and_the_others_are_closed(open_engine):
+    engine = engine_with(open_engine, "NoClose", "Closes")
     with pytest.raises(PluginError, match=r"'no_close' .*its close failed: PanicException: index"):
         engine.close()
     assert raising.CLOSED.pop() == "closes"
 
 
 @pytest.mark.parametrize("where", ["Arguments", "prepare"])
-def test_a_panic_of_the_frontends_part_refuses_the_request(scripted, where):
-    engine = engine_with(scripted, "Logits")
+def test_a_panic_of_the_frontends_part_refuses_the_request(open_engine, where):
+    engine = engine_with(open_engine, "Logits")
     with pytest.raises(RequestError, match=rf"'logits'.*its {where} failed: PanicException: ind"):
         engine.add_request(*request("bad", plugin_args={"logits": {"where": where}}))
     assert run_all(engine, [request("good")])["good"].outputs[0].text == TEXT
-    engine.close()
 
 
-def test_panics_of_scope_step_are_counted(scripted):
+def test_panics_of_scope_step_are_counted(open_engine):
     engine = engine_with(
-        scripted,
+        open_engine,
         "Hooks",
         max_model_len=64,
         scheduler={"policy": f"{HERE}:Policy"},
@@ -88,11 +86,11 @@ def test_panics_of_scope_step_are_counted(scripted):
     assert all("PanicException: index out of bounds" in f.message for f in fallbacks.values())
 
 
-def test_a_panic_at_the_start_names_the_plugin(scripted, tmp_path, monkeypatch):
+def test_a_panic_at_the_start_names_the_plugin(scripted, open_engine, tmp_path, monkeypatch):
     with pytest.raises(PluginLoadError, match=r"'unbuildable'.*constructor failed: PanicExcept"):
-        engine_with(scripted, "Unbuildable")
+        engine_with(open_engine, "Unbuildable")
     with pytest.raises(PluginError, match=r"'started'.*engine_started failed: PanicException"):
-        engine_with(scripted, "Started")
+        engine_with(open_engine, "Started")
     (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(PluginLoadError, match=r"'x'.*its import failed: SystemExit: 0"):
@@ -106,11 +104,11 @@ def test_a_command_that_panics_is_named(folder):
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), PanicException("boom"), GeneratorExit()])
-def test_what_ends_the_engine_names_the_plugin(scripted, monkeypatch, error):
+def test_what_ends_the_engine_names_the_plugin(open_engine, monkeypatch, error):
     def broken(self, batch):
         raise error
 
-    engine = engine_with(scripted)
+    engine = engine_with(open_engine)
     model = sys.modules["hardpoint.testing.scripted"].ScriptedModel
     monkeypatch.setattr(model, "forward", broken)
     engine.add_request(*request("a"))
@@ -140,34 +138,32 @@ def interrupting(kind):
 
 
 @pytest.mark.parametrize("kind", ["signal", "cleaned up"])
-def test_the_users_interrupt_passes_through_a_plugin(scripted, monkeypatch, kind):
+def test_the_users_interrupt_passes_through_a_plugin(open_engine, monkeypatch, kind):
     monkeypatch.setattr(f"{HERE}.Logits.apply", interrupting(kind))
-    engine = engine_with(scripted, "Logits")
+    engine = engine_with(open_engine, "Logits")
     engine.add_request(*request("a", plugin_args={"logits": {"where": ""}}))
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert run_all(engine, [request("good")])["good"].outputs[0].text == TEXT
     assert engine.health().faults == {}
-    engine.close()
 
 
-def test_an_interrupt_that_a_plugin_makes_up_is_its_fault(scripted, monkeypatch):
+def test_an_interrupt_that_a_plugin_makes_up_is_its_fault(open_engine, monkeypatch):
     monkeypatch.setattr(f"{HERE}.Logits.apply", interrupting("pretended"))
-    engine = engine_with(scripted, "Logits")
+    engine = engine_with(open_engine, "Logits")
     finals = run_all(
         engine, [request("bad", plugin_args={"logits": {"where": ""}}), request("good")]
     )
     assert "its apply failed: KeyboardInterrupt" in finals["bad"].outputs[0].error
     assert finals["good"].outputs[0].text == TEXT
-    engine.close()
 
 
-def test_what_the_programs_own_signal_handler_raises_passes(scripted, monkeypatch):
+def test_what_the_programs_own_signal_handler_raises_passes(open_engine, monkeypatch):
     def leave(*_):
         raise SystemExit("terminated")
 
     monkeypatch.setattr(f"{HERE}.Logits.apply", lambda *_: signal.raise_signal(signal.SIGTERM))
-    engine = engine_with(scripted, "Logits")
+    engine = engine_with(open_engine, "Logits")
     engine.add_request(*request("a", plugin_args={"logits": {"where": ""}}))
     before = signal.signal(signal.SIGTERM, leave)
     try:
@@ -175,7 +171,6 @@ def test_what_the_programs_own_signal_handler_raises_passes(scripted, monkeypatc
             engine.step()
     finally:
         signal.signal(signal.SIGTERM, before)
-    engine.close()
 
 
 # What plugins do besides raising
@@ -227,18 +222,17 @@ class Awaits:
         pass
 
 
-def test_policies_that_change_or_answer_what_they_should_not_are_counted(scripted):
+def test_policies_that_change_or_answer_what_they_should_not_are_counted(open_engine):
     config = {
         "scheduler": {"policy": f"{__name__}:OddPolicy"},
         "kv_cache": {"num_blocks": 4, "eviction": f"{__name__}:Grabs"},
         "max_model_len": 64,
     }
-    engine = scripted_engine(scripted, config)
+    engine = open_engine(config)
     for times in range(4):
         long = ("long", [times] * 40, SamplingParams(**GREEDY))
         assert run_all(engine, [long])["long"].outputs[0].error is None
     assert set(engine.health().fallbacks) == {"odd_policy", "grabs"}
-    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -97,24 +97,22 @@ def test_a_sampler_that_chooses_no_token_of_the_vocabulary_is_named(scripted, to
     assert f"sampler 'outside': expected token ids in 0..256, got {token}" in str(error)
 
 
-def test_an_exception_without_a_text_is_contained(scripted):
+def test_an_exception_without_a_text_is_contained(open_engine):
     config = {
         "plugins": {"enable": [f"{__name__}:MuteLogits"]},
         "scheduler": {"policy": f"{__name__}:MutePolicy"},
     }
-    engine = scripted_engine(scripted, config)
+    engine = open_engine(config)
     bad = SamplingParams(max_tokens=8, plugin_args={"mute_logits": {"how": ""}}, **FINAL)
     finals = run_all(engine, [("bad", "say abc", bad), ("good", "say abc", GREEDY)])
     words = "failed: MuteError: (its __str__ raised RuntimeError)"
     assert words in finals["bad"].outputs[0].error
     assert finals["good"].outputs[0].text == " abc abc"
     assert words in engine.health().fallbacks["mute_policy"].message
-    engine.close()
 
 
-def test_a_refusal_without_a_text_refuses_all_the_same(scripted):
-    engine = scripted_engine(scripted, {"plugins": {"enable": [f"{__name__}:MuteLogits"]}})
+def test_a_refusal_without_a_text_refuses_all_the_same(open_engine):
+    engine = open_engine({"plugins": {"enable": [f"{__name__}:MuteLogits"]}})
     bad = SamplingParams(plugin_args={"mute_logits": {"how": "refuse"}})
     with pytest.raises(RequestError, match=r"mute_logits: \(its __str__ raised RuntimeError\)$"):
         engine.add_request("bad", "say abc", bad)
-    engine.close()

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.samples import Sample
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
@@ -37,9 +38,7 @@ def wrong(name: str, right: object) -> object:
     return right if value is None else value
 
 
-class Loader(DummyLoader):
-    contract = 1
-
+class Loader(Sample, DummyLoader, contract=1):
     def config(self):
         return wrong("config", super().config())
 
@@ -47,9 +46,7 @@ class Loader(DummyLoader):
         return wrong("weights", super().weights(shapes))
 
 
-class Model(ScriptedModel):
-    contract = 1
-
+class Model(Sample, ScriptedModel, contract=1):
     def weight_shapes(self):
         return wrong("weight_shapes", super().weight_shapes())
 
@@ -66,9 +63,7 @@ class Model(ScriptedModel):
         return wrong("compute_logits", super().compute_logits(hidden))
 
 
-class Attention(HistoryAttention):
-    contract = 1
-
+class Attention(Sample, HistoryAttention, contract=1):
     def bytes_per_block(self, spec):
         return wrong("bytes_per_block", super().bytes_per_block(spec))
 
@@ -182,7 +177,6 @@ def test_an_attention_backend_without_sinks_refuses_models_that_have_them(script
 class Attends(Model):
     """Calls attend as a test sets: layers, and the shape, dtype and device of q, k and v."""
 
-    contract = 1
     calls = ()
 
     def forward(self, batch):

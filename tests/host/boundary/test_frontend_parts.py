@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from support.samples import Sample
 
+from hardpoint.configuration.loading import config_from
 from hardpoint.errors import (
     HardpointError,
     PluginConflictError,
@@ -12,18 +14,22 @@ from hardpoint.errors import (
     RequestError,
 )
 from hardpoint.host.boundary.parts.frontend_parts import frontend_parts
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.plugin_set import resolve_plugins
-from hardpoint.plugins import EngineCoreRequest, FrontendHalf, SamplingParams, StepPart
+from hardpoint.plugins import (
+    CompletionOutput,
+    EngineCoreRequest,
+    FrontendHalf,
+    SamplingParams,
+    StepPart,
+)
+from hardpoint.plugins.step_part import OutputFormat, OutputReader
 from hardpoint.plugins.step_part.part import GivenPrompt
 
 DONE = []
 
 
-class Labels(StepPart):
+class Labels(Sample, StepPart, contract=1):
     """Appends its name to a tag of each request."""
-
-    contract = 1
 
     def frontend_half(self, context):
         return Half(self.name, context)
@@ -41,20 +47,15 @@ class Half(FrontendHalf):
 
 
 class First(Labels):
-    contract = 1
-    before = ("labels",)
+    before = ("labels", "for_tags")
 
 
-class OnlyInTheEngine(StepPart):
-    contract = 1
-
+class OnlyInTheEngine(Sample, StepPart, contract=1):
     def __init__(self, context):
         raise AssertionError("nothing of it is needed in the frontend")
 
 
 class Refusing(Labels):
-    contract = 1
-
     def frontend_half(self, context):
         return RefusingHalf(self.name, context)
 
@@ -65,8 +66,6 @@ class RefusingHalf(Half):
 
 
 class Failing(Labels):
-    contract = 1
-
     def frontend_half(self, context):
         return FailingHalf(self.name, context)
 
@@ -84,10 +83,25 @@ class FailingHalf(Half):
         return ["wrong"] if answer == "list" else {}[answer]
 
 
+class ForTags(Labels):
+    contract = 1
+
+    def frontend_half(self, context):
+        return ForTagsHalf(self.name, context)
+
+
+class ForTagsHalf(Half):
+    for_fields = ("tags",)
+
+    def reads_answer(self, request):
+        return True
+
+    def validate(self, request, answer):
+        return f"{request.tags['by']}: {answer}"
+
+
 class Asking(Labels):
     """Asks for a component in a wrong way."""
-
-    contract = 1
 
     def frontend_half(self, context):
         return AskingHalf(self.name, context)
@@ -105,8 +119,6 @@ class AskingHalf(Half):
 
 class Letters(Labels):
     """Reads prompts of letters, after one of any form."""
-
-    contract = 1
 
     def frontend_half(self, context):
         return LettersHalf(self.name, context)
@@ -132,22 +144,16 @@ class OtherLetters(Letters):
 
 
 class NoHalf(Labels):
-    contract = 1
-
     def frontend_half(self, context):
         return "half"
 
 
 class CannotStart(Labels):
-    contract = 1
-
     def frontend_half(self, context):
         raise OSError("no such file")
 
 
 class Placing(Labels):
-    contract = 1
-
     def frontend_half(self, context):
         return PlacingHalf(self.name, context)
 
@@ -162,8 +168,6 @@ class PlacingHalf(Half):
 
 
 class Reading(Placing):
-    contract = 1
-
     def frontend_half(self, context):
         return ReadingHalf(self.name, context)
 
@@ -200,6 +204,25 @@ def test_halves_complete_a_request_in_the_order_of_their_parts():
     DONE.clear()
     parts.close()
     assert sorted(DONE) == ["first", "labels"]
+
+
+def test_a_half_gets_requests_alone_that_set_a_field_which_it_declares():
+    parts, given = parts_of(ForTags), request()
+    parts.prepare(given, None)
+    assert given.tags == {}
+    assert parts.validator_of(given) is None
+    assert parts.validate(given, "a") is None
+    tagged = request(tags={"a": "b"})
+    parts.prepare(tagged, None)
+    assert tagged.tags["by"] == "for_tags."
+    assert parts.validator_of(tagged)
+    assert parts.validate(tagged, "a") == "for_tags.: a"
+
+
+def test_a_field_that_a_half_sets_selects_the_request_for_those_after_it():
+    parts, given = parts_of(ForTags, First), request()
+    parts.prepare(given, None)
+    assert given.tags == {"by": "first.for_tags."}
 
 
 def test_a_half_refuses_a_request_in_its_own_words():
@@ -329,3 +352,107 @@ def test_media_are_read_by_the_part_that_places_them():
 def test_a_part_that_reads_no_media_gets_them_as_they_were_given():
     parts = parts_of(Placing, disable=["encoders"])
     assert parts.read_media("image", [("x", "a"), ("y", b"b")]) == ["a", b"b"]
+
+
+class Shouting(OutputReader):
+    """Changes contents to capitals; its part marks them so."""
+
+    special = (7,)
+
+    def complete(self, completion, *, finished):
+        completion.content = completion.text.upper()
+
+
+class ShoutedFormat(OutputFormat):
+    def __init__(self, reader):
+        self.reader = reader
+
+    def open(self, request):
+        return self.reader() if callable(self.reader) else self.reader
+
+    def close(self):
+        DONE.append("format")
+
+
+class Shouts(Labels):
+    contract = 1
+    reader = Shouting
+
+    def frontend_half(self, context):
+        half = Half(self.name, context)
+        return type("ShoutsHalf", (Half,), {"output_format": self.made})(half.name, context)
+
+    def made(self, request, calls):
+        return ShoutedFormat(self.reader)
+
+
+class OpensText(Shouts):
+    contract = 1
+    reader = "text"
+
+
+class Mute(Shouting):
+    def complete(self, completion, *, finished):
+        raise OSError("lost it")
+
+    def result(self, output):
+        return "text"
+
+
+class Mutes(Shouts):
+    contract = 1
+    reader = Mute
+
+
+class MadeOfText(Shouts):
+    contract = 1
+
+    def made(self, request, calls):
+        return "text"
+
+
+def test_formats_are_closed_with_their_last_holder():
+    parts, shown = parts_of(Shouts), CompletionOutput(index=0, text="a", token_ids=[1])
+    formats = parts.output_formats(request(), None)
+    (reader,) = formats.hold().open(request())
+    reader.complete(shown, finished=True)
+    assert (shown.content, reader.special, reader.has_calls) == ("A", (7,), False)
+    formats.close()
+    assert "format" not in DONE
+    formats.close()
+    assert DONE.count("format") == 1
+    DONE.clear()
+
+
+def test_a_request_of_which_no_part_has_a_format_has_none():
+    parts = parts_of(Labels)
+    assert parts.output_formats(request(), None) is None
+
+
+def test_a_fault_of_a_format_refuses_the_request_and_names_the_part():
+    parts, faults = parts_of(MadeOfText), []
+    parts.report_to(lambda *fault: faults.append(fault))
+    with pytest.raises(RequestError, match=r"its output_format\(\) failed: TypeError: expected an"):
+        parts.output_formats(request(), None)
+    ((name, request_id, _),) = faults
+    assert (name, request_id) == ("made_of_text", "r")
+
+
+@pytest.mark.parametrize(
+    ("part", "call", "words"),
+    [
+        (OpensText, None, r"its open\(\) failed: TypeError: expected an OutputReader or None"),
+        (Mutes, "complete", r"its complete\(\) failed: OSError: lost it"),
+        (Mutes, "result", r"its result\(\) failed: TypeError: expected an output or None"),
+    ],
+)
+def test_a_fault_of_a_reader_names_its_part(part, call, words):
+    formats = parts_of(part).output_formats(request(), None)
+    shown = CompletionOutput(index=0, text="a", token_ids=[1])
+    with pytest.raises(PluginFaultError, match=words) as fault:  # noqa: PT012
+        (reader,) = formats.open(request())
+        if call == "complete":
+            reader.complete(shown, finished=True)
+        else:
+            reader.result(shown)
+    assert fault.value.plugin == {OpensText: "opens_text", Mutes: "mutes"}[part]

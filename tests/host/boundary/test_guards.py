@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.samples import Sample
 
 from hardpoint import RequestError, SamplingParams
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
@@ -164,10 +165,8 @@ def test_markers_are_asked_for_once():
         assert (mine.markers().start, mine.markers().end) == (((1,),), ((2,),))
 
 
-class Picky(TransformersTokenizer):
+class Picky(Sample, TransformersTokenizer, contract=1):
     """Fails for some texts, and for what comes after others."""
-
-    contract = 1
 
     def encode(self, text, **options):
         if "picky" in text:
@@ -215,17 +214,15 @@ STEP_WORDS = [
 ONCE = iter([True])
 
 
-class Lost(ThinkTags):
+class Lost(Sample, ThinkTags, contract=1):
     """Its markers are no token ids."""
-
-    contract = 1
 
     def markers(self):
         return ReasoningMarkers([[10**9]], [[1]])
 
 
-def test_a_prompt_that_it_cannot_encode_disturbs_nobody(scripted):
-    engine = scripted_engine(scripted, {"tokenizer": {"use": f"{HERE}:Picky"}})
+def test_a_prompt_that_it_cannot_encode_disturbs_nobody(open_engine):
+    engine = open_engine({"tokenizer": {"use": f"{HERE}:Picky"}})
     engine.add_request("fine", "say abc", GREEDY)
     words = "^plugin 'picky'.*: its encode failed: KeyError: 'so picky'$"
     with pytest.raises(PluginFaultError, match=words):
@@ -235,11 +232,10 @@ def test_a_prompt_that_it_cannot_encode_disturbs_nobody(scripted):
     while engine.has_unfinished_requests():
         outputs = engine.step()
     assert outputs[0].outputs[0].text == " abc a"
-    engine.close()
 
 
-def test_a_token_that_it_cannot_decode_ends_that_request_alone(scripted):
-    engine = scripted_engine(scripted, {"tokenizer": {"use": f"{HERE}:Picky"}})
+def test_a_token_that_it_cannot_decode_ends_that_request_alone(open_engine):
+    engine = open_engine({"tokenizer": {"use": f"{HERE}:Picky"}})
     engine.add_request("fine", "say abc", GREEDY)
     for number in range(len(WRONG_STEPS)):
         engine.add_request(str(number), [7, 7, number], GREEDY)
@@ -260,13 +256,10 @@ def test_a_token_that_it_cannot_decode_ends_that_request_alone(scripted):
     assert not errors
     health = engine.health()
     assert (health.faults, health.ok) == ({"picky": len(WRONG_STEPS)}, True)
-    engine.close()
 
 
-class OddSpecials(TransformersTokenizer):
+class OddSpecials(Sample, TransformersTokenizer, contract=1):
     """Its properties break the interface."""
-
-    contract = 1
 
     class Options(TransformersTokenizer.Options):
         wrong: str
@@ -349,15 +342,14 @@ def test_events_of_a_call_pass():
     assert state(returning(malformed)).feed("x") == malformed
 
 
-def test_a_reasoning_parser_without_markers_is_named(scripted):
+def test_a_reasoning_parser_without_markers_is_named(open_engine):
     extra = {
         "plugins": {"enable": [{"use": f"{HERE}:Lost", "name": "lost"}]},
         "reasoning": {"parser": "lost"},
     }
-    engine = scripted_engine(scripted, extra)
+    engine = open_engine(extra)
     words = r"^output parser 'lost': its markers returned 1000000000, expected token ids from 0"
     for fields in ({}, {"thinking_token_budget": 3}):
         with pytest.raises(RequestError, match=words):
             engine.add_request("r", "x", SamplingParams(**fields))
     assert not engine.has_unfinished_requests()
-    engine.close()

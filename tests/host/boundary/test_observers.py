@@ -101,10 +101,10 @@ def _no_calls():
     Log.calls.clear()
 
 
-def engine_with(scripted, *classes, **plugin_settings):
+def engine_with(open_engine, *classes, **plugin_settings):
     enable = [f"{__name__}:{cls.__name__}" for cls in classes]
     settings = {"plugins": {"enable": enable, **plugin_settings}}
-    return scripted_engine(scripted, settings)
+    return open_engine(settings)
 
 
 def run(engine, name="a"):
@@ -115,8 +115,8 @@ def run(engine, name="a"):
     return outputs
 
 
-def test_an_observer_sees_each_output_of_each_request(scripted):
-    engine = engine_with(scripted, Logging)
+def test_an_observer_sees_each_output_of_each_request(open_engine):
+    engine = engine_with(open_engine, Logging)
     run(engine)
     engine.close()
     steps = [["begin 1", f"update a {count}", "flush"] for count in (1, 2, 3)]
@@ -124,8 +124,8 @@ def test_an_observer_sees_each_output_of_each_request(scripted):
     assert [one for one in Log.calls if one != "report"] == ["add", *steps[0], *steps[1], *steps[2]]
 
 
-def test_closing_ends_the_requests_that_are_live(scripted):
-    engine = engine_with(scripted, Logging)
+def test_closing_ends_the_requests_that_are_live(open_engine):
+    engine = engine_with(open_engine, Logging)
     engine.add_request("a", {"prompt_token_ids": [5]}, PARAMS)
     engine.step()
     engine.close()
@@ -133,9 +133,9 @@ def test_closing_ends_the_requests_that_are_live(scripted):
 
 
 @pytest.mark.parametrize("method", ["add", "begin", "update", "end", "flush"])
-def test_a_fault_is_counted_and_no_request_has_it(scripted, monkeypatch, method):
+def test_a_fault_is_counted_and_no_request_has_it(open_engine, monkeypatch, method):
     monkeypatch.setattr(Broken, "failing", (method,))
-    engine = engine_with(scripted, Breaking, Logging)
+    engine = engine_with(open_engine, Breaking, Logging)
     outputs = run(engine)
     assert outputs[-1].finished
     assert outputs[-1].outputs[0].finish_reason == "length"
@@ -145,24 +145,23 @@ def test_a_fault_is_counted_and_no_request_has_it(scripted, monkeypatch, method)
     assert Log.calls.count("end a length") == 1 + (method not in ("add", "end"))
     if method == "add":  # nothing more of that request is observed
         assert Log.calls.count("update a 1") == 1
-    engine.close()
 
 
 @pytest.mark.parametrize("method", ["flush", "report"])
-def test_a_fault_of_a_component_may_end_the_engine(scripted, monkeypatch, method):
+def test_a_fault_of_a_component_may_end_the_engine(open_engine, monkeypatch, method):
     monkeypatch.setattr(Broken, "failing", (method,))
     monkeypatch.setattr(Broken, "error", PluginFaultError("plugin 'x': down"))
     monkeypatch.setattr(Broken, "interval_seconds", 0.0)
-    engine = engine_with(scripted, Breaking, Logging)
+    engine = engine_with(open_engine, Breaking, Logging)
     engine.add_request("a", {"prompt_token_ids": [5]}, PARAMS)
     with pytest.raises(EngineDeadError, match="plugin 'x': down"):
         engine.step()
     assert method in Log.calls  # the others were called, too
 
 
-def test_what_is_no_observer_is_refused(scripted):
+def test_what_is_no_observer_is_refused(open_engine):
     with pytest.raises(PluginFaultError, match="observer.*expected an OutputObserver or None"):
-        engine_with(scripted, Misleading)
+        engine_with(open_engine, Misleading)
 
 
 def test_statistics_without_a_part_that_gathers_them_are_refused(scripted):
@@ -171,12 +170,11 @@ def test_statistics_without_a_part_that_gathers_them_are_refused(scripted):
         scripted_engine(scripted, settings)
 
 
-def test_a_part_with_an_observer_cannot_be_changed_live(scripted):
-    engine = engine_with(scripted)
+def test_a_part_with_an_observer_cannot_be_changed_live(open_engine):
+    engine = engine_with(open_engine)
     use = f"{__name__}:Logging"
     with pytest.raises(ConfigError, match="has observer, which observes requests from their start"):
         engine.change(ChangeRequest.of("test", plugins={"enable": [use]}))
-    engine.close()
 
 
 class Changing(StepPart):
@@ -218,18 +216,16 @@ class RefusingHalf(FrontendHalf):
         raise ConfigError("this part stays as it is")
 
 
-def test_a_half_changes_what_it_drives(scripted):
+def test_a_half_changes_what_it_drives(open_engine):
     Changing.calls.clear()
-    engine = engine_with(scripted, Changing)
+    engine = engine_with(open_engine, Changing)
     engine.change(ChangeRequest.of("test", plugins={"disable": ["allowed_token_ids"]}))
     assert Changing.calls == [["bad_words"], "switch True", "close_old"]
-    engine.close()
 
 
-def test_a_half_that_refuses_a_change_undoes_those_of_others(scripted):
+def test_a_half_that_refuses_a_change_undoes_those_of_others(open_engine):
     Changing.calls.clear()
-    engine = engine_with(scripted, Changing, ChangedAfter)
+    engine = engine_with(open_engine, Changing, ChangedAfter)
     with pytest.raises(ConfigError, match="this part stays as it is"):
         engine.change(ChangeRequest.of("test", plugins={"disable": ["allowed_token_ids"]}))
     assert Changing.calls == [["bad_words"], "close_new"]
-    engine.close()

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from hardpoint.configuration.loading import config_from
 from hardpoint.host.boundary.plugin_health import PluginHealth
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.component.manifest import Manifest, PluginEntry

@@ -9,7 +9,6 @@ from support.fault_cases import jobs, run_all
 from hardpoint import RequestError, SamplingParams
 from hardpoint.errors import EngineFaultError
 from hardpoint.plugins import EngineCoreRequest
-from hardpoint.testing import scripted_engine
 
 HERE = "support.plugins.returning"
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -26,12 +25,12 @@ STEPS = {"scheduler": {"max_num_batched_tokens": 32}}
         ("early", "it returned a token, expected none before the whole prompt is computed"),
     ],
 )
-def test_what_differs_ends_that_request_alone(scripted, how, words):
+def test_what_differs_ends_that_request_alone(open_engine, how, words):
     work = [(name, prompt[:4], params) for name, prompt, params in jobs(6)]
-    engine = scripted_engine(scripted, STEPS)
+    engine = open_engine(STEPS)
     expected = run(engine, work)
     engine.close()
-    engine = scripted_engine(scripted, STEPS | {"executor": {"use": f"{HERE}:Returning"}})
+    engine = open_engine(STEPS | {"executor": {"use": f"{HERE}:Returning"}})
     finals = run_all(engine, [*work, (how, [3] * 80, PARAMS)])
     (guilty,) = finals.pop(how).outputs
     assert guilty.finish_reason == "error"
@@ -41,13 +40,12 @@ def test_what_differs_ends_that_request_alone(scripted, how, words):
     assert {name: [summary(final)] for name, final in finals.items()} == expected
     assert words in engine.health().fallbacks["executor"].message
     assert engine.health().ok
-    engine.close()
 
 
-def test_tokens_for_a_request_that_was_not_planned_end_it(scripted):
+def test_tokens_for_a_request_that_was_not_planned_end_it(open_engine):
     limits = {"max_num_seqs": 1, "policy": "priority"}
     executor = {"use": f"{HERE}:Returning"}
-    engine = scripted_engine(scripted, {"scheduler": limits, "executor": executor})
+    engine = open_engine({"scheduler": limits, "executor": executor})
     engine.add_request("foreign", [1, 2], PARAMS)
     engine.step()
     engine.call_utility("reset_prefix_cache", True)  # it is preempted, and another one goes first
@@ -60,17 +58,15 @@ def test_tokens_for_a_request_that_was_not_planned_end_it(scripted):
     assert "it returned tokens of a request that it was not to compute" in guilty.error
     assert "plugin 'returning'" in guilty.error
     assert finals["other"].outputs[0].finish_reason == "length"
-    engine.close()
 
 
-def test_what_is_no_result_ends_the_engine_in_words(scripted):
-    engine = scripted_engine(scripted, {"executor": {"use": f"{HERE}:NoResult"}})
+def test_what_is_no_result_ends_the_engine_in_words(open_engine):
+    engine = open_engine({"executor": {"use": f"{HERE}:NoResult"}})
     engine.add_request("r", [1, 2], PARAMS)
     with pytest.raises(EngineFaultError) as error:
         run_all(engine, [])
     assert "plugin 'no_result'" in str(error.value)
     assert "expected a ModelRunnerOutput for step 1, got dict" in str(error.value)
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -84,17 +80,15 @@ def test_what_is_no_result_ends_the_engine_in_words(scripted):
         ("scheduler", "Unknown", "plan of step 1 has request 'unknown' only in one of num_sched"),
     ],
 )
-def test_a_wrong_return_value_ends_the_engine_and_is_named(scripted, path, name, words):
-    engine = scripted_engine(scripted, {path: {"use": f"{HERE}:{name}"}})
+def test_a_wrong_return_value_ends_the_engine_and_is_named(open_engine, path, name, words):
+    engine = open_engine({path: {"use": f"{HERE}:{name}"}})
     engine.add_request("r", [1, 2], PARAMS)
     with pytest.raises(EngineFaultError, match=f"{HERE}:{name}.*{words}"):
         run_all(engine, [])
-    engine.close()
 
 
-def test_a_request_that_the_scheduler_does_not_add_is_refused(scripted):
-    engine = scripted_engine(scripted, {"scheduler": {"use": f"{HERE}:Ignoring"}})
+def test_a_request_that_the_scheduler_does_not_add_is_refused(open_engine):
+    engine = open_engine({"scheduler": {"use": f"{HERE}:Ignoring"}})
     with pytest.raises(RequestError, match="plugin 'ignoring'.*its add_request did not add"):
         engine.add_request("r", [1, 2], PARAMS)
     assert not engine.has_unfinished_requests()
-    engine.close()

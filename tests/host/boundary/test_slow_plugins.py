@@ -25,7 +25,6 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Source
 from hardpoint.replicas.restarts import RestartBudget
-from hardpoint.testing import scripted_engine
 from hardpoint.testing.scripted import ScriptedModel
 
 HERE = __name__
@@ -117,28 +116,25 @@ class QuickHook:
         pass
 
 
-def engine_with(scripted, *enable, slow_seconds=SECONDS * 0.8, **config):
+def engine_with(open_engine, *enable, slow_seconds=SECONDS * 0.8, **config):
     enabled = [f"{HERE}:{name}" for name in enable]
-    return scripted_engine(
-        scripted, {"plugins": {"enable": enabled, "slow_seconds": slow_seconds}, **config}
-    )
+    return open_engine({"plugins": {"enable": enabled, "slow_seconds": slow_seconds}, **config})
 
 
 @pytest.mark.parametrize("where", ["start", "advance", "apply"])
-def test_a_slow_logits_processor_is_named_in_health(scripted, where):
-    engine = engine_with(scripted, "Waits")
+def test_a_slow_logits_processor_is_named_in_health(open_engine, where):
+    engine = engine_with(open_engine, "Waits")
     used = SamplingParams(max_tokens=3, plugin_args={"waits": {"where": where}}, **FINAL)
     run_all(engine, [(f"r{index}", [index + 1], used) for index in range(3)])
     slow = engine.health().slow["waits"]
     assert slow.count == (1 if where == "start" else 3)
     assert slow.message.startswith("plugin 'waits'")
     assert "more than plugins.slow_seconds" in slow.message
-    engine.close()
 
 
-def test_slow_plugins_of_the_other_kinds_are_named_in_health(scripted):
+def test_slow_plugins_of_the_other_kinds_are_named_in_health(open_engine):
     engine = engine_with(
-        scripted,
+        open_engine,
         "WaitingHook",
         "QuickHook",
         max_model_len=64,
@@ -156,15 +152,16 @@ def test_slow_plugins_of_the_other_kinds_are_named_in_health(scripted):
     assert "plugin 'waiting_hook'" in slow["waiting_hook"].message
 
 
-def test_without_a_limit_nothing_is_slow(scripted):
-    engine = engine_with(scripted, "WaitingHook", slow_seconds=0)
+def test_without_a_limit_nothing_is_slow(open_engine):
+    engine = engine_with(open_engine, "WaitingHook", slow_seconds=0)
     run_all(engine, [("r", "x", GREEDY)])
     assert engine.health().slow == {}
-    engine.close()
 
 
-def test_an_engine_that_fails_in_this_process_names_the_requests_of_the_step(scripted, monkeypatch):
-    engine = engine_with(scripted, "Waits")
+def test_an_engine_that_fails_in_this_process_names_the_requests_of_the_step(
+    open_engine, monkeypatch
+):
+    engine = engine_with(open_engine, "Waits")
     used = SamplingParams(plugin_args={"waits": {"where": ""}})
     for request_id, params in (("a", used), ("b", GREEDY), ("c", used)):
         engine.add_request(request_id, "x", params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 
+import numpy as np
 import pytest
 from support.core.engine_harness import ScriptedPart
 
@@ -12,7 +13,12 @@ from hardpoint.host.boundary.activity import Activity, PluginCalls
 from hardpoint.host.boundary.faults import StepFaults
 from hardpoint.host.boundary.parts.bound_half import BoundPart, BoundWorkerHalf
 from hardpoint.host.boundary.parts.engine_halves import EngineHalves
-from hardpoint.host.boundary.parts.hooks import ENGINE_HOOKS, WORKER_HOOKS, required_members
+from hardpoint.host.boundary.parts.hooks import (
+    ENGINE_HOOKS,
+    FRONTEND_HOOKS,
+    WORKER_HOOKS,
+    required_members,
+)
 from hardpoint.host.boundary.parts.worker_parts import WorkerParts
 from hardpoint.plugins import (
     AdmissionGate,
@@ -20,7 +26,9 @@ from hardpoint.plugins import (
     DraftTokens,
     EngineCoreRequest,
     EngineHalf,
+    FrontendHalf,
     LayerWrapper,
+    LoRARequest,
     ModelRunnerOutput,
     PlanData,
     RequestFilter,
@@ -33,6 +41,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.requests.stats import PrefixCacheStats, SchedulerStats
+from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.plugins.worker_half import KVBlocks
 
 TABLES = {"engine": ENGINE_HOOKS, "worker": WORKER_HOOKS}
@@ -204,6 +213,117 @@ def test_a_worker_half_of_protocols_lacks_every_other_hook():
     parts.finished(["r"])
     parts.close()
     assert half.calls == []
+
+
+class Selected(RequestFilter, PlanData):
+    """Declares which requests use it, and calls nothing to find out."""
+
+    for_fields = ("features", "tags", "prompt_embeds", "priority")
+    for_parameters = ("structured", "temperature", "stop")
+
+    def __init__(self):
+        self.checked = []
+
+    def check(self, request):
+        self.checked.append(request.request_id)
+
+    def begin(self, plan):
+        return b""
+
+
+class TestDeclaredFields:
+    @pytest.mark.parametrize(
+        ("given", "is_selected"),
+        [
+            ({}, False),
+            ({"features": [], "tags": {}, "params": SamplingParams(stop=[])}, False),
+            ({"lora": LoRARequest("x", "/x"), "timeout": 1.0}, False),
+            ({"tags": {"a": "b"}}, True),
+            ({"prompt_embeds": np.zeros((2, 3), np.float32)}, True),
+            ({"priority": -1}, True),
+            ({"params": SamplingParams(temperature=0.0)}, True),
+            ({"params": SamplingParams(structured=StructuredOutputs(json={}))}, True),
+        ],
+    )
+    def test_a_request_that_sets_one_uses_the_part(self, given, is_selected):
+        half = Selected()
+        parts = EngineHalves([bound(half), bound(Steps())], 9)
+        given = {"params": SamplingParams(), **given}
+        parts.add(EngineCoreRequest(request_id="r", prompt_token_ids=[1], **given))
+        assert half.checked == ["r"] * is_selected
+        assert "part" in parts.begin(SchedulerOutput(num_scheduled_tokens={"r": 1}))
+        assert len(parts.of("r")) == 1 + is_selected
+
+    def test_nothing_of_the_half_is_called_for_another_request(self):
+        class Untouchable:
+            for_parameters = ("structured",)
+
+            def check(self, request):
+                raise AssertionError
+
+            gate = mask = result = begin = uses = ended = check
+
+        half = Untouchable()
+        del Untouchable.uses
+        parts = EngineHalves([bound(half)], 9)
+        parts.add(EngineCoreRequest(request_id="r", prompt_token_ids=[1], params=SamplingParams()))
+        plan = SchedulerOutput(num_scheduled_tokens={"r": 1})
+        assert (parts.begin(plan), parts.mask(plan), list(parts.of("r"))) == ({}, None, [])
+        assert parts.result(plan, ModelRunnerOutput()) == {}
+
+    def test_names_of_arguments_are_no_fields(self):
+        half = Selected()
+        parts = EngineHalves([bound(half)], 9)
+        request = EngineCoreRequest(
+            request_id="r",
+            prompt_token_ids=[1],
+            params=SamplingParams(),
+            plugin_args={"features": {}, "params.structured": {}},
+        )
+        parts.add(request)
+        assert half.checked == []
+
+    @pytest.mark.parametrize(
+        ("declared", "message"),
+        [
+            (
+                {"for_fields": ("feature",)},
+                r"has 'feature'; expected optional fields of "
+                r"EngineCoreRequest \(did you mean 'features'\?\)",
+            ),
+            (
+                {"for_parameters": ["structure"]},
+                r"whose for_parameters has 'structure'; expected "
+                r"optional fields of SamplingParams \(did you mean 'structured'\?\)",
+            ),
+            ({"for_fields": ("structured",)}, "whose for_fields has 'structured'; expected opt"),
+            ({"for_fields": ("request_id",)}, "for_fields has 'request_id'; expected optional"),
+            ({"for_fields": "features"}, "for_fields is 'features'; expected a tuple of optional"),
+            ({"for_parameters": 3}, "for_parameters is 3; expected a tuple of optional fields"),
+            ({"for_fields": (3,)}, "for_fields has 3; expected optional fields of EngineCoreReq"),
+        ],
+    )
+    @pytest.mark.parametrize("base", [object, EngineHalf, FrontendHalf])
+    def test_another_name_is_refused_with_the_nearest_one(self, declared, message, base):
+        half = type("Half", (base,), {**declared, "gate": lambda self, request: None})()
+        hooks = FRONTEND_HOOKS if base is FrontendHalf else ENGINE_HOOKS
+        assert re.search(message, hooks.defect(half))
+
+    @pytest.mark.parametrize("base", [object, RequestFilter, EngineHalf])
+    def test_a_half_that_declares_them_has_no_uses(self, base):
+        class Both(base):
+            for_fields = ("features",)
+
+            def uses(self, request):
+                return True
+
+        assert ENGINE_HOOKS.defect(Both()) == (
+            "gave a Both that has for_fields and uses(); expected one of them"
+        )
+
+    def test_a_declaration_alone_does_nothing(self):
+        half = type("Half", (), {"for_fields": ("features",)})()
+        assert "without a hook" in ENGINE_HOOKS.defect(half)
 
 
 class TestRefused:

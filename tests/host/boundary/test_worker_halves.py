@@ -10,15 +10,16 @@ from hardpoint.errors import ConfigError, PluginFaultError
 from hardpoint.host.boundary.activity import Activity, PluginCalls
 from hardpoint.host.boundary.parts.bound_half import BoundWorkerHalf
 from hardpoint.host.boundary.parts.worker_parts import WorkerParts
-from hardpoint.plugins import ForwardBatch, WorkerHalf
+from hardpoint.plugins import ForwardBatch, SchedulerOutput, WorkerHalf
 from hardpoint.plugins.component import Source
+from hardpoint.plugins.requests.plan import PartData
 from hardpoint.plugins.worker_half import ForwardStep
 
 
-def half_of(*, packs=False, **methods):
+def half_of(*, packs=False, only_users=False, **methods):
     """Return a half that has these methods, which get no `self`."""
     own = {name: lambda self, *given, call=call: call(*given) for name, call in methods.items()}
-    return type("Half", (WorkerHalf,), {**own, "packs": packs})()
+    return type("Half", (WorkerHalf,), {**own, "packs": packs, "only_users": only_users})()
 
 
 def parts_of(*halves):
@@ -28,6 +29,12 @@ def parts_of(*halves):
         part = ScriptedPart(source.name)
         bound.append(BoundWorkerHalf(part, half, PluginCalls(Activity(), "step_parts", source)))
     return WorkerParts(bound)
+
+
+def plan_of(*request_ids, **users):
+    """Return a plan with data of these parts, each used by some of the requests."""
+    data = {part: PartData(b"", ids) for part, ids in users.items()}
+    return SchedulerOutput(num_scheduled_tokens=dict.fromkeys(request_ids, 1), part_data=data)
 
 
 def fails(error=ValueError):
@@ -161,6 +168,17 @@ def test_a_half_that_fails_outside_of_a_step_is_named(error):
         parts.idle()
     with pytest.raises(expected, match="broken"):
         parts.finished({"r"})
+
+
+def test_a_half_of_its_users_alone_is_notified_of_their_ends_alone():
+    own, every, ends = [], [], {"a": {"x", "y"}, "b": {"x", "z"}, "c": {"z"}}
+    half = half_of(only_users=True, begin=lambda plan, data: None, finished=own.append)
+    parts = parts_of(half, half_of(finished=every.append))
+    parts.begin(plan_of("x", "z", part0=["x"]))
+    for ended in ends.values():
+        parts.finished(ended)
+    assert every == [*ends.values()]
+    assert own == [{"x"}]
 
 
 def test_halves_are_asked_once_for_what_they_have():

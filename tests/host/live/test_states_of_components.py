@@ -8,9 +8,9 @@ from support.plugins.changing_parts import FIRST, Mark
 from support.process.harness import process_config
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.configuration.loading import config_from
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.errors import ConfigError
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.replicas.choice import EngineChoice
 from hardpoint.testing import scripted_config

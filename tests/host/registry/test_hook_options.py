@@ -10,8 +10,8 @@ from msgspec import Meta
 from support.plugins.fake import Installed
 
 import hardpoint.plugins
+from hardpoint.configuration.catalog import Catalog
 from hardpoint.errors import ConfigError, PluginContractError, PluginLoadError
-from hardpoint.host.registry.catalog import Catalog
 from hardpoint.plugins import EngineConfig, HookContext, hookimpl
 from hardpoint.plugins.config import ConfigSources
 

@@ -11,9 +11,9 @@ from support.process.harness import process_config, scripted_config
 
 from hardpoint import LLM, EngineConfig, SamplingParams
 from hardpoint.builtin_plugins.server.config import ServerConfig
+from hardpoint.configuration.loading import config_from, load_config
 from hardpoint.core.build import log_opening
 from hardpoint.errors import ConfigError, PluginConflictError, PluginContractError
-from hardpoint.host.registry.configuration import config_from, load_config
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import hookimpl
 from hardpoint.testing import write_scripted_model

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from support.plugins.fake import Installed, component, on
 
+from hardpoint.configuration.handed_over import handed_over
 from hardpoint.errors import (
     ConfigError,
     PluginConflictError,
@@ -18,7 +19,6 @@ from hardpoint.errors import (
     PluginNotFoundError,
 )
 from hardpoint.host.registry.plugin_set import resolve_plugins
-from hardpoint.host.registry.references import handed_over
 from hardpoint.plugins import (
     EngineConfig,
     LogitsProcessor,
@@ -312,7 +312,7 @@ class TestHandedOver:
     def test_what_is_installed_keeps_its_name_and_distribution(self, installed, monkeypatch):
         module = installed.module("acme_pack", **vars(pack({"bias": Bias})))
         installed.offer("hooks/pack", module)
-        monkeypatch.setattr("hardpoint.host.registry.references.discover", lambda: installed.found)
+        monkeypatch.setattr("hardpoint.configuration.handed_over.discover", lambda: installed.found)
         plugins = resolved(installed, module)
         assert plugins.get("hooks", "pack").distribution == "acme-pack"
         assert plugins.get("logits_processors", "bias").distribution == "acme-pack"

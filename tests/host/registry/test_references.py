@@ -8,8 +8,8 @@ import math
 import pytest
 
 from hardpoint import LLM, ConfigError, SamplingParams
+from hardpoint.configuration.loading import config_from
 from hardpoint.errors import PluginContractError
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.references import with_references
 from hardpoint.plugins import EngineConfig, LogitsProcessor, Phase, SchedulingPolicy
 from hardpoint.plugins.config_tables import PluginsConfig, PluginUse, SchedulerConfig

@@ -113,26 +113,24 @@ class TestFaults:
         )
         assert str(error.value).endswith("KeyError: 'no race'")
 
-    def test_that_end_a_call(self, scripted, tmp_path):
+    def test_that_end_a_call(self, open_engine, tmp_path):
         config = logging_to(tmp_path / "log")
         config["plugin"]["logged_tokenizer"]["wraps"] = f"{HERE}:FailingTokenizer"
-        engine = scripted_engine(scripted, config)
+        engine = open_engine(config)
         with pytest.raises(PluginFaultError) as error:
             engine.add_request("r", "fail", GREEDY)
         assert str(error.value).startswith("plugin 'failing_tokenizer'")
         assert str(error.value).endswith(": its encode failed: KeyError: 'no such text'")
-        engine.close()
 
-    def test_that_are_counted(self, scripted):
+    def test_that_are_counted(self, open_engine):
         config = {"scheduler": {"policy": f"{HERE}:WrappedPolicy"}}
-        engine = scripted_engine(scripted, config)
+        engine = open_engine(config)
         run_all(engine, [("r", [1], GREEDY)])
         message = engine.health().fallbacks["wrapped_policy"].message
         assert message.startswith(f"plugin 'failing_policy' ({HERE}:FailingPolicy)")
         assert message.endswith(
             ": scheduled() failed, called by 'wrapped_policy': KeyError: 'no books'"
         )
-        engine.close()
 
     def test_of_a_constructor_close_what_was_built(self, scripted):
         wrapping.ClosedExecutor.closed = 0

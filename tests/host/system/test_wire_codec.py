@@ -229,6 +229,11 @@ def test_frames_can_be_copied():
     array[0] = 5
 
 
+@pytest.mark.parametrize("code", [TENSOR, ARRAY])
+def test_a_table_is_no_data_of_a_tensor(code):
+    assert refusal(extension(code, "<i4", [1], {})).startswith("message: tensor")
+
+
 def test_a_frame_that_lies_askew_is_copied():
     main, data = Encoder().encode(torch.arange(100))
     askew = memoryview(b"x" + bytes(data))[1:]
@@ -339,65 +344,3 @@ def test_no_state_stays_behind():
 
 class Frames(list):
     """A list that can be referred to weakly."""
-
-
-# Out of band
-
-
-class Shelf:
-    """Consumer and provider at once."""
-
-    def __init__(self, takes=lambda tensor: True):
-        self.calls, self.tensors, self.takes = [], {}, takes
-
-    def new_message(self):
-        self.calls.append("new")
-
-    def offer(self, tensor):
-        self.calls.append(tuple(tensor.shape))
-        if not self.takes(tensor):
-            return None
-        self.tensors[len(self.tensors)] = tensor
-        return {"place": len(self.tensors) - 1}
-
-    def fetch(self, dtype, shape, metadata):
-        return self.tensors[metadata["place"]]
-
-
-def test_out_of_band():
-    shelf = Shelf(takes=lambda tensor: tensor.ndim == 2)
-    encoder = Encoder(consumer=shelf)
-    taken, refused, small = torch.zeros(50, 2), torch.ones(70), torch.ones(2)
-    frames = encoder.encode([taken, refused, small])
-    assert len(frames) == 2
-    assert shelf.calls == ["new", (50, 2), (70,)]
-    encoder.encode_into("no tensor", bytearray())
-    assert shelf.calls[3:] == ["new"]
-    back = Decoder(provider=shelf).decode(frames)
-    assert back[0] is taken
-    same_tensor(back[1], refused)
-
-
-def test_out_of_band_without_a_provider():
-    frames = Encoder(consumer=Shelf()).encode({"x": torch.zeros(100)})
-    with pytest.raises(WireError, match=r"message\.x: .*this side has no provider"):
-        Decoder().decode(frames)
-
-
-def test_a_provider_that_fails_or_gives_something_else():
-    shelf = Shelf()
-    frames = Encoder(consumer=shelf).encode(torch.zeros(100))
-    shelf.tensors[0] = torch.zeros(99)
-    with pytest.raises(WireError, match=r"shape \[100\] from the provider .*got torch.float32 of"):
-        Decoder(provider=shelf).decode(frames)
-    shelf.tensors.clear()
-    with pytest.raises(WireError, match="the provider of out-of-band tensors failed: 0") as caught:
-        Decoder(provider=shelf).decode(frames)
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_out_of_band_metadata_of_an_array_or_unknown_dtype():
-    assert "got a table" in refusal(extension(ARRAY, "<i4", [1], {}), provider=Shelf())
-    for name in ("load", "Tensor", "nope"):
-        message = refusal(extension(TENSOR, name, [1], {}), provider=Shelf())
-        assert "the name of a torch dtype" in message

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import pytest
 
-from hardpoint.host.registry.adapters.moved import MOVED, MOVED_NAMES
+from hardpoint.old_names.modules import MOVED, MOVED_NAMES
 
 
 def public_names(path):

@@ -25,6 +25,7 @@ from hardpoint.builtin_plugins.step_parts.adapters.identity import content_hash,
 from hardpoint.builtin_plugins.step_parts.encoders import Encoders
 from hardpoint.builtin_plugins.step_parts.kv_canary import KVCanary
 from hardpoint.builtin_plugins.step_parts.kv_transfer import KVTransfer
+from hardpoint.builtin_plugins.step_parts.parsing import OutputParsing
 from hardpoint.builtin_plugins.step_parts.pooling import Pooling
 from hardpoint.builtin_plugins.step_parts.prompt_embeddings import PromptEmbeddings
 from hardpoint.builtin_plugins.step_parts.recording import RecordedSteps
@@ -244,6 +245,18 @@ class TestPooling(StepPartSuite):
 
 
 ROWS = np.arange(3 * 16, dtype=np.float32).reshape(3, 16)
+
+
+class TestOutputParsing(StepPartSuite):
+    examples = kit_examples()
+    part = OutputParsing
+    config = {"tools": {"parser": "hermes"}, "reasoning": {"parser": "think_tags"}}
+
+    def requests(self):
+        def named(parser):
+            return request([1, 2], SamplingParams(tool_parser=parser))
+
+        return st.sampled_from([None, "none", "hermes", "absent"]).map(named)
 
 
 class TestPromptEmbeddings(StepPartSuite):

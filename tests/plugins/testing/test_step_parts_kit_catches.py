@@ -73,6 +73,13 @@ STEP_PARTS = [
     (broken.ReadsByText, "frontend", "answers", "reads_answer.. returned 'yes', expected a bool"),
     (broken.FlawAsList, "frontend", "answers", r"validate.. returned \['wrong'\], expected text"),
     (broken.ValidateRaises, "frontend", "answers", "raised ValueError: no JSON"),
+    (broken.FormatAsText, "frontend", "formats", "output_format.. returned 'json', expected an"),
+    (broken.FormatRaises, "frontend", "formats", "output_format.. raised KeyError: 'format'"),
+    (broken.OpensDict, "frontend", "formats", r"open.. returned \{\}, expected an OutputReader"),
+    (broken.ReadsBytes, "frontend", "formats", "complete.. set content to b'.*', expected text"),
+    (broken.ReadsStop, "frontend", "formats", "complete.. raised AttributeError"),
+    (broken.ShowsNothing, "frontend", "formats", "result.. returned None, expected an output"),
+    (broken.ShowsText, "frontend", "formats", "result.. returned '.*', expected an output"),
     (broken.Good, "prompts", "prompts", r"prompt_keys are \(\), and the suite has 1 prompts"),
     (broken.ReadsIntoList, "prompts", "prompts", r"read_prompt.. returned \[97, 97, 97\]"),
     (broken.CutsNothing, "prompts", "prompts", r"cut\(2\) returned 3 ids"),
@@ -80,7 +87,7 @@ STEP_PARTS = [
     (broken.ReadsFieldsOfOthers, "prompts", "prompts", r"gave the fields \['resumable'\]"),
     (broken.RefusesWhatItReads, "prompts", "prompts", "prepare.. refused .*: not this one"),
     (broken.ReadPromptRaises, "prompts", "prompts", "raised KeyError: 'letter'"),
-    (broken.NoFrontendHalf, "frontend", "contract", r"returned \{\}, expected a FrontendHalf or"),
+    (broken.NoFrontendHalf, "frontend", "contract", r"gave \{\}, expected a FrontendHalf or"),
     (broken.Slow, "speed", "speed", "times as long for 8 requests, times_plain is"),
 ]
 

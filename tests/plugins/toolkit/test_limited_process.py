@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -65,22 +66,16 @@ def test_requests_are_answered_in_order(tmp_path):
 
 @pytest.mark.parametrize("request_", [b"memory", b"raise", b"x" * (1 << 20)])
 def test_what_ends_a_process_ends_no_other_request(tmp_path, request_):
-    made = process(tmp_path)
-    try:
+    with contextlib.closing(process(tmp_path)) as made:
         assert made.ask(b"a") == b"<aa"
         assert made.ask(request_) is None
         assert made.pid is None
         assert made.ask(b"a") == b"<aa"
-    finally:
-        made.close()
 
 
 def test_a_request_has_a_time(tmp_path):
-    made = process(tmp_path, seconds=0.2)
-    try:
+    with contextlib.closing(process(tmp_path, seconds=0.2)) as made:
         assert made.ask(b"sleep") is None
-    finally:
-        made.close()
 
 
 def test_one_that_is_closed_is_not_started_again_for_those_who_wait(tmp_path):

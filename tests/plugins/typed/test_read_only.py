@@ -27,19 +27,18 @@ def expected(scripted):
 
 
 @pytest.mark.parametrize("write", ["output", "status", "progress", "identity"])
-def test_a_policy_that_writes_disturbs_no_request(scripted, expected, write):
+def test_a_policy_that_writes_disturbs_no_request(open_engine, expected, write):
     config = {
         "scheduler": {"policy": f"{HERE}:WritingPolicy"},
         "plugin": {"writing_policy": {"write": write}},
     }
-    engine = scripted_engine(scripted, config)
+    engine = open_engine(config)
     assert run(engine, jobs(COUNT)) == expected
     fault = engine.health().fallbacks["writing_policy"]
     assert fault.count > COUNT
     assert "plugin 'writing_policy'" in fault.message
     assert "added() of request" in fault.message
     assert "read-only" in fault.message
-    engine.close()
 
 
 @pytest.mark.parametrize("write", POLICY_WRITES)
@@ -60,9 +59,9 @@ def test_no_part_of_a_request_can_be_written_by_a_policy(write):
     assert guard.victim([live], LOAD) is live
 
 
-def test_a_processor_that_writes_ends_its_own_request_alone(scripted, expected):
+def test_a_processor_that_writes_ends_its_own_request_alone(open_engine, expected):
     """One request per kind of write, among eight that do nothing of the sort."""
-    engine = scripted_engine(scripted, {"plugins": {"enable": [f"{HERE}:WritingProcessor"]}})
+    engine = open_engine({"plugins": {"enable": [f"{HERE}:WritingProcessor"]}})
     writes = [*PROCESSOR_WRITES, "in start"]
     guilty = [
         (write, [1, 2], SamplingParams(plugin_args={"writing_processor": {"write": write}}))
@@ -77,23 +76,21 @@ def test_a_processor_that_writes_ends_its_own_request_alone(scripted, expected):
         assert f"its {method} failed: " in completion.error
         assert completion.token_ids == []
     assert {name: [summary(final)] for name, final in finals.items()} == expected
-    engine.close()
 
 
-def test_a_prompt_cannot_be_written_in_prepare(scripted):
-    engine = scripted_engine(scripted, {"plugins": {"enable": [f"{HERE}:WritingProcessor"]}})
+def test_a_prompt_cannot_be_written_in_prepare(open_engine):
+    engine = open_engine({"plugins": {"enable": [f"{HERE}:WritingProcessor"]}})
     params = SamplingParams(plugin_args={"writing_processor": {"write": "in prepare"}})
     with pytest.raises(RequestError, match="its prepare failed: TypeError: this list is read-only"):
         engine.add_request("r", "x", params)
-    engine.close()
 
 
-def test_hooks_and_sinks_that_write_are_named(scripted, expected):
+def test_hooks_and_sinks_that_write_are_named(open_engine, expected):
     config = {
         "plugins": {"enable": [f"{HERE}:WritingHooks"]},
         "stats": {"sinks": [f"{HERE}:WritingSink"]},
     }
-    engine = scripted_engine(scripted, config)
+    engine = open_engine(config)
     finals = run_all(engine, jobs(COUNT))
     for name, final in finals.items():
         (completion,) = final.outputs
@@ -105,7 +102,6 @@ def test_hooks_and_sinks_that_write_are_named(scripted, expected):
     assert "its hook step_planned failed: TypeError: this dict is" in faults["step_planned"].message
     assert "plugin 'writing_sink'" in faults["writing_sink"].message
     assert "immutable type: 'SchedulerStats'" in faults["writing_sink"].message
-    engine.close()
 
 
 class Reader:
@@ -119,9 +115,8 @@ class Reader:
         Reader.seen = (*Reader.seen, output)
 
 
-def test_a_hook_reads_what_the_caller_gets(scripted):
-    engine = scripted_engine(scripted, {"plugins": {"enable": [f"{__name__}:Reader"]}})
+def test_a_hook_reads_what_the_caller_gets(open_engine):
+    engine = open_engine({"plugins": {"enable": [f"{__name__}:Reader"]}})
     finals = run_all(engine, jobs(2))
     assert {output.request_id: output for output in Reader.seen} == finals
     assert all(isinstance(output, type(finals["r0"])) for output in Reader.seen)
-    engine.close()

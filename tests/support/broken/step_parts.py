@@ -15,6 +15,7 @@ from hardpoint.plugins import (
     StepPart,
     WorkerHalf,
 )
+from hardpoint.plugins.step_part import OutputFormat, OutputReader
 from hardpoint.plugins.step_part.part import GivenPrompt
 from support.samples import Sample, spend
 
@@ -711,6 +712,60 @@ class ValidateRaises(Good):
 
         def validate(self, request, answer):
             raise ValueError("no JSON")
+
+
+class _ReaderFormat(OutputFormat):
+    def open(self, request):
+        return self.reader()
+
+
+def format_of(reader):
+    """Return a part whose format has a reader."""
+    own = type("Format", (_ReaderFormat,), {"reader": reader})
+    half = type("Half", (GoodRequests,), {"output_format": lambda *_: own()})
+    name = reader.__name__.strip("_")
+    return type(name, (Good,), {"Requests": half, "__module__": __name__})
+
+
+class _ReadsBytes(OutputReader):
+    def complete(self, completion, *, finished):
+        completion.content = completion.text.encode()
+
+
+class _ReadsStop(OutputReader):
+    def complete(self, completion, *, finished):
+        completion.content = completion.stop_reason.upper()
+
+
+class _ShowsNothing(OutputReader):
+    def result(self, output):
+        return None
+
+
+class _ShowsText(OutputReader):
+    def result(self, output):
+        return output.outputs[0].text
+
+
+class _OpensDict(dict):
+    pass
+
+
+ReadsBytes, ReadsStop = format_of(_ReadsBytes), format_of(_ReadsStop)
+ShowsNothing, ShowsText = format_of(_ShowsNothing), format_of(_ShowsText)
+OpensDict = format_of(_OpensDict)
+
+
+class FormatAsText(Good):
+    class Requests(GoodRequests):
+        def output_format(self, request, calls):
+            return "json"
+
+
+class FormatRaises(Good):
+    class Requests(GoodRequests):
+        def output_format(self, request, calls):
+            raise KeyError("format")
 
 
 class NoFrontendHalf(Good):

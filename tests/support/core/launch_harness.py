@@ -38,7 +38,7 @@ sys.path.insert(0, {lib!r})
 from pathlib import Path
 from hardpoint.process.engine_process import EngineProcess
 from hardpoint.process.launch import Launch
-from hardpoint.host.system.process.launch import main_objects
+from hardpoint.process.child_processes.launch import main_objects
 from hardpoint.plugins.component.manifest import Manifest
 
 class Dry:
@@ -70,8 +70,8 @@ def write_child(folder: Path, body: str) -> Path:
     program.write_text(
         "import json, os, signal, sys, threading, time\n"
         "from pathlib import Path\n"
-        "from hardpoint.host.system.process.__main__ import main\n"
-        "from hardpoint.host.system.process.launch import decode_launch\n"
+        "from hardpoint.process.child_processes.__main__ import main\n"
+        "from hardpoint.process.child_processes.launch import decode_launch\n"
         "from hardpoint.process.launch import Launch\n"
         "from hardpoint.plugins import *\n"
         "from hardpoint.errors import *\n"

@@ -28,8 +28,8 @@ STOP, LENGTH, ABORT, ERROR, TIMEOUT = (
 class Desk:
     """Registers requests, and feeds them outputs as of an engine."""
 
-    def __init__(self, tokenizer, stream_interval=1):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer, stream_interval=1, formats=None):
+        self.tokenizer, self.formats = tokenizer, formats
         self.processor = OutputProcessor(tokenizer, stream_interval)
 
     def add(self, name="r", prompt="p", *, n=1, fields=None, **params):
@@ -43,7 +43,7 @@ class Desk:
         parent = ParentRequest(f"user's {name}", name, n)
         children = parent.children(request)
         for child in children:
-            self.processor.add_request(child, prompt, parent)
+            self.processor.add_request(child, prompt, parent, formats=self.formats)
         return [child.request_id for child in children]
 
     def output(self, text="", finish=None, name="r", ids=None, **fields):

@@ -18,8 +18,8 @@ import transformers
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
+from hardpoint.configuration.loading import config_from
 from hardpoint.core.engine.prepare import prepare_worker
-from hardpoint.host.registry.configuration import config_from
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.model_report import report_model
 from hardpoint.plugins import HardpointError, Model

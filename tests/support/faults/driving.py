@@ -367,13 +367,13 @@ def use_wheel(wheel: Path) -> None:
 
 
 def as_toml(table: Mapping[tuple[str, str, str], Outcome]) -> str:
-    """Return outcomes as TOML: a table per case."""
-    lines = []
-    for key, found in table.items():
-        lines.append("[" + ".".join(json.dumps(part) for part in key) + "]")
-        lines += [
+    """Return outcomes as TOML: a table per method, with a line per misbehaviour."""
+    tables: dict[str, list[str]] = {}
+    for (kind, method, misbehaviour), found in table.items():
+        outcome = ", ".join(
             f"{json.dumps(name)} = {json.dumps(text, ensure_ascii=False)}"
             for name, text in found.items()
-        ]
-        lines.append("")
-    return "\n".join(lines)
+        )
+        lines = tables.setdefault(f"[{json.dumps(kind)}.{json.dumps(method)}]", [])
+        lines.append(f"{json.dumps(misbehaviour)} = {{ {outcome} }}\n")
+    return "\n".join(f"{header}\n{''.join(lines)}" for header, lines in tables.items())

@@ -40,6 +40,7 @@ from support.broken.quantizations import Right as EightBits
 from support.broken.tokenizers import Bytes, ByteStream
 from support.core.scripted_connector import SchedulerHalf, ScriptedConnector, WorkerHalf
 from support.plugins.kv_stores import FolderStore
+from support.samples import Sample
 
 NAME = "broken"
 USE = f"{__name__}:Broken"
@@ -127,9 +128,7 @@ class OnDevice(LogitsProcessor):
         return logits - rows.state_tensor("counts")
 
 
-class Greedy(Sampler):
-    contract = 1
-
+class Greedy(Sample, Sampler, contract=1):
     class Arguments(plugins.Arguments):
         by: float = 1.0
 
@@ -182,9 +181,7 @@ class Eviction(LeastRecentlyUsed):
     contract = 1
 
 
-class Publisher(KVEventPublisher):
-    contract = 1
-
+class Publisher(Sample, KVEventPublisher, contract=1):
     def publish(self, batch):
         pass
 
@@ -327,9 +324,7 @@ class Tools(Reasoning):
         return ReasoningMarkers()
 
 
-class Sink(StatSink):
-    contract = 1
-
+class Sink(Sample, StatSink, contract=1):
     def record(self, stats):
         pass
 

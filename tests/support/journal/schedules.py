@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,9 +116,8 @@ class Schedule:
 def record(seeds: range, folder: Path, path: Path, num_calls: int = 40, **engine: Any) -> None:
     """Record random schedules, one after another, in the journal of one engine."""
     draw = random.Random(seeds[0])
-    opened = open_recorded(drawn_config(draw, folder, journal=str(path), **engine))
-    try:
+    with contextlib.closing(
+        open_recorded(drawn_config(draw, folder, journal=str(path), **engine))
+    ) as opened:
         for seed in seeds:
             Schedule(opened, random.Random(seed), num_calls).run()
-    finally:
-        opened.close()

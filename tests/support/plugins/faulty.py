@@ -16,6 +16,7 @@ from hardpoint.plugins import (
     SparseLogitsProcessor,
     TensorSpec,
 )
+from support.samples import Sample
 
 NAN, INF = math.nan, math.inf
 VALUES = {"nan": NAN, "inf": INF, "nothing": -INF}
@@ -173,9 +174,7 @@ class OnDevice(LogitsProcessor):
         return logits.masked_fill(rows.state_tensor("counts") >= rows.tensor("most"), -INF)
 
 
-class NanSampler(Sampler):
-    contract = 1
-
+class NanSampler(Sample, Sampler, contract=1):
     def sample(self, logits, rows):
         raise RuntimeError("broken sampler")
 
@@ -193,15 +192,11 @@ class Indifferent(BatchLogitsProcessor):
         return logits
 
 
-class NoneSampler(Sampler):
-    contract = 1
-
+class NoneSampler(Sample, Sampler, contract=1):
     def sample(self, logits, rows):
         return None
 
 
-class BadPolicy(plugins.SchedulingPolicy):
-    contract = 1
-
+class BadPolicy(Sample, plugins.SchedulingPolicy, contract=1):
     def key(self, request):
         return 1 / request.priority

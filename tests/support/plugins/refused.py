@@ -7,6 +7,7 @@ from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.plugins import EngineHalf, KVSpec, StepPart
 from hardpoint.testing import HistoryAttention, ScriptedModel
+from support.samples import Sample
 
 
 class OneAtATime(UniprocExecutor):
@@ -24,23 +25,17 @@ class SeesNothingAhead(TorchAttention):
     sees_ahead = False
 
 
-class SilentLoader(DummyLoader):
-    contract = 1
-
+class SilentLoader(Sample, DummyLoader, contract=1):
     def content_hash(self, hash_file):
         return None
 
 
-class SlidingModel(ScriptedModel):
-    contract = 1
-
+class SlidingModel(Sample, ScriptedModel, contract=1):
     def kv_specs(self):
         return [KVSpec(num_heads=1, num_kv_heads=1, head_size=2, scale=1.0, window=8)]
 
 
-class LoadsBlocks(StepPart):
-    contract = 1
-
+class LoadsBlocks(Sample, StepPart, contract=1):
     def engine_half(self, context):
         class Half(EngineHalf):
             def get_num_new_matched_tokens(self, request, num_computed_tokens):

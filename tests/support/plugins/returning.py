@@ -6,11 +6,10 @@ from concurrent.futures import Future
 
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
+from support.samples import Sample
 
 
-class Returning(UniprocExecutor):
-    contract = 1
-
+class Returning(Sample, UniprocExecutor, contract=1):
     def sample_tokens(self, plan, bitmask=None):
         future = super().sample_tokens(plan, bitmask)
         result = future.result()
@@ -32,9 +31,7 @@ class Returning(UniprocExecutor):
         return future
 
 
-class NoResult(UniprocExecutor):
-    contract = 1
-
+class NoResult(Sample, UniprocExecutor, contract=1):
     def sample_tokens(self, plan, bitmask=None):
         super().sample_tokens(plan, bitmask)
         future = Future()
@@ -42,10 +39,8 @@ class NoResult(UniprocExecutor):
         return future
 
 
-class NoFuture(UniprocExecutor):
+class NoFuture(Sample, UniprocExecutor, contract=1):
     """Returns no future."""
-
-    contract = 1
 
     def execute_model(self, plan):
         return None
@@ -66,28 +61,22 @@ class Raising(UniprocExecutor):
         return super().execute_model(plan)
 
 
-class NoPlan(DefaultScheduler):
+class NoPlan(Sample, DefaultScheduler, contract=1):
     """Returns no plan."""
-
-    contract = 1
 
     def schedule(self):
         super().schedule()
 
 
-class NoOutputs(DefaultScheduler):
+class NoOutputs(Sample, DefaultScheduler, contract=1):
     """Returns no outputs."""
-
-    contract = 1
 
     def update(self, plan, result):
         super().update(plan, result)
 
 
-class Cancelled(UniprocExecutor):
+class Cancelled(Sample, UniprocExecutor, contract=1):
     """Returns a future that is cancelled."""
-
-    contract = 1
 
     def execute_model(self, plan):
         future = Future()
@@ -96,10 +85,8 @@ class Cancelled(UniprocExecutor):
         return future
 
 
-class TooMany(DefaultScheduler):
+class TooMany(Sample, DefaultScheduler, contract=1):
     """Plans more tokens than a request has."""
-
-    contract = 1
 
     def schedule(self):
         plan = super().schedule()
@@ -107,10 +94,8 @@ class TooMany(DefaultScheduler):
         return plan
 
 
-class Unknown(DefaultScheduler):
+class Unknown(Sample, DefaultScheduler, contract=1):
     """Plans tokens of a request that does not exist."""
-
-    contract = 1
 
     def schedule(self):
         plan = super().schedule()
@@ -118,10 +103,8 @@ class Unknown(DefaultScheduler):
         return plan
 
 
-class Ignoring(DefaultScheduler):
+class Ignoring(Sample, DefaultScheduler, contract=1):
     """Adds no request."""
-
-    contract = 1
 
     def add_request(self, request):
         pass

@@ -7,12 +7,11 @@ import torch
 from hardpoint import plugins
 from hardpoint.plugins import ActivationTap, TapSite
 from hardpoint.plugins.sampling.activation_tap import PLACES
+from support.samples import Sample
 
 
-class Raw(ActivationTap):
+class Raw(Sample, ActivationTap, contract=1):
     """Hidden states as they are, at all places of some layers."""
-
-    contract = 1
 
     class Arguments(plugins.Arguments):
         layers: tuple[int, ...] = (0,)
@@ -39,10 +38,8 @@ class Places(ActivationTap):
         return torch.stack([rows.positions(), rows.in_prompt().long()], 1)
 
 
-class Add(ActivationTap):
+class Add(Sample, ActivationTap, contract=1):
     """A ramp, added to the hidden states of a place."""
-
-    contract = 1
 
     class Arguments(plugins.Arguments):
         strength: float
@@ -58,10 +55,8 @@ class Add(ActivationTap):
         return values + rows.tensor("strength") * ramp
 
 
-class Faulty(ActivationTap):
+class Faulty(Sample, ActivationTap, contract=1):
     """Fails in the way that a request names."""
-
-    contract = 1
 
     class Arguments(plugins.Arguments):
         how: str

@@ -26,10 +26,8 @@ def write(path: str, line: str) -> None:
         log.write(f"{line}\n")
 
 
-class LoggedScheduler(Wrapper[Scheduler], Scheduler):
+class LoggedScheduler(Sample, Wrapper[Scheduler], Scheduler, contract=1):
     """Does what another scheduler does, and logs each plan."""
-
-    contract = 1
 
     class Options(Wrapper.Options):
         wraps: str = "default"
@@ -45,10 +43,8 @@ class LoggedScheduler(Wrapper[Scheduler], Scheduler):
         write(self.options.log, "close scheduler")
 
 
-class LoggedExecutor(Wrapper[Executor], Executor):
+class LoggedExecutor(Sample, Wrapper[Executor], Executor, contract=1):
     """Does what another executor does, and logs each step."""
-
-    contract = 1
 
     class Options(Wrapper.Options):
         wraps: str = "uniproc"
@@ -59,10 +55,8 @@ class LoggedExecutor(Wrapper[Executor], Executor):
         return self.wrapped.execute_model(plan)
 
 
-class LoggedTokenizer(Wrapper[Tokenizer], Tokenizer):
+class LoggedTokenizer(Sample, Wrapper[Tokenizer], Tokenizer, contract=1):
     """Does what another tokenizer does, and logs what it encodes."""
-
-    contract = 1
 
     class Options(Wrapper.Options):
         wraps: str = "transformers"
@@ -73,10 +67,8 @@ class LoggedTokenizer(Wrapper[Tokenizer], Tokenizer):
         return self.wrapped.encode(text, add_special_tokens=add_special_tokens)
 
 
-class LoggedSampler(Wrapper[Sampler], Sampler):
+class LoggedSampler(Sample, Wrapper[Sampler], Sampler, contract=1):
     """Does what another sampler does, and logs the tokens."""
-
-    contract = 1
 
     class Options(Wrapper.Options):
         wraps: str = "default"
@@ -88,10 +80,8 @@ class LoggedSampler(Wrapper[Sampler], Sampler):
         return chosen
 
 
-class Chained(Wrapper[Executor], Executor):
+class Chained(Sample, Wrapper[Executor], Executor, contract=1):
     """Wraps what a stranger wrote, itself a wrapper, by its FQCN."""
-
-    contract = 1
 
     class Options(Wrapper.Options):
         wraps: str = f"{__name__}:LoggedExecutor"
@@ -116,10 +106,8 @@ class ByHand(Sample, Sampler, contract=1):
         self.random.close()
 
 
-class FailingSampler(Sampler):
+class FailingSampler(Sample, Sampler, contract=1):
     """Fails in a method that `sample` calls."""
-
-    contract = 1
 
     def sample(self, logits, rows):
         return self.draw()
@@ -128,9 +116,7 @@ class FailingSampler(Sampler):
         raise KeyError("no race")
 
 
-class FailingTokenizer(Wrapper[Tokenizer], Tokenizer):
-    contract = 1
-
+class FailingTokenizer(Sample, Wrapper[Tokenizer], Tokenizer, contract=1):
     class Options(Wrapper.Options):
         wraps: str = "transformers"
 
@@ -140,9 +126,7 @@ class FailingTokenizer(Wrapper[Tokenizer], Tokenizer):
         return self.wrapped.encode(text, add_special_tokens=add_special_tokens)
 
 
-class FailingPolicy(SchedulingPolicy):
-    contract = 1
-
+class FailingPolicy(Sample, SchedulingPolicy, contract=1):
     def key(self, request):
         return request.arrival_time
 
@@ -150,9 +134,7 @@ class FailingPolicy(SchedulingPolicy):
         raise KeyError("no books")
 
 
-class WrappedPolicy(Wrapper[SchedulingPolicy], SchedulingPolicy):
-    contract = 1
-
+class WrappedPolicy(Sample, Wrapper[SchedulingPolicy], SchedulingPolicy, contract=1):
     class Options(Wrapper.Options):
         wraps: str = f"{__name__}:FailingPolicy"
 
@@ -170,10 +152,8 @@ class Undeclared(ByHand):
         self.random = context.create("other")
 
 
-class Unbuilt(Wrapper[Executor], Executor):
+class Unbuilt(Sample, Wrapper[Executor], Executor, contract=1):
     """Fails once it has built what it wraps."""
-
-    contract = 1
 
     class Options(Wrapper.Options):
         wraps: str = f"{__name__}:ClosedExecutor"
@@ -195,10 +175,8 @@ class ClosedExecutor(Wrapper[Executor], Executor):
         ClosedExecutor.closed += 1
 
 
-class KeptPolicy(Wrapper[SchedulingPolicy], SchedulingPolicy):
+class KeptPolicy(Sample, Wrapper[SchedulingPolicy], SchedulingPolicy, contract=1):
     """Keeps all of another policy."""
-
-    contract = 1
 
     class Options(Wrapper.Options):
         wraps: str = "priority"

@@ -70,8 +70,8 @@ class ForkServer:
                 imported what engine processes need; it is called in forks that are to be
                 programs, with the request and its descriptors.
         """
-        from hardpoint.host.system.process import process
-        from hardpoint.host.system.process.launch import Interpreter
+        from hardpoint.process.child_processes import process
+        from hardpoint.process.child_processes.launch import Interpreter
 
         interpreter = Interpreter.current()
         self._command = [*interpreter.command, str(Path(process.__file__).with_name("__main__.py"))]
@@ -80,6 +80,8 @@ class ForkServer:
         self._control.set_inheritable(False)
         if run_program is not None:
             self._popen: subprocess.Popen = self._fork_server(theirs, run_program)
+        elif (python := _shared_python(interpreter.flags)) is not None:
+            self._popen = ForkedProcess([], python.fork_server(theirs, interpreter.path))
         else:
             self._popen = subprocess.Popen(
                 [*interpreter.command, __file__, str(theirs.fileno())],
@@ -119,11 +121,7 @@ class ForkServer:
 
         Forks get the `sys.path` that they ask for.
         """
-        found, known = (
-            {name: value for name, value in _fixed(one).items() if name != "PYTHONPATH"}
-            for one in (environment, self._environment)
-        )
-        return found == known and self._popen.poll() is None
+        return reads_alike(environment, self._environment) and self._popen.poll() is None
 
     def serves(self, command: list[str], options: dict[str, Any]) -> bool:
         """Whether a fork is the same as what these arguments of `Popen` start."""
@@ -172,7 +170,7 @@ class EngineStarts:
 
     def install(self) -> None:
         """Take the place of `Popen` for the module that starts engine processes."""
-        from hardpoint.host.system.process import process
+        from hardpoint.process.child_processes import process
 
         module = types.ModuleType("subprocess")
         vars(module).update(vars(subprocess))
@@ -205,6 +203,22 @@ STARTS = EngineStarts()
 def _fixed(environment: dict[str, str]) -> dict[str, str]:
     """Return the files that a process may have read while it imported."""
     return {name: value for name, value in environment.items() if not name.startswith(_CHANGING)}
+
+
+def reads_alike(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Return whether processes with these environments import the same, but for `sys.path`."""
+    first, second = ({**_fixed(each), "PYTHONPATH": ""} for each in (one, other))
+    return first == second
+
+
+def _shared_python(flags: list[str]) -> Any:
+    """Return the interpreter that runs the programs of tests; None if it is of another kind."""
+    from support.process.forked_python import forked_python
+
+    python = forked_python()
+    has_options = bool({*flags} - {"-B"})
+    is_alike = reads_alike(os.environ, python.environment) and not has_options
+    return python if is_alike else None
 
 
 def one_thread(environment: Mapping[str, str]) -> dict[str, str]:
@@ -308,7 +322,7 @@ def delay_if_stressed() -> None:
 
 
 def _run_child() -> None:
-    from hardpoint.host.system.process.__main__ import main
+    from hardpoint.process.child_processes.__main__ import main
 
     if os.environ.pop(FORKED_RANKS, ""):
         STARTS.fork_server(lambda request, descriptors: None)
@@ -337,15 +351,20 @@ def run_and_leave(run: Callable[[], object]) -> None:
     os._exit((code or 0) & 0xFF)
 
 
+def serve_engines(control: socket.socket) -> None:
+    """Fork for each engine process that is asked for, and be it in the forks."""
+    importlib.import_module("hardpoint.process.child_processes.child")
+    importlib.import_module("hardpoint.process.engine.run")
+    importlib.import_module("hardpoint.testing.scripted")
+    import_builtins()
+    run_engine_once()
+    _become(*fork_on_request(control))
+    _run_child()
+
+
 if __name__ == "__main__":
     _control = socket.socket(fileno=int(sys.argv[1]))
     sys.path[:] = json.loads(_control.recv(1 << 20))
-    importlib.import_module("hardpoint.host.system.process.child")
-    importlib.import_module("hardpoint.process.engine.run")
-    importlib.import_module("hardpoint.testing.scripted")
     importlib.import_module("support.installed_metadata").read_metadata_once()
     importlib.import_module("support.checked_builtins").check_builtins_once()
-    import_builtins()
-    run_engine_once()
-    _become(*fork_on_request(_control))
-    _run_child()
+    serve_engines(_control)

@@ -31,6 +31,7 @@ from support.process.fork_server import (
     one_thread,
     request_fork,
     run_and_leave,
+    serve_engines,
 )
 
 _IMPORTED = (
@@ -47,10 +48,15 @@ Fork = Callable[[list[str], str, dict[str, str], list[int]], int]
 
 
 class ForkedPython:
-    """The test's side: one interpreter, which forks for each program."""
+    """The test's side: one interpreter, which forks for each program.
+
+    Attributes:
+        environment: the one that it was started with.
+    """
 
     def __init__(self) -> None:
         """Start the interpreter; it ends with this process."""
+        self.environment = dict(os.environ)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "support.process.forked_python", str(theirs.fileno())],
@@ -121,6 +127,16 @@ class ForkedPython:
         request["is_torn_down"] = is_torn_down
         return request_fork(self._control, request, streams)
 
+    def fork_server(self, control: socket.socket, path: list[str]) -> int:
+        """Return the process id of a fork that serves engine processes.
+
+        Args:
+            control: its end of the socket for requests.
+            path: `sys.path` of the engine processes.
+        """
+        request = {"environment": dict(os.environ), "path": path}
+        return request_fork(self._control, request, [control.fileno()])
+
 
 class _Forked(subprocess.Popen):
     """A program that is a fork of the interpreter, or may be one."""
@@ -167,7 +183,10 @@ def _serve(control: socket.socket) -> None:
 
 
 def _run_request(base: list[str], request: dict[str, Any], descriptors: list[int]) -> None:
-    """Be the program of a request; `base` is what ends `sys.path`."""
+    """Be the program of a request, or a server; `base` is what ends the program's `sys.path`."""
+    if "path" in request:
+        _be_server(request, socket.socket(fileno=descriptors[0]))
+        return
     for descriptor, standard in zip(descriptors, (0, 1, 2), strict=True):
         os.dup2(descriptor, standard)
         os.close(descriptor)
@@ -184,6 +203,17 @@ def _run_request(base: list[str], request: dict[str, Any], descriptors: list[int
         _run(request["arguments"])
     else:
         run_and_leave(functools.partial(_run, request["arguments"]))
+
+
+def _be_server(request: dict[str, Any], control: socket.socket) -> None:
+    """Serve engine processes, as a process that was started to do so."""
+    os.setsid()
+    os.chdir("/")
+    os.environ.clear()
+    os.environ.update(one_thread(request["environment"]))
+    sys.path[:] = request["path"]
+    importlib.invalidate_caches()
+    serve_engines(control)
 
 
 def _fork_servers(forks: ForkServer) -> None:

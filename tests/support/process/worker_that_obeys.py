@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from hardpoint.builtin_plugins.executors.multiproc import MultiprocExecutor
-from hardpoint.core.engine.worker_launch import LaunchedWorker
 from hardpoint.errors import CommunicationAbortedError, ModelError
 from hardpoint.plugins import ExecutorContext, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config.engine import ParallelConfig
 from hardpoint.plugins.executor import WorkerLaunch
 from hardpoint.plugins.requests.stats import PluginMeter
+from hardpoint.process.worker_process import LaunchedWorker
 
 FACTORY = f"{__name__}:make_worker"
 _NO_PLUGINS = Manifest(hardpoint="", entries=())

@@ -14,13 +14,14 @@ from typing import Any
 
 import msgspec
 
+from hardpoint.host.boundary.parts.gates import without_data
 from hardpoint.plugins import EngineHalf, Request, RequestError
 from hardpoint.plugins.requests.stats import PrefixCacheStats, SchedulerStats
 from hardpoint.testing.scripted import ScriptedClock
 from hardpoint.testing.suite import Rule
 
 from .compared import compare, compare_by_place
-from .session import CallTrace, RequestScript, StepPartSession, with_id, without_data
+from .session import CallTrace, RequestScript, StepPartSession, with_id
 
 __all__ = ["AMOUNTS", "check_amounts"]
 

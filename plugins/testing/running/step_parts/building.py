@@ -11,7 +11,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from hardpoint.host.boundary.parts.hooks import ENGINE_HOOKS, WORKER_HOOKS, HookTable
+from hardpoint.host.boundary.parts.hooks import (
+    ENGINE_HOOKS,
+    FRONTEND_HOOKS,
+    WORKER_HOOKS,
+    HookTable,
+)
 from hardpoint.plugins import (
     EngineHalf,
     FrontendHalf,
@@ -28,11 +33,10 @@ from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.testing.component_suite import GeneralComponentSuite, LiveComponentSuite
 from hardpoint.testing.engine_access import describe_fault, engine_config, fault_counter
 from hardpoint.testing.reporting.calls import call
-from hardpoint.testing.suite import short_repr
 
 from . import rules
 from .compared import Halves, block_hashes
-from .frontend import ScriptedComponents
+from .frontend import BytesReader, ScriptedComponents
 from .session import StepPartSession
 from .worker import HIDDEN_SIZE, WorkerSteps, overrides
 
@@ -116,12 +120,9 @@ class StepPartHalves(GeneralComponentSuite, LiveComponentSuite):
             FrontendHalfContext,
             vocabulary=self._vocabulary_or_none,
             encode=lambda text: list(text.encode()),
+            tokenizer=BytesReader.tokenizer,
         )
-        if half is not None and not isinstance(half, FrontendHalf):
-            raise rules.HALVES.violation(
-                f"frontend_half() returned {short_repr(half)}, expected a FrontendHalf or None"
-            )
-        return part, half
+        return part, self._completed(half, FRONTEND_HOOKS, "frontend_half")
 
     def _vocabulary_or_none(self) -> Vocabulary:
         if self.vocabulary is None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-from hardpoint.host.boundary.parts.hooks import ENGINE_HOOKS, FRONTEND_HOOKS, WORKER_HOOKS
+from hardpoint.host.boundary.parts.hooks import (
+    ENGINE_HOOKS,
+    FRONTEND_HOOKS,
+    WORKER_HOOKS,
+    selects,
+)
 from hardpoint.plugins import (
     EngineCoreRequest,
     EngineHalf,
@@ -21,6 +26,9 @@ __all__ = ["EFFECT", "NO_METHODS", "check_overrides", "completes", "not_observed
 
 NO_METHODS = "no half has a method of its own"
 """In the observation of a part that does nothing."""
+
+_WITHOUT_EFFECT = ("close", "ended", "refused", "for_fields", "for_parameters")
+"""Members that do nothing for requests."""
 
 EFFECT = Rule(
     "effect: the part does something",
@@ -40,7 +48,7 @@ def overridden(
         if half is not None
         for name in sorted(hooks.implemented(half))
     ]
-    return [name for name in dict.fromkeys(found) if name not in ("close", "ended", "refused")]
+    return [name for name in dict.fromkeys(found) if name not in _WITHOUT_EFFECT]
 
 
 def check_overrides(part: type[StepPart], methods: Sequence[str]) -> None:
@@ -63,12 +71,16 @@ def check_overrides(part: type[StepPart], methods: Sequence[str]) -> None:
 def completes(half: FrontendHalf, requests: Sequence[EngineCoreRequest]) -> bool:
     """Return whether a half completes or refuses one of some requests."""
     for request in requests:
+        if not selects(half, request):
+            continue
         given = copy.deepcopy(request)
         try:
             half.prepare(given, None)
         except RequestError:
             return True
         if snapshot(given) != snapshot(request) or half.reads_answer(given):
+            return True
+        if half.output_format(given, None) is not None:
             return True
     return False
 

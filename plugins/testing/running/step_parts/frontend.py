@@ -6,6 +6,7 @@ import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from hardpoint.host.boundary.parts.hooks import selects
 from hardpoint.plugins import (
     EncodedPair,
     EngineConfig,
@@ -277,7 +278,8 @@ def _refusal(
 ) -> str | None:
     def prepare() -> str | None:
         try:
-            half.prepare(request, reasoning)
+            if selects(half, request):
+                half.prepare(request, reasoning)
         except RequestError as refused:
             return str(refused)
         return None
@@ -292,7 +294,7 @@ def check_answer(half: FrontendHalf, request: EngineCoreRequest, answer: str) ->
     Raises:
         Violation: the half breaks a rule.
     """
-    reads = call(ANSWERS, half.reads_answer, request)
+    reads = selects(half, request) and call(ANSWERS, half.reads_answer, request)
     if type(reads) is not bool:
         raise ANSWERS.violation(f"reads_answer() returned {short_repr(reads)}, expected a bool")
     flaw = call(ANSWERS, half.validate, request, answer) if reads else None

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hardpoint.host.boundary.parts.hooks import selecting_fields, selects
 from hardpoint.plugins import (
     EngineCoreRequest,
     EngineHalf,
@@ -229,8 +230,9 @@ def check_taken(request: EngineCoreRequest, frontend: FrontendHalf, engine: Engi
         Violation: one refuses it, or the engine's half does not use it.
     """
     fix = "let both halves expect the same tokens and data"
-    if not call(PLACED, engine.uses, request):
-        raise PLACED.violation("uses() returned False for a request with placed media", fix)
+    if not (selects(engine, request) and call(PLACED, engine.uses, request)):
+        name = "for_fields has no field of" if selecting_fields(engine) else "uses() is False for"
+        raise PLACED.violation(f"{name} a request with placed media", fix)
     for name, takes, given in (
         ("prepare", frontend.prepare, (request, None)),
         ("check", engine.check, (request,)),

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from hardpoint.host.boundary.parts.gates import without_data
+from hardpoint.host.boundary.parts.hooks import selects
 from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -37,7 +39,6 @@ __all__ = [
     "RequestScript",
     "StepPartSession",
     "with_id",
-    "without_data",
     "without_features",
 ]
 
@@ -234,6 +235,8 @@ class StepPartSession:
     def is_used_by(self, request: EngineCoreRequest) -> bool:
         """Return whether a new request uses the part."""
         if self._required_arguments not in {None, *request.plugin_args} or not self.half.is_active:
+            return False
+        if not selects(self.half, request):
             return False
         uses = self._call(rules.USES, "uses", request)
         if not isinstance(uses, bool):
@@ -597,12 +600,6 @@ def _output(live: _Live, sampled: Sequence[int]) -> EngineCoreOutput:
     return EngineCoreOutput(
         request_id=live.request_id, new_token_ids=list(sampled), finish_reason=ended
     )
-
-
-def without_data(request: EngineCoreRequest) -> EngineCoreRequest:
-    """Return a request as the engine queues it."""
-    features = [msgspec.structs.replace(feature, data=None) for feature in request.features]
-    return msgspec.structs.replace(request, features=features)
 
 
 def with_id(script: RequestScript, request_id: str, **changes: Any) -> RequestScript:

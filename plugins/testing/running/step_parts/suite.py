@@ -48,6 +48,7 @@ from .draft_rows import DRAFT_ROWS, check_draft_rows
 from .effect import EFFECT, check_overrides, completes, not_observed, overridden
 from .encoding import check_encoder_cache
 from .forks import FORKS, check_fork
+from .formats import FORMATS, check_format
 from .frontend import (
     ANSWERS,
     FRONTEND,
@@ -166,11 +167,12 @@ class StepPartSuite(StepPartHalves):
         self._search_played(rules.MASKS.text, 60, check, scripts=self._scripts(4))
 
     def test_frontend(self) -> None:
-        """The frontend half completes or refuses requests, and reads their answers.
+        """The frontend half completes or refuses requests, and reads their outputs and answers.
 
         `prepare` raises nothing but RequestError, treats equal requests alike, keeps id and prompt,
         and changes nothing of a request that it has completed before. `reads_answer` returns a
-        bool, `validate` text or None.
+        bool, `validate` text or None. `output_format` gives an OutputFormat or None, whose readers
+        take any output.
         """
         if self.part.frontend_half is StepPart.frontend_half:
             pytest.skip("the part has no half in the frontend")
@@ -180,6 +182,7 @@ class StepPartSuite(StepPartHalves):
         ) -> None:
             part, half = self._build_frontend_half()
             if half is not None:
+                check_format(half, request, answer)
                 prepared = check_prepare(half, request, reasoning)
                 if prepared is not None:
                     check_answer(half, prepared, answer)
@@ -189,7 +192,7 @@ class StepPartSuite(StepPartHalves):
 
         markers = st.sampled_from([None, ReasoningMarkers(((1,),), ((2,),))])
         requests = self.requests().map(lambda drawn: structs.replace(drawn, request_id="r0"))
-        text = f"{FRONTEND.text}; {ANSWERS.text}"
+        text = f"{FRONTEND.text}; {FORMATS.text}; {ANSWERS.text}"
         answers = st.text(max_size=8) | st.sampled_from(["{}", "[1", '"a"', "null"])
         self._search(text, 60, check, request=requests, reasoning=markers, answer=answers)
 

@@ -8,6 +8,7 @@ import pytest
 
 from hardpoint.builtin_plugins.step_parts.encoders.engine_half import EncodedRequests
 from hardpoint.builtin_plugins.step_parts.encoders.messages import EncoderItem, EncoderStep, Span
+from hardpoint.host.boundary.parts.hooks import selects
 from hardpoint.plugins import ModelRunnerOutput, SamplingParams, SchedulerOutput
 from hardpoint.plugins.requests import EngineCoreRequest, MultiModalFeature
 from hardpoint.plugins.requests.media_format import MediaFormat
@@ -35,7 +36,7 @@ def request_(half):
         params=SamplingParams(),
         features=[feature],
     )
-    assert half.uses(request)
+    assert selects(half, request)
     half.check(request)
     return request
 

@@ -33,31 +33,29 @@ LEVELS = {
 @pytest.mark.parametrize(
     "level", nightly_but(LEVELS, "few blocks", "n-grams", "ahead in a process")
 )
-def test_tokens_are_those_without_it(scripted, jobs, expected, level):
-    engine = scripted_engine(scripted, CANARY | LEVELS[level])
+def test_tokens_are_those_without_it(open_engine, jobs, expected, level):
+    engine = open_engine(CANARY | LEVELS[level])
     assert run(engine, jobs, per_step=3) == expected
     engine.call_utility("reset_prefix_cache")
     assert run(engine, jobs, per_step=3) == expected
-    engine.close()
 
 
-def test_wrong_drafts_that_are_rejected_are_no_fault(scripted, jobs, expected):
+def test_wrong_drafts_that_are_rejected_are_no_fault(open_engine, jobs, expected):
     replies = [[prompt, tokens] for name, prompt, _ in jobs for _, tokens, *_ in expected[name][0]]
     drafts = {
         "speculation": {"use": ["hardpoint.testing:ScriptedSpeculator"], "adaptive": False},
         "plugin": {"scripted_speculator": {"right": 0.6, "replies": replies}},
     }
-    engine = scripted_engine(scripted, CANARY | drafts | SMALL)
+    engine = open_engine(CANARY | drafts | SMALL)
     assert run(engine, jobs, per_step=3) == expected
     stats = engine.call_utility("scheduler_stats")
     assert 0 < stats.num_accepted_drafts < stats.num_drafts
     assert stats.num_preemptions > 0
-    engine.close()
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_requests_that_were_kept_in_a_sleep_go_on(scripted, jobs, expected, level):
-    engine = scripted_engine(scripted, CANARY | LEVELS["stores"])
+def test_requests_that_were_kept_in_a_sleep_go_on(open_engine, jobs, expected, level):
+    engine = open_engine(CANARY | LEVELS["stores"])
     assert run(engine, jobs[:4], per_step=3) == {x: expected[x] for x, *_ in jobs[:4]}
     for job in jobs[4:8]:
         engine.add_request(*job)
@@ -68,12 +66,11 @@ def test_requests_that_were_kept_in_a_sleep_go_on(scripted, jobs, expected, leve
     left = run(engine, [])
     assert left
     assert left == {name: expected[name] for name in left}
-    engine.close()
 
 
-def test_salts_share_nothing(scripted):
+def test_salts_share_nothing(open_engine):
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, **FINAL)
-    engine = scripted_engine(scripted, CANARY)
+    engine = open_engine(CANARY)
     prompt, found = list(range(60)), []
     for number, salt in enumerate(["a", "b", "a", None]):
         engine.add_request(f"r{number}", prompt, params, extras=RequestExtras(cache_salt=salt))
@@ -81,24 +78,22 @@ def test_salts_share_nothing(scripted):
             found += [output for output in engine.step() if output.finished]
     assert [output.num_cached_tokens > 0 for output in found] == [False, False, True, False]
     assert len({tuple(output.outputs[0].token_ids) for output in found}) == 1
-    engine.close()
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("bad", [False, True])
-def test_blocks_that_were_loaded_or_could_not_be(scripted, asynchronous, bad):
+def test_blocks_that_were_loaded_or_could_not_be(open_engine, asynchronous, bad):
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, **FINAL)
     prompt = [7] * 3 + list(range(30))
     jobs = [("a", prompt, params), ("b", [*prompt[:20], 9, 9, 9, 9, 9, 9], params)]
     script = use(Script(asynchronous=asynchronous))
     connector = {"kv_connector": {"use": "support.core.scripted_connector:ScriptedConnector"}}
-    engine = scripted_engine(scripted, CANARY | SMALL | connector)
+    engine = open_engine(CANARY | SMALL | connector)
     wanted = run(engine, jobs)
     engine.call_utility("reset_prefix_cache")
     script.bad = {sorted(script.kept)[1]} if bad else set()
     assert run(engine, jobs) == wanted
     assert "worker.wait_for_save" in script.calls
-    engine.close()
 
 
 @pytest.mark.parametrize("on", [True, False])

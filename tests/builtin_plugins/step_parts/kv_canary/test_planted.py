@@ -116,10 +116,10 @@ def test_a_block_that_was_freed_and_reused(engine, monkeypatch):
     )
 
 
-def test_a_wrong_block_of_a_connector(scripted):
+def test_a_wrong_block_of_a_connector(open_engine):
     script = use(Script())
     connector = {"kv_connector": {"use": "support.core.scripted_connector:ScriptedConnector"}}
-    engine = scripted_engine(scripted, CANARY | connector)
+    engine = open_engine(CANARY | connector)
     assert errors(engine, request("a", ONE), request("b", OTHER)) == {}
     core_of(engine).reset_prefix_cache()
     first, second, *_ = script.kept
@@ -128,21 +128,19 @@ def test_a_wrong_block_of_a_connector(scripted):
     assert re.search(
         r"of request 'c' .* at position 0 that are those of request '.', at position 8", found["c"]
     )
-    engine.close()
 
 
-def test_a_rejected_draft_that_is_left_behind(scripted, monkeypatch):
+def test_a_rejected_draft_that_is_left_behind(open_engine, monkeypatch):
     drafts = {
         "speculation": {"use": ["hardpoint.testing:ScriptedSpeculator"], "adaptive": False},
         "plugin": {"scripted_speculator": {"right": 0.0, "replies": [[ONE, [65] * 20]]}},
     }
     monkeypatch.setattr(InputBatch, "drop_rejected", lambda self, cached: None)
-    engine = scripted_engine(scripted, CANARY | drafts)
+    engine = open_engine(CANARY | drafts)
     found = errors(engine, request("a", ONE))
     assert re.search(
         r"of request 'a' .* that are those of a rejected draft of request 'a'", found["a"]
     )
-    engine.close()
 
 
 STALE = {
@@ -162,18 +160,17 @@ def test_blocks_of_another_adapter_or_salt(engine, monkeypatch, fields, message)
     assert re.search(rf"of request 'b' .* position 0 that .* the same tokens {message}", found["b"])
 
 
-def test_a_block_of_the_same_content_that_is_not_the_planned_one(scripted, monkeypatch):
+def test_a_block_of_the_same_content_that_is_not_the_planned_one(open_engine, monkeypatch):
 
     def duplicate(packed):
         packed.tables[0][0, 0] = packed.tables[0][1, 0]
 
     planted(monkeypatch, duplicate, at=2)
     uncached = {"kv_cache": {"block_size": 8, "prefix_caching": False}}
-    engine = scripted_engine(scripted, CANARY | uncached)
+    engine = open_engine(CANARY | uncached)
     found = errors(engine, request("a", ONE), request("b", ONE))
     assert set(found) == {"a"}
     assert re.search(r"in place of block \d+, .* at position 0 that are its own", found["a"])
-    engine.close()
 
 
 RANKS = {"executor": {"use": "multiproc"}}

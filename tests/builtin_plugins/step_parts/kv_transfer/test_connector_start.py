@@ -10,6 +10,7 @@ import torch
 from support.core.connector_driver import PROMPT, Driver
 from support.core.scripted_connector import Script, use
 from support.plugins.refused import NoLayout, SilentLoader, SlidingModel
+from support.samples import Sample
 
 from hardpoint import ConfigError, ModelError, typed
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
@@ -26,9 +27,7 @@ NAME = "support.core.scripted_connector:ScriptedConnector"
 USES = {"kv_connector": {"use": NAME}}
 
 
-class BareModel(ScriptedModel):
-    contract = 1
-
+class BareModel(Sample, ScriptedModel, contract=1):
     def kv_specs(self):
         return []
 
@@ -36,30 +35,22 @@ class BareModel(ScriptedModel):
         return torch.zeros(len(batch.token_ids), 2)
 
 
-class NoViews(HistoryAttention):
-    contract = 1
-
+class NoViews(Sample, HistoryAttention, contract=1):
     def block_views(self, cache):
         raise NotImplementedError
 
 
-class WrongViews(HistoryAttention):
-    contract = 1
-
+class WrongViews(Sample, HistoryAttention, contract=1):
     def block_views(self, cache):
         return [cache]
 
 
-class OddLoader(DummyLoader):
-    contract = 1
-
+class OddLoader(Sample, DummyLoader, contract=1):
     def content_hash(self, hash_file):
         return 5
 
 
-class BrokenLoader(DummyLoader):
-    contract = 1
-
+class BrokenLoader(Sample, DummyLoader, contract=1):
     def content_hash(self, hash_file):
         raise KeyError("weights")
 

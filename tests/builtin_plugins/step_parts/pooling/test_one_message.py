@@ -78,64 +78,55 @@ def test_a_prompt_that_the_engine_refuses_ends_the_call(scripted, in_process):
         assert len(llm.embed(["a", "b", "c"])) == 3  # which had no room if some had stayed
 
 
-def test_an_event_loop_sends_one_message(scripted, messages):
-    async def run():
-        async with AsyncLLM(config=settings(scripted)) as llm:
-            outputs = await llm.encode_batch([*TEXTS, *MIXED])
-            assert messages == [(RequestType.ADD_ALL, 44)]
-            for text, output in zip(TEXTS[:7], outputs, strict=False):
-                async for alone in llm.encode(text):
-                    np.testing.assert_array_equal(output.outputs, alone.outputs)
-                    assert output.prompt_token_ids == alone.prompt_token_ids
-            assert await llm.encode_batch([]) == []
-            messages.clear()
-            wrong = [
-                (["a", [999_999]], {}, r"^prompts\[1\]\[0\]: expected a whole number"),
-                (["a", ""], {}, r"^prompts\[1\]: expected at least one token"),
-                (["a", ""], {"names": ["first", "second"]}, r"^second: expected at least one"),
-                (["a", "b"], {"names": ["first"]}, "^names: expected 2, one per prompt, got 1"),
-                (["a"], {"pooling_params": PoolingParams(pooler="men")}, "^pooler: expected one"),
-                (["a"], {"pooling_params": SamplingParams()}, "^pooling_params: expected Pool"),
-            ]
-            for prompts, options, message in wrong:
-                with pytest.raises(RequestError, match=message):
-                    await llm.encode_batch(prompts, **options)
-            assert messages == []
-            timed = await llm.encode_batch([[1] * 60] * 50, timeout=1e-6)
-            assert {output.finish_reason for output in timed} == {"timeout"}
-            assert await llm.engines.live_requests() == []
-
-    asyncio.run(run())
+async def test_an_event_loop_sends_one_message(scripted, messages):
+    async with AsyncLLM(config=settings(scripted)) as llm:
+        outputs = await llm.encode_batch([*TEXTS, *MIXED])
+        assert messages == [(RequestType.ADD_ALL, 44)]
+        for text, output in zip(TEXTS[:7], outputs, strict=False):
+            async for alone in llm.encode(text):
+                np.testing.assert_array_equal(output.outputs, alone.outputs)
+                assert output.prompt_token_ids == alone.prompt_token_ids
+        assert await llm.encode_batch([]) == []
+        messages.clear()
+        wrong = [
+            (["a", [999_999]], {}, r"^prompts\[1\]\[0\]: expected a whole number"),
+            (["a", ""], {}, r"^prompts\[1\]: expected at least one token"),
+            (["a", ""], {"names": ["first", "second"]}, r"^second: expected at least one"),
+            (["a", "b"], {"names": ["first"]}, "^names: expected 2, one per prompt, got 1"),
+            (["a"], {"pooling_params": PoolingParams(pooler="men")}, "^pooler: expected one"),
+            (["a"], {"pooling_params": SamplingParams()}, "^pooling_params: expected Pool"),
+        ]
+        for prompts, options, message in wrong:
+            with pytest.raises(RequestError, match=message):
+                await llm.encode_batch(prompts, **options)
+        assert messages == []
+        timed = await llm.encode_batch([[1] * 60] * 50, timeout=1e-6)
+        assert {output.finish_reason for output in timed} == {"timeout"}
+        assert await llm.engines.live_requests() == []
 
 
-def test_an_event_loop_gets_the_refusal_of_the_engine(scripted):
-    async def run():
-        async with AsyncLLM(config=settings(scripted, max_waiting=3)) as llm:
-            with pytest.raises(OverloadedError):
-                await llm.encode_batch(["a", "b", "c", "d", "e"])
-            assert await llm.engines.live_requests() == []
-            assert len(await llm.encode_batch(["a", "b", "c"])) == 3
-
-    asyncio.run(run())
+async def test_an_event_loop_gets_the_refusal_of_the_engine(scripted):
+    async with AsyncLLM(config=settings(scripted, max_waiting=3)) as llm:
+        with pytest.raises(OverloadedError):
+            await llm.encode_batch(["a", "b", "c", "d", "e"])
+        assert await llm.engines.live_requests() == []
+        assert len(await llm.encode_batch(["a", "b", "c"])) == 3
 
 
-def test_a_task_that_is_cancelled_and_an_abort_end_all(scripted, messages):
-    async def run():
-        async with AsyncLLM(config=settings(scripted)) as llm:
-            await llm.engines.pause("keep")
-            task = asyncio.create_task(llm.encode_batch(TEXTS))
-            while not messages:
-                await asyncio.sleep(0.01)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert messages == [(RequestType.ADD_ALL, 40), (RequestType.ABORT, 40)]
-            messages.clear()
-            task = asyncio.create_task(llm.encode_batch(TEXTS, request_id="mine"))
-            while not messages:
-                await asyncio.sleep(0.01)
-            await llm.abort("mine")
-            assert {output.finish_reason for output in await task} == {"abort"}
-            assert await llm.engines.live_requests() == []
-
-    asyncio.run(run())
+async def test_a_task_that_is_cancelled_and_an_abort_end_all(scripted, messages):
+    async with AsyncLLM(config=settings(scripted)) as llm:
+        await llm.engines.pause("keep")
+        task = asyncio.create_task(llm.encode_batch(TEXTS))
+        while not messages:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert messages == [(RequestType.ADD_ALL, 40), (RequestType.ABORT, 40)]
+        messages.clear()
+        task = asyncio.create_task(llm.encode_batch(TEXTS, request_id="mine"))
+        while not messages:
+            await asyncio.sleep(0.01)
+        await llm.abort("mine")
+        assert {output.finish_reason for output in await task} == {"abort"}
+        assert await llm.engines.live_requests() == []

@@ -16,6 +16,7 @@ from hardpoint import LLM, ModelError, PoolingParams, RequestError, SamplingPara
 from hardpoint.builtin_plugins.step_parts.pooling.folder import ModelPooling
 from hardpoint.builtin_plugins.step_parts.pooling.requests import PooledResults
 from hardpoint.errors import PromptTooLongError
+from hardpoint.host.boundary.parts.hooks import selects
 from hardpoint.plugins import EngineCoreRequest
 
 FAMILIES = ["Bert", "Roberta", "XLMRoberta", "ModernBert"]
@@ -290,7 +291,7 @@ def test_requests_of_other_frontends_are_checked():
             second_type_start=start,
         )
         half = PooledResults("pooling", ["cls"], ModelPooling(labels=["a"], **model))
-        assert half.uses(request)
+        assert selects(half, request)
         half.check(request)
 
     pooled = PoolingParams(task="score", pooler="cls")

@@ -191,24 +191,21 @@ def embed(llm, prompts, fields):
     return llm.embed(prompts, PoolingParams(**fields))
 
 
-def test_an_aborted_prompt_leaves_the_others_alone(embedded, expected):
-    async def main():
-        config = embedded.settings({"scheduler": {"max_num_batched_tokens": 8}})
-        async with AsyncLLM(config=config) as llm:
+async def test_an_aborted_prompt_leaves_the_others_alone(embedded, expected):
+    config = embedded.settings({"scheduler": {"max_num_batched_tokens": 8}})
+    async with AsyncLLM(config=config) as llm:
 
-            async def last(prompt):
-                async for output in llm.generate(prompt, GREEDY):
-                    found = output
-                return found
+        async def last(prompt):
+            async for output in llm.generate(prompt, GREEDY):
+                found = output
+            return found
 
-            gone = asyncio.ensure_future(last(embedded.embedded(prompt_of(80))))
-            kept = asyncio.ensure_future(last(embedded.mixed(PROMPTS[4])))
-            await asyncio.sleep(0.05)
-            gone.cancel()
-            output = await kept
-            assert results([output])[0] == expected[tuple(PROMPTS[4])]
-
-    asyncio.run(main())
+        gone = asyncio.ensure_future(last(embedded.embedded(prompt_of(80))))
+        kept = asyncio.ensure_future(last(embedded.mixed(PROMPTS[4])))
+        await asyncio.sleep(0.05)
+        gone.cancel()
+        output = await kept
+        assert results([output])[0] == expected[tuple(PROMPTS[4])]
 
 
 def test_the_caller_may_write_to_the_tensor_at_once(embedded, expected):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from hardpoint.builtin_plugins.step_parts.speculation.draft_planner import (
     AcceptanceRate,
+    DraftPlanner,
     draft_lengths,
 )
-from hardpoint.plugins import StepCost
+from hardpoint.errors import RequestError
+from hardpoint.plugins import EngineConfig, EngineCoreRequest, SamplingParams, StepCost
+from hardpoint.plugins.requests import ResumedOutputs
 
 COST = StepCost(step=10.0, single_query=0.1, draft=1.0, is_trained=True)
 
@@ -59,3 +64,41 @@ def test_the_rate_of_a_request_follows_its_drafts():
     for _ in range(20):
         own.add(4, 0)
     assert own.estimate(everyone) < 0.3
+
+
+def planner():
+    components = SimpleNamespace(enabled=lambda _kind: ["ngram"])
+    context = SimpleNamespace(components=components, faults=None, step_cost=StepCost())
+    return DraftPlanner("speculation", EngineConfig(), context)
+
+
+def resumed(figures):
+    source = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=[1],
+        params=SamplingParams(),
+        resumed=ResumedOutputs([5], part_figures={"speculation": figures}),
+    )
+    return SimpleNamespace(request_id="r", source=source)
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"num_drafts": "x"},
+        {"num_verified_drafts": -1},
+        {"num_accepted_by_position": [1, -1]},
+        {"num_accepted_by_position": [1] * 1001},
+        {"num_accepted_by_position": 5},
+    ],
+)
+def test_figures_of_another_engine_end_their_request_alone(figures):
+    """Another error would be a fault of the part, which engines count."""
+    with pytest.raises(RequestError, match=r"resumed\.part_figures\.speculation: "):
+        planner().gate(resumed(figures))
+
+
+def test_figures_of_another_engine_are_counted_on():
+    part = planner()
+    part.gate(resumed({"num_drafts": 7, "num_verified_drafts": 3, "num_accepted_by_position": [2]}))
+    assert part.figures("r")["num_drafts"] == 7

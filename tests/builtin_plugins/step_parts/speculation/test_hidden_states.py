@@ -11,7 +11,7 @@ from support.parallel import write_random_model
 from support.plugins import heads
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.testing import SpeculatorSuite, scripted_config, scripted_engine
+from hardpoint.testing import SpeculatorSuite, scripted_config
 
 HERE = "support.plugins.heads"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, **FINAL)
@@ -45,8 +45,8 @@ SITUATIONS = {
         ("preemptions of chunks", "ExactHead"),
     ),
 )
-def test_tokens_are_those_without_a_head(scripted, jobs, expected, situation, head):
-    engine = scripted_engine(scripted, settings(head, **SITUATIONS[situation]))
+def test_tokens_are_those_without_a_head(open_engine, jobs, expected, situation, head):
+    engine = open_engine(settings(head, **SITUATIONS[situation]))
     for _ in range(2):  # the second time with cached prefixes
         assert run(engine, jobs, per_step=3) == expected
     stats = engine.call_utility("scheduler_stats")
@@ -55,12 +55,11 @@ def test_tokens_are_those_without_a_head(scripted, jobs, expected, situation, he
         assert stats.num_accepted_drafts > 100  # of the few greedy requests
     assert (stats.num_preemptions > 0) == ("preemptions" in situation)
     assert not engine.health().fallbacks
-    engine.close()
 
 
 @pytest.mark.parametrize("length", [16, 17, 20])
-def test_a_cached_prefix_has_no_hidden_states_but_the_last_token_has(scripted, length):
-    engine = scripted_engine(scripted, settings(kv_cache={"block_size": 8}))
+def test_a_cached_prefix_has_no_hidden_states_but_the_last_token_has(open_engine, length):
+    engine = open_engine(settings(kv_cache={"block_size": 8}))
     found = []
     for _ in range(2):
         heads.STARTS.clear()
@@ -74,7 +73,6 @@ def test_a_cached_prefix_has_no_hidden_states_but_the_last_token_has(scripted, l
             assert after[1] == length + before[0] - 1
     assert found[0] == found[1]
     assert not engine.health().fallbacks
-    engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -42,25 +42,23 @@ def replaying(jobs, expected, **options):
 
 
 @pytest.mark.parametrize("name", nightly_but(BUILT_IN, "ngram"))
-def test_tokens_are_those_without_a_speculator(scripted, jobs, expected, name):
-    engine = scripted_engine(scripted, speculating_with(name))
+def test_tokens_are_those_without_a_speculator(open_engine, jobs, expected, name):
+    engine = open_engine(speculating_with(name))
     assert run(engine, jobs, per_step=3) == expected
-    engine.close()
 
 
 @pytest.mark.parametrize("blocks", nightly_but([None, 24], 24))
-def test_right_and_wrong_drafts_change_no_token(scripted, jobs, expected, blocks):
+def test_right_and_wrong_drafts_change_no_token(open_engine, jobs, expected, blocks):
     options = replaying(jobs, expected)
     config = speculating_with("hardpoint.testing:ScriptedSpeculator", options=options)
     if blocks is not None:
         config["kv_cache"] = {"num_blocks": blocks, "block_size": 8}
         config["max_model_len"] = 128
-    engine = scripted_engine(scripted, config)
+    engine = open_engine(config)
     assert run(engine, jobs, per_step=3) == expected
     stats = engine.call_utility("scheduler_stats")
     assert 0 < stats.num_accepted_drafts < stats.num_drafts
     assert (stats.num_preemptions > 0) == (blocks is not None)
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -93,12 +91,12 @@ def test_drafts_read_keys_and_values_as_the_cache_stores_them(tmp_path, jobs, ca
 
 
 @pytest.mark.parametrize("use", nightly_but(["uniproc", "multiproc"], "uniproc"))
-def test_steps_of_requests_without_a_speculator_are_planned_ahead(scripted, jobs, expected, use):
+def test_steps_of_requests_without_a_speculator_are_planned_ahead(open_engine, jobs, expected, use):
     config = speculating_with(
         "hardpoint.testing:ScriptedSpeculator", options=replaying(jobs, expected)
     )
     config |= {"executor": {"use": use}, "scheduler": {"asynchronous": True}}
-    engine = scripted_engine(scripted, config)
+    engine = open_engine(config)
     without = [(name, prompt, replace(params, speculator="none")) for name, prompt, params in jobs]
     assert run(engine, without, per_step=3) == expected
     assert "speculation" not in engine.call_utility("scheduler_stats").num_waits_for_results
@@ -106,7 +104,6 @@ def test_steps_of_requests_without_a_speculator_are_planned_ahead(scripted, jobs
     stats = engine.call_utility("scheduler_stats")
     assert stats.num_waits_for_results["speculation"] > 10
     assert 0 < stats.num_accepted_drafts < stats.num_drafts
-    engine.close()
 
 
 @pytest.mark.parametrize("in_process", nightly_but([True, False], True))
@@ -145,15 +142,14 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("fails_in", "message"), FAULTS.items(), ids=FAULTS)
-def test_a_fault_costs_the_drafts_of_its_requests(scripted, without_drafts, fails_in, message):
+def test_a_fault_costs_the_drafts_of_its_requests(open_engine, without_drafts, fails_in, message):
     jobs, expected = without_drafts
     config = speculating_with(f"{HERE}:Failing", options={"failing": {"fails_in": fails_in}})
-    engine = scripted_engine(scripted, config)
+    engine = open_engine(config)
     assert run(engine, jobs) == expected
     assert run(engine, [("r9", [3], GREEDY)])["r9"]  # which reports what failed at the end
     fault = engine.health().fallbacks["failing"]
     assert re.search(f"failing.*: its {message}", fault.message), fault.message
-    engine.close()
 
 
 def test_a_request_chooses_its_speculator_and_gives_it_arguments(scripted):
@@ -187,11 +183,10 @@ def test_a_request_chooses_its_speculator_and_gives_it_arguments(scripted):
         (["ngram"], r'speculator: expected "none" or an enabled speculator \(ngram\), got \'noth'),
     ],
 )
-def test_an_unknown_speculator_is_refused(scripted, use, message):
-    engine = scripted_engine(scripted, speculating_with(*use))
+def test_an_unknown_speculator_is_refused(open_engine, use, message):
+    engine = open_engine(speculating_with(*use))
     with pytest.raises(RequestError, match=message):
         engine.add_request("r", [1], SamplingParams(speculator="nothing"))
-    engine.close()
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])

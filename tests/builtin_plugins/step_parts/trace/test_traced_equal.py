@@ -7,7 +7,6 @@ import pytest
 from support.cases import nightly_but
 from support.driving import drafting, run, summary
 
-from hardpoint.testing import scripted_engine
 from hardpoint.toolkit.trace import asking_for_trace, trace_of
 
 SMALL = {"max_model_len": 128, "kv_cache": {"block_size": 8, "num_blocks": 20}}
@@ -75,11 +74,11 @@ def check_whole(output):
 
 
 @pytest.mark.parametrize("level", nightly_but(LEVELS, "few blocks", "drafts"))
-def test_tokens_are_those_without_traces(scripted, jobs, expected, level):
+def test_tokens_are_those_without_traces(open_engine, jobs, expected, level):
     settings = LEVELS[level]
     if level == "drafts":
         settings = merged(settings, drafting(jobs, expected))
-    engine = scripted_engine(scripted, merged(settings, NO_LIMIT))
+    engine = open_engine(merged(settings, NO_LIMIT))
     found = run_outputs(engine, traced(jobs))
     assert {name: [summary(output)] for name, output in found.items()} == expected
     for output in found.values():
@@ -97,15 +96,13 @@ def test_tokens_are_those_without_traces(scripted, jobs, expected, level):
         assert outcomes == {True, False}
     some = [*traced(jobs[::2]), *jobs[1::2]]
     assert run(engine, some, per_step=3) == expected
-    engine.close()
 
 
-def test_a_trace_names_no_other_request(scripted, jobs):
-    engine = scripted_engine(scripted, SMALL | {"scheduler": {"max_num_seqs": 4}})
+def test_a_trace_names_no_other_request(open_engine, jobs):
+    engine = open_engine(SMALL | {"scheduler": {"max_num_seqs": 4}})
     secret = [(f"secret-{name}", prompt, params) for name, prompt, params in jobs]
     found = run_outputs(engine, [*traced(jobs[:2]), *secret[2:]])
     for name, _, _ in jobs[:2]:
         text = msgspec.json.encode(trace_of(found[name])).decode()
         assert "secret" not in text
         assert max(step.num_requests for step in trace_of(found[name]).completions[0].steps) > 1
-    engine.close()

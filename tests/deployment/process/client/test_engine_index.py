@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 
 from support.core.engine_harness import PATIENCE_S, LoopRig, request
@@ -41,12 +42,9 @@ def test_a_client_gives_the_index_to_its_process_and_is_addressed_by_it(played):
     start = EngineStart(
         EngineConfig(), ConfigSources(), Manifest(hardpoint="1", entries=()), engine_index=INDEX
     )
-    client = ProcessClient(start, lambda outputs: None, played)
-    try:
+    with contextlib.closing(ProcessClient(start, lambda outputs: None, played)) as client:
         assert played.launched.engine_index == INDEX
         assert played.sockets[0].identity == ADDRESS
         client.abort_requests(["a"])
         kind, frame = played.engine.heard()
         assert (kind, frame) == (bytes(RequestType.ABORT), b"\x91\xa1a")
-    finally:
-        client.close()

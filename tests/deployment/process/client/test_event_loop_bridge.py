@@ -60,73 +60,61 @@ def connected() -> tuple[EventLoopBridge, Taker]:
     return bridge, taker
 
 
-def test_a_loop_that_keeps_up_gets_the_very_batches():
-    async def main():
-        bridge, taker = connected()
-        sent = [batch(number, "ab") for number in range(5)]
-        for each in sent:
-            in_thread(lambda each=each: bridge(each))
-            await settle()
-        assert [taken is each for taken, each in zip(taker.items, sent, strict=True)] == [True] * 5
-        assert taker.threads == {threading.main_thread()}
-
-    asyncio.run(main())
-
-
-def test_a_busy_loop_finds_one_entry_per_request():
-    async def main():
-        bridge, taker = connected()
-        names = [f"r{number}" for number in range(32)]
-        in_thread(lambda: [bridge(batch(token, names)) for token in range(1000)])
-        assert bridge.num_waiting == 32
-        assert len(asyncio.get_running_loop()._ready) <= 2
+async def test_a_loop_that_keeps_up_gets_the_very_batches():
+    bridge, taker = connected()
+    sent = [batch(number, "ab") for number in range(5)]
+    for each in sent:
+        in_thread(lambda each=each: bridge(each))
         await settle()
-        assert bridge.num_waiting == 0
-        assert taker.tokens() == {name: list(range(1000)) for name in names}
-        assert len(taker.items) == 1
-
-    asyncio.run(main())
+    assert [taken is each for taken, each in zip(taker.items, sent, strict=True)] == [True] * 5
+    assert taker.threads == {threading.main_thread()}
 
 
-def test_chunks_leave_the_loop_to_others(monkeypatch):
+async def test_a_busy_loop_finds_one_entry_per_request():
+    bridge, taker = connected()
+    names = [f"r{number}" for number in range(32)]
+    in_thread(lambda: [bridge(batch(token, names)) for token in range(1000)])
+    assert bridge.num_waiting == 32
+    assert len(asyncio.get_running_loop()._ready) <= 2
+    await settle()
+    assert bridge.num_waiting == 0
+    assert taker.tokens() == {name: list(range(1000)) for name in names}
+    assert len(taker.items) == 1
+
+
+async def test_chunks_leave_the_loop_to_others(monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_SIZE", 4)
 
-    async def main():
-        bridge, taker = connected()
-        turns = []
+    bridge, taker = connected()
+    turns = []
 
-        async def other():
-            while len(taker.items) < 4:
-                turns.append(len(taker.items))
-                await asyncio.sleep(0)
+    async def other():
+        while len(taker.items) < 4:
+            turns.append(len(taker.items))
+            await asyncio.sleep(0)
 
-        task = asyncio.create_task(other())
-        await asyncio.sleep(0)
-        bridge(batch(1, [f"r{number}" for number in range(14)]))
-        await task
-        assert [len(item.outputs) for item in taker.items] == [4, 4, 4, 2]
-        assert {1, 2, 3} <= set(turns)
-        assert list(taker.tokens()) == [f"r{number}" for number in range(14)]
-
-    asyncio.run(main())
+    task = asyncio.create_task(other())
+    await asyncio.sleep(0)
+    bridge(batch(1, [f"r{number}" for number in range(14)]))
+    await task
+    assert [len(item.outputs) for item in taker.items] == [4, 4, 4, 2]
+    assert {1, 2, 3} <= set(turns)
+    assert list(taker.tokens()) == [f"r{number}" for number in range(14)]
 
 
-def test_what_comes_between_chunks_comes_after_them(monkeypatch):
+async def test_what_comes_between_chunks_comes_after_them(monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_SIZE", 1)
 
-    async def main():
-        bridge, taker = connected()
-        bridge(batch(1, "abc"))
-        await asyncio.sleep(0)
-        bridge(batch(2, "abc"))
-        bridge(batch(3, "abc", finish_reason=FinishReason.STOP))
-        bridge(END)
-        await settle()
-        assert taker.tokens() == {name: [1, 2, 3] for name in "abc"}
-        assert taker.items[-1] is END
-        assert len([item for item in taker.items if item is END]) == 1
-
-    asyncio.run(main())
+    bridge, taker = connected()
+    bridge(batch(1, "abc"))
+    await asyncio.sleep(0)
+    bridge(batch(2, "abc"))
+    bridge(batch(3, "abc", finish_reason=FinishReason.STOP))
+    bridge(END)
+    await settle()
+    assert taker.tokens() == {name: [1, 2, 3] for name in "abc"}
+    assert taker.items[-1] is END
+    assert len([item for item in taker.items if item is END]) == 1
 
 
 def test_what_came_before_the_loop_waits_for_it():
@@ -148,7 +136,7 @@ def test_what_came_before_the_loop_waits_for_it():
     assert taker.items[-1] is END
 
 
-def test_an_error_of_the_taker_does_not_lose_the_rest(monkeypatch):
+async def test_an_error_of_the_taker_does_not_lose_the_rest(monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_SIZE", 1)
 
     class Breaks(Taker):
@@ -157,32 +145,26 @@ def test_an_error_of_the_taker_does_not_lose_the_rest(monkeypatch):
             if len(self.items) == 1:
                 raise ValueError("broken")
 
-    async def main():
-        bridge, taker, failures = EventLoopBridge(), Breaks(), []
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: failures.append(str(context["exception"])))
-        bridge.connect(loop, taker.take)
-        bridge(batch(1, "abc"))
-        await settle()
-        assert taker.tokens() == {name: [1] for name in "abc"}
-        assert failures == ["broken"]
-
-    asyncio.run(main())
+    bridge, taker, failures = EventLoopBridge(), Breaks(), []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: failures.append(str(context["exception"])))
+    bridge.connect(loop, taker.take)
+    bridge(batch(1, "abc"))
+    await settle()
+    assert taker.tokens() == {name: [1] for name in "abc"}
+    assert failures == ["broken"]
 
 
-def test_it_keeps_nobody_alive():
-    async def main():
-        bridge, taker = connected()
-        items = taker.items
-        del taker
-        gc.collect()
-        for token in range(100):
-            bridge(batch(token, "ab"))
-        await settle()
-        assert items == []
-        assert bridge.num_waiting <= 2
-
-    asyncio.run(main())
+async def test_it_keeps_nobody_alive():
+    bridge, taker = connected()
+    items = taker.items
+    del taker
+    gc.collect()
+    for token in range(100):
+        bridge(batch(token, "ab"))
+    await settle()
+    assert items == []
+    assert bridge.num_waiting <= 2
 
 
 @pytest.mark.parametrize("item", [END, EngineCoreOutputs()])
@@ -195,14 +177,11 @@ def test_a_closed_loop_is_nobody(item):
     assert taker.items == []
 
 
-def test_nothing_comes_after_a_disconnect():
-    async def main():
-        bridge, taker = connected()
-        bridge(batch(1, "ab"))
-        bridge.disconnect()
-        bridge(batch(2, "ab"))
-        bridge(END)
-        await settle()
-        assert taker.items == []
-
-    asyncio.run(main())
+async def test_nothing_comes_after_a_disconnect():
+    bridge, taker = connected()
+    bridge(batch(1, "ab"))
+    bridge.disconnect()
+    bridge(batch(2, "ab"))
+    bridge(END)
+    await settle()
+    assert taker.items == []

@@ -168,8 +168,7 @@ def starved(engine) -> None:
 
 def test_a_task_is_woken_by_its_own_outputs_only(scripted):
     async def main():
-        llm = AsyncLLM(config=scripted_config(scripted))
-        try:
+        with contextlib.closing(AsyncLLM(config=scripted_config(scripted))) as llm:
             alone = [each async for each in llm.generate("x", LONG)]
             with whispering(client_of(llm)):
                 among = [each async for each in llm.generate("x", LONG)]
@@ -183,8 +182,6 @@ def test_a_task_is_woken_by_its_own_outputs_only(scripted):
             assert not task.done()
             await llm.engines.resume()
             assert (await asyncio.wait_for(task, PATIENCE_S)).outputs[0].token_ids
-        finally:
-            llm.close()
 
     asyncio.run(asyncio.wait_for(main(), 4 * PATIENCE_S))
 

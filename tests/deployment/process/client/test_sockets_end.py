@@ -17,10 +17,10 @@ from support.core.fake_engine import Engine
 from support.waiting import PATIENCE_S
 
 from hardpoint import EngineDeadError
-from hardpoint.host.system.resources import CUT_S, end_context
 from hardpoint.process.client import sockets as engine_sockets
 from hardpoint.process.client.sockets import READER_THREAD, EngineSockets
 from hardpoint.process.protocol import RequestType
+from hardpoint.process.zmq_resources import CUT_S, end_context
 
 
 def connected() -> tuple[EngineSockets, Engine]:

@@ -21,7 +21,7 @@ from support.core.launch_harness import (
     write_child,
 )
 
-from hardpoint.host.system.process import process as child_process
+from hardpoint.process.child_processes import process as child_process
 from hardpoint.process.engine_process import EngineProcess
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hardpoint import plugins
 from hardpoint.errors import PluginLoadError
-from hardpoint.host.system.process.main_module.main_pickle import dumps
+from hardpoint.process.child_processes.main_module.main_pickle import dumps
 
 
 def with_lock():

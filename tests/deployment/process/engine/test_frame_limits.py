@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 
@@ -94,10 +95,7 @@ def test_what_is_too_large_is_not_sent():
 
 
 def test_the_clients_sockets_have_the_bound_too():
-    sockets = EngineSockets()
-    try:
+    with contextlib.closing(EngineSockets()) as sockets:
         for socket in (sockets._input, sockets._output):
             assert socket.getsockopt(zmq.MAXMSGSIZE) == engine_sockets.MOST_BYTES == MOST_BYTES
-    finally:
-        sockets.close()
     assert MOST_BYTES == 4 << 30

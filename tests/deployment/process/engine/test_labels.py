@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.process.forked_python import forked_python
 
-from hardpoint.host.system.process import naming
+from hardpoint.process.child_processes import naming
 
 
 @pytest.fixture

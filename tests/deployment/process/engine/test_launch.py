@@ -16,9 +16,9 @@ from support.core.launch_harness import LIMIT_S, failure_of, launch, output_of
 from support.processes import ROOT
 
 from hardpoint.errors import EngineDeadError, PluginLoadError
-from hardpoint.host.system.process.launch import Interpreter, decode_launch, main_objects
-from hardpoint.host.system.process.process import FailureReport
 from hardpoint.plugins import ConfigError, HardpointError, ModelError
+from hardpoint.process.child_processes.launch import Interpreter, decode_launch, main_objects
+from hardpoint.process.child_processes.process import FailureReport
 from hardpoint.process.launch import Launch
 
 # What arrives
@@ -143,7 +143,7 @@ def test_processes_spawned_from_the_child_do_not_run_the_program_again(child, tm
 
 
 def test_program_describes_its_purpose():
-    program = ROOT / "host" / "system" / "process" / "__main__.py"
+    program = ROOT / "deployment" / "process" / "child_processes" / "__main__.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "This program is started by Hardpoint itself.\n"
@@ -251,7 +251,7 @@ def test_main_object_that_cannot_be_rebuilt(child):
     module.Missing = type("Missing", (), {"__module__": "here_alone"})
     sys.modules["here_alone"] = module
     try:
-        from hardpoint.host.system.process.main_module.main_pickle import dumps
+        from hardpoint.process.child_processes.main_module.main_pickle import dumps
 
         data = dumps({"Dry": module.Missing})
     finally:

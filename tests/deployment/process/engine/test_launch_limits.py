@@ -10,13 +10,13 @@ import time
 import pytest
 from support.core.launch_harness import LIMIT_S
 
-from hardpoint.host.system.process import process as child_process
-from hardpoint.host.system.process.__main__ import LAUNCH_TIMEOUT_S, LENGTH
-from hardpoint.host.system.process.launch import Interpreter
-from hardpoint.host.system.process.process import FailureReport
+from hardpoint.process.child_processes import process as child_process
+from hardpoint.process.child_processes.__main__ import LAUNCH_TIMEOUT_S, LENGTH
+from hardpoint.process.child_processes.launch import Interpreter
+from hardpoint.process.child_processes.process import FailureReport
 
 PROGRAM = """
-from hardpoint.host.system.process import __main__ as entry
+from hardpoint.process.child_processes import __main__ as entry
 entry.LAUNCH_TIMEOUT_S = 0.1
 entry.main(lambda launch, watch: None)
 """

@@ -22,9 +22,9 @@ from hardpoint import plugins
 from hardpoint.errors import PluginLoadError
 from hardpoint.host.registry.adapt import load_component
 from hardpoint.host.registry.kinds import KINDS
-from hardpoint.host.system.process.main_module.main_pickle import dumps, loads
-from hardpoint.host.system.process.main_module.struct_pickle import StructParts
 from hardpoint.plugins.component import Source
+from hardpoint.process.child_processes.main_module.main_pickle import dumps, loads
+from hardpoint.process.child_processes.main_module.struct_pickle import StructParts
 from hardpoint.typed import convert, json_schema
 
 PROGRAM = '''
@@ -151,7 +151,7 @@ def answers(arguments):
     return found
 
 if __name__ == "__main__":
-    from hardpoint.host.system.process.main_module.main_pickle import dumps
+    from hardpoint.process.child_processes.main_module.main_pickle import dumps
     found = answers(Dry.Arguments)  # msgspec now has its caches in these classes
     objects = {"Dry": Dry, "Same": Dry, "Arguments": Dry.Arguments, "Range": Range, "Node": Node,
                "answers": answers, "json": json, "encode": msgspec.json.encode}

@@ -13,7 +13,7 @@ import pytest
 from support.core.launch_harness import gone, output_of, state_of
 from support.waiting import wait_until
 
-from hardpoint.host.system.process import parent_death
+from hardpoint.process.child_processes import parent_death
 
 STOPPED = "say(os.getpid()); os.kill(os.getpid(), signal.SIGSTOP)"
 HOLDS_THE_LOCK = """
@@ -22,7 +22,7 @@ say(os.getpid())
 re.match("(a+)+$", "a" * 60 + "b")  # never lets another thread run
 """
 IN_A_SECOND = """
-from hardpoint.host.system.process import parent_death
+from hardpoint.process.child_processes import parent_death
 parent_death._WAKES = signal.SIGHUP  # whose number is 1
 """
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 from support.core.launch_harness import launch
 
+from hardpoint.core.weights.worker_spec import StartWorker
 from hardpoint.plugins import EngineConfig
 from hardpoint.process.engine import run
+
+
+@dataclass
+class Spec:
+    """The fields of a WorkerSpec that a start uses."""
+
+    loader: SimpleNamespace
+    start_worker: StartWorker | None = None
 
 
 @pytest.fixture
@@ -21,7 +31,7 @@ def closed(monkeypatch):
         closed.append("core")
         raise RuntimeError("the core does not close")
 
-    spec = SimpleNamespace(loader=SimpleNamespace(close=lambda: closed.append("loader")))
+    spec = Spec(loader=SimpleNamespace(close=lambda: closed.append("loader")))
     built = SimpleNamespace(core=SimpleNamespace(close=close_core))
     plugins = SimpleNamespace(hooks=lambda: None)
     for name, stand_in in {

@@ -167,7 +167,7 @@ class TestOutputs:
         assert served.rig.core.num_unfinished_requests() == 0
 
     def test_behind_its_end_in_one_message_the_id_is_that_of_another_request(self):
-        frames = OutputEncoder(lambda _ids, _client: None, None)
+        frames = OutputEncoder(lambda _ids, _client: None)
         bad = EngineCoreOutput(request_id="a", new_token_ids=[1], pooling_output=object())
         frames.encode_into(EngineCoreOutputs(outputs=[bad]), bytearray(), 0)
         end = EngineCoreOutput(request_id="a", finish_reason=FinishReason.ABORT)
@@ -195,30 +195,11 @@ class TestOutputs:
         assert client.tokens["a"] == expected([1, 2, 3], 4)
 
 
-class Shelf:
-    """Carries tensors beside the messages, within one program."""
+class Linked:
+    """An engine's threads and a client's sockets."""
 
     def __init__(self):
-        self.tensors, self.messages, self.broken = [], 0, False
-
-    def new_message(self):
-        self.messages += 1
-
-    def offer(self, tensor):
-        if self.broken:
-            raise OSError("no room on the shelf")
-        self.tensors.append(tensor)
-        return {"place": len(self.tensors) - 1}
-
-    def fetch(self, dtype, shape, metadata):
-        return self.tensors[metadata["place"]]
-
-
-class Linked:
-    """An engine's threads and a client's sockets, with shelves for both ways or without."""
-
-    def __init__(self, there=None, back=None):
-        self.sockets = EngineSockets(consumer=there, provider=back)
+        self.sockets = EngineSockets()
         self.rig = LoopRig()
         self.seen = []
         self.io = EngineIO(
@@ -226,8 +207,6 @@ class Linked:
             self.sockets.addresses,
             self.rig.queues,
             self.seen.append,
-            consumer=back,
-            provider=there,
         )
         self.outputs: list[EngineCoreOutput] = []
         self.ended = threading.Event()
@@ -256,65 +235,25 @@ class Linked:
 
 
 @pytest.fixture
-def linked():
-    opened = []
-
-    def start(**shelves):
-        opened.append(Linked(**shelves))
-        return opened[-1]
-
-    yield start
-    for each in opened:
-        each.close()
+def link():
+    opened = Linked()
+    yield opened
+    opened.close()
 
 
-class TestOutOfBand:
-    def test_tensors_may_travel_beside_the_messages_both_ways(self, linked):
-        there, back = Shelf(), Shelf()
-        link = linked(there=there, back=back)
-        sent, answer = torch.randn(1000), torch.randn(50, 2)
-        link.rig.core.step = _answering(link.rig.core.step, answer)
-        seen, output = link.run(kv_transfer_params={"block": sent})
-        assert seen.kv_transfer_params["block"] is sent
-        assert output.kv_transfer_params["block"] is answer
-        assert len(there.tensors) == len(back.tensors) == 1
-        assert there.messages == 1
+def test_large_tensors_are_frames_of_requests_and_outputs(link):
+    sent, answer = torch.randn(1000).to(torch.bfloat16), torch.randn(50, 2)
+    link.rig.core.step = _answering(link.rig.core.step, answer)
+    seen, output = link.run(kv_transfer_params={"block": sent})
+    assert seen.kv_transfer_params["block"].dtype == torch.bfloat16
+    assert seen.kv_transfer_params["block"].view(torch.int16).equal(sent.view(torch.int16))
+    assert output.kv_transfer_params["block"].equal(answer)
 
-    def test_calls_too(self, linked):
-        there = Shelf()
-        answered = linked(there=there).sockets.call("why_waiting", torch.zeros(1000))
-        with pytest.raises(ValueError, match=r"request_ids: .*a torch.Tensor is none"):
-            answered.result(PATIENCE_S)
-        assert len(there.tensors) == 1
 
-    def test_large_tensors_are_frames_without_it(self, linked):
-        link = linked()
-        sent, answer = torch.randn(1000).to(torch.bfloat16), torch.randn(50, 2)
-        link.rig.core.step = _answering(link.rig.core.step, answer)
-        seen, output = link.run(kv_transfer_params={"block": sent})
-        assert seen.kv_transfer_params["block"].dtype == torch.bfloat16
-        assert seen.kv_transfer_params["block"].view(torch.int16).equal(sent.view(torch.int16))
-        assert output.kv_transfer_params["block"].equal(answer)
-
-    def test_a_consumer_that_fails_in_the_engine_harms_nobody(self, linked, caplog):
-        back = Shelf()
-        back.broken = True
-        link = linked(back=back)
-        answer = torch.randn(50, 2)
-        link.rig.core.step = _answering(link.rig.core.step, answer)
-        _, output = link.run()
-        assert output.kv_transfer_params["block"].equal(answer)
-        assert str(output.finish_reason) == "length"
-        assert "consumer of out-of-band tensors failed: OSError: no room" in caplog.text
-
-    def test_one_that_fails_at_the_client_is_a_refused_request(self, linked):
-        there = Shelf()
-        there.broken = True
-        link = linked(there=there)
-        with pytest.raises(ValueError, match="consumer of out-of-band tensors failed: OSError: no"):
-            link.sockets.send(ADD, request("a", kv_transfer_params={"block": torch.zeros(1000)}))
-        there.broken = False
-        link.run(kv_transfer_params={"block": torch.zeros(1000)})
+def test_a_large_tensor_in_a_call_is_refused_by_its_type(link):
+    answered = link.sockets.call("why_waiting", torch.zeros(1000))
+    with pytest.raises(ValueError, match=r"request_ids: .*a torch.Tensor is none"):
+        answered.result(PATIENCE_S)
 
 
 def _answering(step, tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import struct
 import zlib
@@ -181,10 +182,7 @@ def test_bombs_of_frames_and_of_texts_cost_nothing(decoder):
 
 
 def test_too_slow_a_process_ends_and_the_next_image_is_decoded(monkeypatch):
-    decoder = ImageDecoder(ImagesConfig(decode_seconds=0.001))
-    try:
+    with contextlib.closing(ImageDecoder(ImagesConfig(decode_seconds=0.001))) as decoder:
         message = refused(decoder, encoded(gradient(2000, 2000)))
         assert "decoding it takes more than 0.001 s (images.decode_seconds)" in message
-    finally:
-        decoder.close()
     assert decoder.pid is None

@@ -134,14 +134,11 @@ def test_an_image_is_fetched_by_the_address_that_was_checked(serve):
 def test_the_type_that_a_host_gives_is_not_asked_and_the_content_is(serve):
     server = serve(image=response(DATA), page=response(b"<html>", content_type="image/png"))
     limits = ImagesConfig()
-    reader = ImageReader(limits, fetcher(server))
-    try:
+    with contextlib.closing(ImageReader(limits, fetcher(server))) as reader:
         url = f"http://example.com:{server.port}"
         assert reader.read([(PLACE, f"{url}/image")])[0].width == 6
         with pytest.raises(RequestError, match="by its content; got another format"):
             reader.read([(PLACE, f"{url}/page")])
-    finally:
-        reader.close()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import time
@@ -68,7 +69,7 @@ def survived(count, seed):
     random_ = random.Random(seed)
     decoder = ImageDecoder(LIMITS)
     decoded, refused = 0, []
-    try:
+    with contextlib.closing(decoder):
         for index in range(count):
             data = mutant(random_, random_.choice(originals()))
             begun = time.monotonic()
@@ -81,8 +82,6 @@ def survived(count, seed):
                 assert len(image.pixels) == 3 * image.width * image.height
             assert time.monotonic() - begun < LIMITS.decode_seconds
         assert decoder.decode(originals()[0], "x").width == 48  # it still runs
-    finally:
-        decoder.close()
     assert [message for message in refused if not WORDS.match(message)] == []
     return decoded
 

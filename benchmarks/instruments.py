@@ -1,0 +1,95 @@
+"""Plugins of measured engines: a device that sleeps, and collectives whose time is added up."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from hardpoint.plugins import AttentionContext, ModelContext, Wrapper
+from hardpoint.plugins.parallel import Communicator
+from hardpoint.testing import HistoryAttention, ScriptedModel
+
+DEVICE_SECONDS = "HARDPOINT_BENCHMARK_DEVICE_SECONDS"
+"""Environment variable with the seconds of a step of `Device`."""
+TIMES = "HARDPOINT_BENCHMARK_TIMES"
+"""Environment variable with the file of `Timed`: two numbers in float64."""
+MAX_SEQS = 256
+
+
+class Device(HistoryAttention):
+    """The only layer of a model, which a device computes in a stated time."""
+
+    contract = 1
+
+    def __init__(self, context: AttentionContext) -> None:
+        """Read the seconds of a step."""
+        super().__init__(context)
+        self._seconds = float(os.environ[DEVICE_SECONDS])
+
+    def attend(self, spec: Any, cache: Any, plan: Any, q: torch.Tensor, *_: Any) -> torch.Tensor:  # noqa: ARG002
+        """Wait, without the interpreter's lock."""
+        time.sleep(self._seconds)
+        return q
+
+
+class SameToken(ScriptedModel):
+    """A model that always gives the same token, so that the host computes nothing for it."""
+
+    contract = 1
+
+    def __init__(self, context: ModelContext) -> None:
+        """Make the logits of all steps."""
+        super().__init__(context)
+        self._logits = torch.zeros(MAX_SEQS, context.config.vocab_size)
+        self._logits[:, 65] = 1.0
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 [rows, vocab]."""
+        return self._logits[: len(hidden)]
+
+
+SLEEPING: dict[str, Any] = {
+    "plugins": {"enable": [{"use": f"{__name__}:SameToken", "name": "ScriptedForCausalLM"}]},
+    "attention": {"use": f"{__name__}:Device"},
+}
+"""Tables of the configuration of the scripted model on such a device."""
+
+
+class Timed(Wrapper[Communicator], Communicator):
+    """Adds the time of collectives, and their number, to the file of rank 0."""
+
+    contract = 1
+    devices = ("cpu", "cuda")
+
+    class Options(Wrapper.Options):
+        """Wraps the communicator that is measured."""
+
+        wraps: str = "shared_memory"
+
+    def __init__(self, context: Any) -> None:
+        """Map the file into memory."""
+        super().__init__(context)
+        is_counted = self.rank == 0
+        self._sums = np.memmap(os.environ[TIMES], np.float64) if is_counted else np.zeros(2)
+
+    def _timed(self, method: str, *args: Any) -> Any:
+        began = time.perf_counter()
+        result = getattr(self.wrapped, method)(*args)
+        self._sums += time.perf_counter() - began, 1.0
+        return result
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Time it."""
+        return self._timed("all_reduce", x)  # type: ignore[no-any-return]
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Time it."""
+        return self._timed("all_gather", x)  # type: ignore[no-any-return]
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """Time it."""
+        return self._timed("broadcast", x, source)  # type: ignore[no-any-return]

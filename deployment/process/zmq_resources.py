@@ -1,0 +1,120 @@
+"""System resources for the ZMQ sockets of an engine process: a private folder, and their end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import zmq
+
+from hardpoint.plugins import HardpointError
+
+_log = logging.getLogger("hardpoint")
+
+SOCKET_NAMES = ("input", "output")
+"""Names of the sockets in their folder."""
+
+CUT_S = 0.05
+"""Seconds from the death of a peer to the close of the socket to it.
+
+If a socket with many unsent messages is closed in the instant in which its connection breaks,
+libzmq 4.3.5 may wait for ever for an answer of its own threads: one of 100 such closes did; none of
+3900 after this time.
+"""
+
+_END_S = 5.0
+
+_LONGEST_NAME = max(map(len, SOCKET_NAMES))
+_PATH_LIMIT = zmq.IPC_PATH_MAX_LEN or 103  # the shortest of all systems
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def make_socket_folder() -> Path:
+    """Make a folder that only this user can open, short enough for the paths of sockets.
+
+    It is made in the directory of `tempfile`; if that has a path that is too long or holds no
+    private folders, in a short one of the system.
+
+    Raises:
+        HardpointError: none can be made; the message has the attempts, with lengths and the limit.
+    """
+    refused = []
+    for base in _bases():
+        try:
+            return _private_folder(base)
+        except _UnfitError as reason:
+            refused.append(f"{base!r} {reason}")
+        except OSError as cause:
+            refused.append(f"{base!r} gives none ({cause.strerror or cause})")
+    raise HardpointError(
+        f"sockets of the engine: expected a directory for a private folder, tried in turn: "
+        f"{'; '.join(refused)}; set TMPDIR to a directory of your own with a short path"
+    )
+
+
+def end_context(
+    context: zmq.Context[zmq.Socket[bytes]], what: str, timeout_s: float = _END_S
+) -> bool:
+    """End a context whose sockets are closed, each by its owner; return whether it has ended.
+
+    If it does not end in time, its threads and descriptors are left to it, which is logged: what
+    comes after must not wait for it.
+
+    Args:
+        context: the context.
+        what: names its sockets in the log.
+        timeout_s: seconds, more than the sockets linger.
+    """
+    ending = threading.Thread(target=context.term, name="ZMQContextEnd", daemon=True)
+    ending.start()
+    ending.join(timeout_s)
+    if ending.is_alive():
+        _log.error(
+            "%s were closed, and libzmq has not released them within %g s; their threads and "
+            "descriptors stay with this process (pid %d) until it ends",
+            what,
+            timeout_s,
+            os.getpid(),
+        )
+    return not ending.is_alive()
+
+
+class _UnfitError(Exception):
+    """A directory cannot hold the folder."""
+
+
+def _bases() -> Iterator[str]:
+    seen = set()
+    try:
+        seen.add(preferred := tempfile.gettempdir())
+        yield preferred
+    except OSError:  # it found no directory that can be written
+        pass
+    yield from (base for base in _SHORT_FOLDERS if base not in seen)
+
+
+def _private_folder(base: str) -> Path:
+    try:
+        length = len(os.path.join(base, "hardpoint-12345678", "x" * _LONGEST_NAME).encode())
+    except UnicodeEncodeError:
+        raise _UnfitError("is no valid Unicode") from None
+    if length > _PATH_LIMIT:
+        raise _UnfitError(
+            f"makes socket paths of {length} bytes, of which a system allows {_PATH_LIMIT}"
+        )
+    folder = tempfile.mkdtemp(prefix="hardpoint-", dir=base)
+    try:
+        os.chmod(folder, 0o700)  # a umask may have taken the owner's permissions too
+        found = os.lstat(folder)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+            raise _UnfitError("keeps no owners and permissions, so that others could open it")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return Path(folder)

@@ -1,0 +1,109 @@
+"""Old names of members of LLM and AsyncLLM; each works until 0.3, with a DeprecationWarning."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from hardpoint.calls.streams import OutputStream
+from hardpoint.plugins import RequestError
+
+__all__ = ["ASYNC_NAMES", "SYNC_NAMES", "OldClassNames", "old_member"]
+
+_UNTIL = "the old name works until hardpoint 0.3"
+
+_SHARED = {
+    "add_lora": "adapters.add",
+    "remove_lora": "adapters.remove",
+    "list_loras": "adapters.list",
+    "pin_lora": "adapters.pin",
+    "resolve_adapter": "adapters.resolve",
+    "scale": "engines.scale",
+    "retire": "engines.retire",
+    "load": "engines.load",
+    "pause": "engines.pause",
+    "resume": "engines.resume",
+    "is_paused": "engines.is_paused",
+    "is_sleeping": "engines.is_sleeping",
+    "scheduler_stats": "engines.scheduler_stats",
+    "live_requests": "engines.live_requests",
+    "reset_encoder_cache": "engines.reset_encoder_cache",
+    "release_session": "engines.release_session",
+    "settings": "engines.settings",
+    "set_config": "engines.set_config",
+    "update_weights": "weights.update",
+    "manifest": "plugins.manifest",
+    "set_plugins": "plugins.change",
+    "set_policy": "plugins.set_policy",
+    "health": "plugins.health",
+    "plugin_meters": "plugins.meters",
+    "plugin_states": "plugins.states",
+    "call_part": "plugins.call_part",
+    "process": "plugins.process",
+    "trace": "debug.trace",
+    "start_profile": "debug.start_profile",
+    "stop_profile": "debug.stop_profile",
+    "supported_tasks": "model.supported_tasks",
+    "takes_images": "model.takes_images",
+    "default_sampling_params": "model.default_sampling_params",
+    "apply_chat_template": "model.apply_chat_template",
+}
+
+SYNC_NAMES: Mapping[str, str] = _SHARED | {
+    "fork": "OutputStream.fork",
+    "get_num_unfinished_requests": "engines.get_num_unfinished_requests",
+}
+"""New names of members of LLM, by the old ones."""
+
+ASYNC_NAMES: Mapping[str, str] = _SHARED | {
+    "engine_pid": "engines.pid",
+    "io_processor_schemas": "plugins.io_processor_schemas",
+    "argument_schemas": "plugins.argument_schemas",
+    "server_extensions": "plugins.server_extensions",
+    "why_waiting": "debug.why_waiting",
+    "prompt_tokens": "model.prompt_tokens",
+    "tokenise": "model.tokenize",
+}
+"""The same of AsyncLLM."""
+
+
+class OldClassNames(type):
+    """Metaclass of LLM and AsyncLLM, for the old name of a class method."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name != "from_resolved":
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        owner = next(base for base in cls.__mro__ if base.__name__ in ("LLM", "AsyncLLM"))
+        new = f"{owner.__module__}.open_resolved"
+        warnings.warn(
+            f"{owner.__name__}.{name} is now {new}; {_UNTIL}", DeprecationWarning, stacklevel=2
+        )
+        return functools.partial(sys.modules[owner.__module__].open_resolved, cls=cls)
+
+
+def old_member(llm: object, owner: str, name: str, names: Mapping[str, str]) -> Any:
+    """Return a member by its old name, and warn the caller of `__getattr__`, which calls this.
+
+    Args:
+        owner: LLM or AsyncLLM.
+        names: new names by the old ones.
+
+    Raises:
+        AttributeError: it is not an old name.
+    """
+    if (new := names.get(name)) is None:
+        raise AttributeError(f"{type(llm).__name__!r} object has no attribute {name!r}")
+    is_function = new == "OutputStream.fork"
+    place = new if is_function else f"{owner}.{new}"
+    warnings.warn(f"{owner}.{name} is now {place}; {_UNTIL}", DeprecationWarning, stacklevel=3)
+    return _fork if is_function else attrgetter(new)(llm)
+
+
+def _fork(stream: OutputStream, token_ids: Sequence[int]) -> OutputStream:
+    if not isinstance(stream, OutputStream):
+        raise RequestError(f"stream: expected that of `stream`, got {type(stream).__name__}")
+    return stream.fork(token_ids)

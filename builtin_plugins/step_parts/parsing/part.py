@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from hardpoint.errors import ConfigError
 from hardpoint.plugins import EngineConfig, EngineCoreRequest, FrontendHalf, StepPart
-from hardpoint.plugins.step_part import FrontendHalfContext, OutputFormat, RequestedCalls
+from hardpoint.plugins.step_part import FrontendHalfContext
+from hardpoint.plugins.text import OutputFormat
 
 from .choice import ConfiguredParsers
 from .formats import ParsedFormat
@@ -16,6 +17,7 @@ from .requests import RequestParsers
 if TYPE_CHECKING:
     from hardpoint.plugins.component.base import Component
     from hardpoint.plugins.step_part.components import ComponentFactory
+    from hardpoint.plugins.text.output_parser import RequestedCalls
 
 
 class OutputParsing(StepPart):

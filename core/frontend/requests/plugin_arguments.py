@@ -26,7 +26,7 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.component.manifest import PluginEntry
-from hardpoint.plugins.step_part import RequestedCalls
+from hardpoint.plugins.text import RequestedCalls
 from hardpoint.typed import ReadOnlyList, read_only
 
 from .argument_takers import DEFAULTS, LOGITS, ArgumentTaker, Given, processor_taker, takers_of

@@ -36,14 +36,13 @@ from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
 from hardpoint.plugins.step_part.observer import OutputObserver, PreparedPartChange
-from hardpoint.plugins.step_part.output_format import OutputFormat, RequestedCalls
 from hardpoint.plugins.step_part.part import (
     FrontendHalf,
     FrontendHalfContext,
     GivenPrompt,
     PromptReader,
-    ToolCalls,
 )
+from hardpoint.plugins.text.output_parser import OutputFormat, RequestedCalls, ToolCalls
 
 from .bound_half import BoundHalf, OpenHalves, open_halves
 from .components import Components

@@ -29,10 +29,6 @@ from .engine_hooks import (
 )
 from .halves import EngineHalf, WorkerHalf
 from .observer import OutputObserver, PreparedPartChange
-from .output_format import OutputFormat as OutputFormat
-from .output_format import OutputReader as OutputReader
-from .output_format import RequestedCalls as RequestedCalls
-from .output_format import ToolCalls as ToolCalls
 from .part import (
     FrontendHalf,
     FrontendHalfContext,

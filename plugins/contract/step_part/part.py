@@ -28,6 +28,8 @@ from hardpoint.plugins.requests.markers import ReasoningMarkers
 from hardpoint.plugins.requests.params import EngineCoreRequest, Prompt
 from hardpoint.plugins.requests.stats import IterationStats
 from hardpoint.plugins.text.arguments import ComponentWithArguments
+from hardpoint.plugins.text.output_parser import OutputFormat, RequestedCalls
+from hardpoint.plugins.text.output_parser import ToolCalls as ToolCalls
 from hardpoint.plugins.text.tokenizer import Tokenizer
 from hardpoint.plugins.text.vocabulary import Vocabulary
 
@@ -36,8 +38,6 @@ from .engine import EngineHalfContext
 from .engine_hooks import EngineHooks
 from .halves import EngineHalf, WorkerHalf
 from .observer import OutputObserver, PreparedPartChange
-from .output_format import OutputFormat, RequestedCalls
-from .output_format import ToolCalls as ToolCalls
 from .worker import WorkerHalfContext
 from .worker_hooks import WorkerHooks
 

@@ -22,8 +22,8 @@ from hardpoint.plugins import (
     SamplingParams,
     StepPart,
 )
-from hardpoint.plugins.step_part import OutputFormat, OutputReader
 from hardpoint.plugins.step_part.part import GivenPrompt
+from hardpoint.plugins.text import OutputFormat, OutputReader
 
 DONE = []
 

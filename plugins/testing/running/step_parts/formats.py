@@ -15,7 +15,7 @@ from hardpoint.plugins import (
     RequestOutput,
 )
 from hardpoint.plugins.requests import PoolingRequestOutput
-from hardpoint.plugins.step_part import OutputFormat, OutputReader
+from hardpoint.plugins.text import OutputFormat, OutputReader
 from hardpoint.testing.reporting.calls import call
 from hardpoint.testing.suite import Rule, short_repr
 

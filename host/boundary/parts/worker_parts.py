@@ -20,13 +20,7 @@ from hardpoint.plugins.model import Attend, LayerHooks
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.sampling.phases import LogitsStage
 from hardpoint.plugins.step_part import DraftedStep
-from hardpoint.plugins.worker_half import (
-    AllocatedCache,
-    Forward,
-    ForwardStep,
-    KVBlocks,
-    StepRows,
-)
+from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep, KVBlocks, StepRows
 
 from .bound_half import IN_LAYERS, BoundWorkerHalf, OpenHalves, form_of
 from .layer_calls import LayerCalls
@@ -62,6 +56,7 @@ class WorkerParts:
     its fault with the result and decides by the part's scope; in another rank the step fails.
 
     Attributes:
+        halves: those of all generations of the plugins in use, in the order of their calls.
         packs: whether a half needs packed inputs.
         encodes: whether a half encodes features.
         work_when_idle: whether a half has `idle`.
@@ -94,14 +89,9 @@ class WorkerParts:
         self._failed_in_layers = False  # in this step
         self.observer: LogitsObserver | None = None
 
-    @property
-    def halves(self) -> Sequence[BoundWorkerHalf]:
-        """Those of all generations of the plugins that are in use, in the order of their calls."""
-        return self._halves
-
     def use(self, halves: Sequence[BoundWorkerHalf]) -> None:
         """Call these halves from the next step on."""
-        self._halves = tuple(halves)
+        self.halves = tuple(halves)
         self._in_steps = tuple(half for half in halves if any(map(half.overrides, _IN_STEPS)))
         self._follow = [half for half in halves if half.overrides("finished")]
         self._verifiers = [half for half in halves if half.overrides("verify_drafts")]
@@ -119,7 +109,7 @@ class WorkerParts:
             PluginFaultError: a half failed, or returned something else.
         """
         total: Counter[str] = Counter()
-        for half in [half for half in self._halves if half.overrides("memory")]:
+        for half in [half for half in self.halves if half.overrides("memory")]:
             sizes = half.checked("memory")
             if not isinstance(sizes, Mapping) or not all(
                 isinstance(what, str) and type(size) is int and size >= 0
@@ -136,7 +126,7 @@ class WorkerParts:
             PluginFaultError: a half failed, or returned no function.
         """
         model = around = functools.partial(_run_model, forward)
-        for half in self._halves:
+        for half in self.halves:
             if half.overrides("around_model"):
                 inner, around = around, half.checked("around_model", around)
                 if not callable(around):
@@ -151,7 +141,7 @@ class WorkerParts:
         Raises:
             PluginFaultError: one of them failed.
         """
-        for half in self._halves:
+        for half in self.halves:
             if half.overrides("cache_allocated"):
                 half.checked("cache_allocated", cache)
 
@@ -162,7 +152,7 @@ class WorkerParts:
             PluginFaultError: one of them failed.
         """
         with ExitStack() as stack:
-            for half in self._halves:
+            for half in self.halves:
                 if half.overrides("cache_released"):
                     stack.callback(half.checked, "cache_released")
 
@@ -173,7 +163,7 @@ class WorkerParts:
             PluginFaultError: a half failed, or returned something else.
         """
         result, firsts = [list(views) for views in layers], [views[0] for views in layers]
-        for half in self._halves:
+        for half in self.halves:
             if half.overrides("block_memory"):
                 memory = half.checked("block_memory")
                 has_all = isinstance(memory, Sequence) and len(memory) == len(result)
@@ -200,7 +190,7 @@ class WorkerParts:
 
     def call(self, name: str, message: bytes) -> tuple[str | None, bytes]:
         """Return None and the answer of a half, by its key; or kind and text of an error."""
-        for half in self._halves:
+        for half in self.halves:
             if half.key == name:
                 return half.answer(message)
         return "HardpointError", f"the part {name!r} has no half in worker {self._rank}".encode()
@@ -232,7 +222,7 @@ class WorkerParts:
         Raises:
             PluginContractError: it does not.
         """
-        for half in self._halves:
+        for half in self.halves:
             for method, what in _HOOKS.items():
                 is_here = method != "embedded" or parallel.is_first
                 if half.overrides(method) and is_here and method not in model.called_hooks:
@@ -380,8 +370,7 @@ class WorkerParts:
         """Show logits to the halves that read them; each gets copies of its rows."""
         for half in list(self._active):
             if half.overrides("processed"):
-                names = enumerate(request.request_id for request in requests)
-                own = [row for row, name in names if self._is_user(half, name)]
+                own = [i for i, x in enumerate(requests) if self._is_user(half, x.request_id)]
                 if own:
                     self._run(half, "processed", stage, logits[own], [requests[i] for i in own])
 
@@ -447,14 +436,14 @@ class WorkerParts:
 
     def notify(self, method: str, *args: Any) -> None:
         """Call `sleep`, `wake_up` or `weights_changed` of all halves."""
-        for half in self._halves:
+        for half in self.halves:
             if half.overrides(method):
                 half.run(method, *args)
 
     def close(self) -> None:
         """Close all halves."""
         with ExitStack() as stack:
-            for half in self._halves:
+            for half in self.halves:
                 stack.callback(half.close)
 
     def _run(

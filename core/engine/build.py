@@ -50,13 +50,13 @@ from hardpoint.plugins import (
 from hardpoint.plugins.cache_memory import block_needs, tightest
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.toolkit.step_cost import StepCostFit
 from hardpoint.typed import read_only
 
 from .border import EngineBorder
-from .cache_changes import CacheChangeLog
 from .core import EngineCore
 from .inputs import Clock, EngineInputs, OpenInputs, RecordStep
 from .prepare import check_drafts, limits_of, num_batches, plans_ahead
@@ -83,7 +83,7 @@ def build_core(
     clock: Clock,
     activity: Activity | None = None,
     vocabulary: Vocabulary | None = None,
-    changes: CacheChangeLog | None = None,
+    follow_cache: Callable[[Sequence[KVEvent]], None] | None = None,
     open_inputs: OpenInputs = EngineInputs,
 ) -> BuiltCore:
     """Load the model and build the engine core. If a part fails, the others are closed.
@@ -95,7 +95,7 @@ def build_core(
         clock: seconds.
         activity: records what the engine does; None is in memory of this process.
         vocabulary: vocabulary of the tokenizer, for grammars.
-        changes: collects the changes of the KV cache for clients; None if they get none.
+        follow_cache: is called with the events of the KV cache, besides publishers.
         open_inputs: opens the record/replay hook.
 
     Raises:
@@ -110,7 +110,7 @@ def build_core(
         # The plugins of the engine: one that cannot start fails before a model loads.
         policy = PolicySlot(plugins, faults, spec.model_config.vocab_size)
         close_if_failed(undo, policy.close)
-        kv_events = _open_kv_events(plugins, faults, spec.place.rank)
+        kv_events = _open_kv_events(plugins, faults, spec.place.rank, follow_cache)
         close_if_failed(undo, kv_events.close)
         blocks = BlockMetadata(clock)
         eviction_policy, eviction = _build_eviction(plugins, faults, blocks, clock)
@@ -143,8 +143,9 @@ def build_core(
         info, size, config = _start_workers(executor, spec, config_sources, step_parts)
         launcher.close()
 
-        events = changes is not None or bool(plugins.entries("kv_event_publishers"))
-        kv_cache = _build_kv_cache(config, size, info, step_parts, eviction, blocks, events=events)
+        kv_cache = _build_kv_cache(
+            config, size, info, step_parts, eviction, blocks, events=kv_events.has_any
+        )
         block_hashes.set(kv_cache.block_hashes)
         step_parts.blocks.start()
         gates, transfers = inputs.gates(step_parts.gates), inputs.transfers(step_parts.transfers)
@@ -186,7 +187,6 @@ def build_core(
             idle_method=info.idle_method,
             activity=activity,
             border=border,
-            cache_changes=changes,
         )
         core = inputs.core(parts)
         undo.pop_all()
@@ -207,11 +207,16 @@ class _BlockHashes:
         return self._function(request, num_blocks)
 
 
-def _open_kv_events(plugins: PluginSet, faults: StepFaults, rank: int) -> KVEventFanout:
+def _open_kv_events(
+    plugins: PluginSet,
+    faults: StepFaults,
+    rank: int,
+    follow: Callable[[Sequence[KVEvent]], None] | None,
+) -> KVEventFanout:
     publishers = create_all(
         plugins, "kv_event_publishers", faults, PublisherContext, data_parallel_rank=rank
     )
-    return KVEventFanout(publishers, time.time, rank)
+    return KVEventFanout(publishers, time.time, rank, follow)
 
 
 def _build_eviction(

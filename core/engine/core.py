@@ -13,7 +13,7 @@ from hardpoint.host.live.engine import EngineChanges
 from hardpoint.host.registry.blame import describe, faults_as
 from hardpoint.host.system.plugin_settings import StepSettings
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
-from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
+from hardpoint.plugins.requests.engine_state import EngineLoad
 
 from .pause import PauseController, PauseDependencies
 from .step import EngineCoreParts, Outputs, StepRunner
@@ -191,18 +191,14 @@ class EngineCore(EngineUtilities):
             adapters=list(stats.num_requests_by_adapter),
         )
 
-    def take_cache_changes(self) -> KVCacheChanges | None:
-        """Return the changes of the KV cache since the last call, if any; they are published.
+    def cached_blocks(self) -> Iterable[bytes]:
+        """Publish changes outside of steps; return the hashes of the blocks that can be found.
 
         Raises:
             PluginFaultError: a publisher whose faults end the engine failed.
         """
-        parts = self._parts
-        if parts.cache_changes is None:
-            return None
-        if events := parts.kv_cache.take_events():  # outside of steps, as by a reset
-            parts.publish(events)
-        return parts.cache_changes.pop()
+        self._parts.kv_events.publish(self._parts.kv_cache.take_events())
+        return self._parts.kv_cache.pool.index[0]
 
     def flush(self) -> list[Outputs]:
         """Complete all steps that are under way; return the outputs that are not sent yet."""

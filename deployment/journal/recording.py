@@ -433,7 +433,7 @@ def header_of(spec: WorkerSpec, parts: EngineCoreParts, build: Build) -> Journal
         config=msgspec.to_builtins(config),
         model=model_fingerprint(spec.loader.context.files),
         engine_index=spec.place.rank,
-        reports_cache=parts.cache_changes is not None,
+        reports_cache=parts.kv_events.follow is not None,
         started=time.time(),
         clock=parts.scheduler.context.clock(),
         ring=spec.config.engine.journal_ring,

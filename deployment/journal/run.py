@@ -39,10 +39,8 @@ from .records import (
 
 T = TypeVar("T")
 
-SKIPPED = frozenset({"cached_blocks", "start_profile", "stop_profile"})
-"""Control calls that leave the engine's state alone: they write files, or report to a client of
-several engines what is cached.
-"""
+SKIPPED = frozenset({"start_profile", "stop_profile"})
+"""Control calls that write files, and leave the engine's state alone."""
 _INTERRUPTS = frozenset({"KeyboardInterrupt", "SystemExit", "GeneratorExit"})
 """Errors that come from outside of the engine, in the middle of a step."""
 _REPORTING = frozenset({"kv_event_publishers", "stat_sinks"})

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.engine.prepare import limits_of
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.errors import PluginFaultError, shown
@@ -27,6 +26,7 @@ from hardpoint.plugins import (
     StepCost,
 )
 from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
+from hardpoint.process.cache_changes import CacheChangeLog
 from hardpoint.process.engine.reports import ClientReports
 from hardpoint.toolkit.step_cost import StepCostFit
 

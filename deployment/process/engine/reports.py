@@ -36,7 +36,7 @@ class ClientReports:
             num_clients: number of the engine's clients.
             clock: seconds.
             load: `EngineCore.load`, None if it is not reported.
-            cache: `EngineCore.take_cache_changes`, None if they are not reported.
+            cache: `CacheReports.pop`, None if they are not reported.
         """
         self._clock = clock
         self._load, self._cache = load, cache

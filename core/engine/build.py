@@ -42,7 +42,6 @@ from hardpoint.plugins import (
     Executor,
     ExecutorContext,
     PublisherContext,
-    Request,
     SchedulerContext,
     StepRecord,
     WorkerInfo,
@@ -56,9 +55,9 @@ from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.toolkit.step_cost import StepCostFit
 from hardpoint.typed import read_only
 
-from .border import EngineBorder
 from .core import EngineCore
 from .inputs import Clock, EngineInputs, OpenInputs, RecordStep
+from .pause import PauseController
 from .prepare import check_drafts, limits_of, num_batches, plans_ahead
 from .step import EngineCoreParts
 from .step_log import StepLog
@@ -115,7 +114,7 @@ def build_core(
         blocks = BlockMetadata(clock)
         eviction_policy, eviction = _build_eviction(plugins, faults, blocks, clock)
         close_if_failed(undo, partial(close_all, [eviction_policy]))
-        block_hashes, border = _BlockHashes(), EngineBorder(spec.loader)
+        pause = PauseController(spec.loader)
         context = EngineHalfContext(
             components=Components(plugins, faults.calls),
             describe_fault=describe_fault,
@@ -126,11 +125,11 @@ def build_core(
             vocabulary=vocabulary,
             block_size=spec.config.kv_cache.block_size,
             world_size=spec.config.parallel.world_size,
-            block_hashes=block_hashes,
+            block_hashes=lambda request, count: kv_cache.block_hashes(request, count),
             publish=kv_events.publish,
             retained=blocks.retained,
             step_cost=fit.current,
-            border=border,
+            border=pause,
         )
         step_parts = open_parts(plugins, spec.for_parts, context, faults)
         close_if_failed(undo, step_parts.close)
@@ -146,7 +145,6 @@ def build_core(
         kv_cache = _build_kv_cache(
             config, size, info, step_parts, eviction, blocks, events=kv_events.has_any
         )
-        block_hashes.set(kv_cache.block_hashes)
         step_parts.blocks.start()
         gates, transfers = inputs.gates(step_parts.gates), inputs.transfers(step_parts.transfers)
         scheduler = plugins.create(
@@ -174,6 +172,7 @@ def build_core(
             policy=policy,
             kv_events=kv_events,
             faults=faults,
+            pause=pause,
             scheduler_label=str(plugins.one("schedulers").source),
             executor_label=str(plugins.one("executors").source),
             components=[eviction_policy],
@@ -186,25 +185,10 @@ def build_core(
             sleep_levels=info.sleep_levels,
             idle_method=info.idle_method,
             activity=activity,
-            border=border,
         )
         core = inputs.core(parts)
         undo.pop_all()
         return BuiltCore(core, size, info)
-
-
-class _BlockHashes:
-    """Hashes of blocks for step parts, which are built before the KV cache."""
-
-    def __init__(self) -> None:
-        self._function: Callable[[Request, int], Sequence[bytes]] | None = None
-
-    def set(self, function: Callable[[Request, int], Sequence[bytes]]) -> None:
-        self._function = function
-
-    def __call__(self, request: Request, num_blocks: int) -> Sequence[bytes]:
-        assert self._function is not None, "there is no KV cache yet"
-        return self._function(request, num_blocks)
 
 
 def _open_kv_events(

@@ -15,7 +15,7 @@ from hardpoint.host.system.plugin_settings import StepSettings
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
 from hardpoint.plugins.requests.engine_state import EngineLoad
 
-from .pause import PauseController, PauseDependencies
+from .pause import PauseDependencies
 from .step import EngineCoreParts, Outputs, StepRunner
 from .utility_calls import EngineUtilities
 
@@ -47,7 +47,8 @@ class EngineCore(EngineUtilities):
         self.activity = parts.activity
         self._changes = EngineChanges(parts, steps.abort_later)
         self._idle_since: int | None = None  # wake-ups when workers had nothing more to do
-        self._pause = PauseController(
+        self._pause = parts.pause
+        self._pause.use(
             PauseDependencies(
                 parts.scheduler,
                 parts.executor,
@@ -58,8 +59,6 @@ class EngineCore(EngineUtilities):
                 steps.halves_built,
             )
         )
-        if parts.border is not None:
-            parts.border.use(self._pause, parts.scheduler, parts.step_parts)
 
     # Requests
 

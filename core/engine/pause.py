@@ -1,4 +1,4 @@
-"""Pause and resume, sleep and wake-up of an engine core."""
+"""Pause and resume, sleep and wake-up of an engine core, and actions between two steps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from typing import Any
 from hardpoint import typed
 from hardpoint.host.boundary.parts.engine_halves import EngineHalves
 from hardpoint.host.registry.blame import raise_unless_fault
-from hardpoint.plugins import Executor, HardpointError, PauseState, RequestError, Scheduler
+from hardpoint.plugins import (
+    Executor,
+    HardpointError,
+    PauseState,
+    Request,
+    RequestError,
+    Scheduler,
+    WeightLoader,
+)
 
 MEMORY_TAGS = ("weights", "kv_cache")
 SCHEDULING_TAG = "scheduling"
 _RELEASES_MODEL = 2  # level of sleep
-_USER = ""  # owner of the pauses by `pause` and `sleep`; those by `run_paused` have others
+_USER = ""  # owner of the pauses by `pause` and `sleep`; those by `run` are of step parts
 
 
 class PauseMode(StrEnum):
@@ -46,9 +54,9 @@ class PauseDependencies:
     executor: Executor
     abort_all: Callable[[], None]
     settle: Callable[[], None]
-    sleep_levels: tuple[int, ...] = (1, 2)
-    step_parts: EngineHalves = field(default_factory=EngineHalves)
-    halves_built: Callable[[], None] = lambda: None
+    sleep_levels: tuple[int, ...]
+    step_parts: EngineHalves
+    halves_built: Callable[[], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,15 +72,18 @@ class PauseController:
     """The pause state of an engine core, and which of its memory is released.
 
     Where a busy loop steps the core, a pause is complete once no step is left to run, and caches
-    are cleared then. Without a loop, every pause is complete at once.
+    are cleared then. Without a loop, every pause is complete at once. Step parts use it as the
+    `StepBorder` of the contract.
 
     Attributes:
+        loader: loader of the weights that the engine started with.
         has_loop: whether a busy loop steps the core and calls `went_idle`.
         num_wake_ups: calls of the workers' `wake_up`.
     """
 
-    def __init__(self, core: PauseDependencies) -> None:
-        self._core = core
+    def __init__(self, loader: WeightLoader) -> None:
+        """Know no engine yet, which is built after its step parts."""
+        self.loader = loader
         self._states = {_USER: PauseState.UNPAUSED}  # by owner
         self._asleep: set[str] = set()  # memory tags
         self._sleep_level = 0
@@ -80,6 +91,10 @@ class PauseController:
         self._last_sleep: Future[None] | None = None
         self.has_loop = False
         self.num_wake_ups = 0
+
+    def use(self, core: PauseDependencies) -> None:
+        """Pause this engine from now on."""
+        self._core = core
 
     @property
     def is_paused(self) -> bool:
@@ -185,7 +200,7 @@ class PauseController:
             core.halves_built()
 
     def check(self, mode: str) -> None:
-        """Check that `run_paused` can pause the engine.
+        """Check that `run` can pause the engine.
 
         Raises:
             RequestError: as `pause`.
@@ -195,11 +210,11 @@ class PauseController:
         self._check_no_sleep_waits()
         self._checked(mode)
 
-    def run_paused(self, owner: str, mode: str, action: Callable[[], Any]) -> Future[Any]:
+    def run(self, part: str, mode: str, action: Callable[[], Any]) -> Future[Any]:
         """Pause, run an action, and continue as the other pauses have it by then.
 
         Args:
-            owner: the owner of the pause; it has no other one, see `give_up`.
+            part: the step part that owns the pause; an action of it that waits is given up.
             mode: as for `pause`.
             action: called when no step is under way; the future gets its result, or exception.
 
@@ -207,22 +222,50 @@ class PauseController:
             RequestError, HardpointError: as `check`.
         """
         self.check(mode)
-        self._begin(mode, owner)
+        self.give_up(part, f"{part}: another action came before the next step")
+        self._begin(mode, part)
 
-        def run() -> Any:
+        def run_action() -> Any:
             try:
                 self._check_awake()
                 return action()
             finally:
                 self.num_wake_ups += 1  # workers may have work to do ahead again
-                self._set_state(PauseState.UNPAUSED, owner)
+                self._set_state(PauseState.UNPAUSED, part)
 
-        return self._run_when_idle(run, owner)
+        return self._run_when_idle(run_action, part)
 
-    def give_up(self, owner: str, message: str) -> None:
-        """Fail the future of `run_paused` whose action has not run, and end its pause."""
-        self.fail_pending(message, owner)
-        self._set_state(PauseState.UNPAUSED, owner)
+    def give_up(self, part: str, why: str) -> None:
+        """Fail the future of `run` whose action has not run, and end its pause."""
+        self.fail_pending(why, part)
+        self._set_state(PauseState.UNPAUSED, part)
+
+    @property
+    def moves_blocks(self) -> str | None:
+        """The setting that makes a part move KV blocks; None if none does."""
+        return self._core.step_parts.moves_blocks
+
+    def live_requests(self) -> Iterable[Request[Any]]:
+        """Return the live requests."""
+        return self._core.scheduler.live_requests()
+
+    def change_weights(
+        self, change: Callable[[], object], loader: Callable[[], WeightLoader], *, recompute: bool
+    ) -> None:
+        """Change the weights of all workers; notify step parts, and start those that move blocks.
+
+        Args:
+            change: gives the workers other weights.
+            loader: returns a loader of these weights, for parts that move KV blocks.
+            recompute: whether requests that have begun compute their keys and values again.
+        """
+        parts = self._core.step_parts
+        if parts.moves_blocks is not None:
+            parts.blocks.weights_load(loader())
+        self._core.scheduler.reset_prefix_cache(recompute_running=recompute)
+        change()
+        parts.weights_changed()
+        parts.blocks.restart()
 
     def went_idle(self) -> None:
         """Complete the pauses that wait for the engine to be idle."""

@@ -45,7 +45,7 @@ from hardpoint.plugins.requests.stats import SchedulerStats
 from hardpoint.toolkit.step_cost import StepCostFit, StepTimes
 
 from .batch_queue import Batch, BatchQueue, start_batch
-from .border import EngineBorder
+from .pause import PauseController
 from .step_log import StepLog, log_failure
 
 _log = logging.getLogger("hardpoint")
@@ -77,7 +77,6 @@ class EngineCoreParts:
         idle_method: method of workers that is called while nothing else is to do; None if they
             have no such method.
         activity: records the requests of each step.
-        border: runs actions of step parts between two steps; None if they have none.
     """
 
     scheduler: Scheduler
@@ -86,6 +85,7 @@ class EngineCoreParts:
     policy: PolicySlot
     kv_events: KVEventFanout
     faults: StepFaults
+    pause: PauseController
     scheduler_label: str = "the scheduler"
     executor_label: str = "the executor"
     components: Sequence[Component] = ()
@@ -100,7 +100,6 @@ class EngineCoreParts:
     sleep_levels: tuple[int, ...] = (1, 2)
     idle_method: str | None = None
     activity: Activity = field(default_factory=Activity)
-    border: EngineBorder | None = None
 
     def states(self) -> States:
         """Return the states of the components of the engine's process."""

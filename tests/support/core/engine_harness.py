@@ -14,8 +14,8 @@ import msgspec
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.builtin_plugins.step_parts.weight_updates.engine_half import VersionedRequests
-from hardpoint.core.engine.border import EngineBorder
 from hardpoint.core.engine.core import EngineCore
+from hardpoint.core.engine.pause import PauseController
 from hardpoint.core.engine.step import EngineCoreParts
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.host.boundary.faults import StepFaults
@@ -288,8 +288,8 @@ class Rig:
             PolicyContext(name="fcfs", options=convert({}, FirstComeFirstServed.Options, path="p"))
         )
         self.cache = BlockManager(blocks, 4, events=follow_cache is not None)
-        self.border = EngineBorder(None) if updates else None
-        updating = updates and weight_updates_of(self.executor, self.border)
+        pause = PauseController(None)
+        updating = updates and weight_updates_of(self.executor, pause)
         self.parts = updating or parts_of(half)
         self.scheduler = scheduler(
             SchedulerContext(
@@ -325,7 +325,7 @@ class Rig:
                 log_stats=log_stats,
                 sleep_levels=sleep_levels,
                 idle_method=idle_method,
-                border=self.border,
+                pause=pause,
             )
         )
         self.tokens = {}

@@ -255,7 +255,7 @@ def prepare_engine(
     files = spec.loader.context.files
     new_tokenizer = functools.partial(_tokenizer, config, plugins, files, vocab_size)
     tokenizer = new_tokenizer()
-    vocabulary = _AskedVocabulary(tokenizer)
+    vocabulary = functools.cache(tokenizer.vocabulary)
     fields = spec.for_parts | {"config": config}
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     with naming_plugin(plugins):
@@ -280,7 +280,7 @@ def prepare_engine(
         clock,
         step_parts,
         opened,
-        vocabulary.found,
+        vocabulary() if vocabulary.cache_info().currsize else None,  # if a part has asked for it
         began,
     )
 
@@ -360,25 +360,3 @@ def _tokenizer(
     path = config.tokenizer.path
     files = find_files(path, "tokenizer.path") if path else model_files
     return open_tokenizer(plugins, plugins.one("tokenizers"), files, vocab_size)
-
-
-class _AskedVocabulary:
-    """The vocabulary of the tokenizer, for frontend halves of step parts.
-
-    Attributes:
-        found: the vocabulary; None if none has asked, or the tokenizer has none.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.found: Vocabulary | None = None
-
-    def __call__(self) -> Vocabulary:
-        """Return the vocabulary.
-
-        Raises:
-            NotImplementedError: the tokenizer has none; with the reason.
-        """
-        if self.found is None:
-            self.found = self._tokenizer.vocabulary()
-        return self.found

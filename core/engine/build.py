@@ -109,7 +109,11 @@ def build_core(
         # The plugins of the engine: one that cannot start fails before a model loads.
         policy = PolicySlot(plugins, faults, spec.model_config.vocab_size)
         close_if_failed(undo, policy.close)
-        kv_events = _open_kv_events(plugins, faults, spec.place.rank, follow_cache)
+        rank = spec.place.rank
+        publishers = create_all(
+            plugins, "kv_event_publishers", faults, PublisherContext, data_parallel_rank=rank
+        )
+        kv_events = KVEventFanout(publishers, time.time, rank, follow_cache)
         close_if_failed(undo, kv_events.close)
         blocks = BlockMetadata(clock)
         eviction_policy, eviction = _build_eviction(plugins, faults, blocks, clock)
@@ -142,8 +146,19 @@ def build_core(
         info, size, config = _start_workers(executor, spec, config_sources, step_parts)
         launcher.close()
 
-        kv_cache = _build_kv_cache(
-            config, size, info, step_parts, eviction, blocks, events=kv_events.has_any
+        cache, needs = config.kv_cache, block_needs(config, info)
+        kv_cache = BlockManager(
+            size.num_blocks,
+            cache.block_size,
+            groups=needs.groups,
+            num_states=size.num_states,
+            max_step_tokens=needs.max_step_tokens,
+            prefix_caching=cache.prefix_caching,
+            hash_algorithm=cache.hash_algorithm,
+            part_keys=step_parts.block_keys,
+            eviction=eviction,
+            metadata=blocks,
+            events=kv_events.has_any,
         )
         step_parts.blocks.start()
         gates, transfers = inputs.gates(step_parts.gates), inputs.transfers(step_parts.transfers)
@@ -155,7 +170,7 @@ def build_core(
             policy=policy.policy,
             policy_fault=policy.report_fault,
             clock=clock,
-            watermark=config.kv_cache.watermark,
+            watermark=cache.watermark,
             step_cost=fit.current,
             transfers=transfers,
             encoder_cache=step_parts.encoder_cache,
@@ -189,18 +204,6 @@ def build_core(
         core = inputs.core(parts)
         undo.pop_all()
         return BuiltCore(core, size, info)
-
-
-def _open_kv_events(
-    plugins: PluginSet,
-    faults: StepFaults,
-    rank: int,
-    follow: Callable[[Sequence[KVEvent]], None] | None,
-) -> KVEventFanout:
-    publishers = create_all(
-        plugins, "kv_event_publishers", faults, PublisherContext, data_parallel_rank=rank
-    )
-    return KVEventFanout(publishers, time.time, rank, follow)
 
 
 def _build_eviction(
@@ -245,32 +248,6 @@ def _build_executor(
     if spec.num_draft_tokens:
         check_drafts(spec, parts.drafting)
     return executor
-
-
-def _build_kv_cache(
-    engine_config: EngineConfig,
-    size: CacheSize,
-    info: WorkerInfo,
-    parts: EngineHalves,
-    eviction: Eviction,
-    blocks: BlockMetadata,
-    *,
-    events: bool,
-) -> BlockManager:
-    config, needs = engine_config.kv_cache, block_needs(engine_config, info)
-    return BlockManager(
-        size.num_blocks,
-        config.block_size,
-        groups=needs.groups,
-        num_states=size.num_states,
-        max_step_tokens=needs.max_step_tokens,
-        prefix_caching=config.prefix_caching,
-        hash_algorithm=config.hash_algorithm,
-        part_keys=parts.block_keys,
-        eviction=eviction,
-        metadata=blocks,
-        events=events,
-    )
 
 
 def _start_workers(

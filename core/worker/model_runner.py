@@ -11,7 +11,7 @@ import torch
 from hardpoint.core.worker.sampling.draft_rows import DraftRows, planned_drafts
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.logprobs import prompt_logprobs
-from hardpoint.core.worker.sampling.request_arguments import no_arguments
+from hardpoint.core.worker.sampling.processors import no_arguments
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.host.boundary.activity import PluginCalls
 from hardpoint.host.boundary.checked_attention import CheckedAttention

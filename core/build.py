@@ -45,7 +45,7 @@ from hardpoint.typed import join_path, read_only
 from .kv_cache import CacheSize
 
 if TYPE_CHECKING:
-    from .engine.inputs import OpenInputs
+    from .engine.core import OpenInputs
     from .weights.worker_spec import StartWorker, WorkerSpec
 
 _log = logging.getLogger("hardpoint")
@@ -212,7 +212,7 @@ def _open_in_process(
 ) -> tuple[EngineCoreClient, CacheSize]:
     with naming_plugin(prepared.spec.plugins):
         from hardpoint.core.engine.build import build_core  # noqa: PLC0415 - needs torch
-        from hardpoint.core.engine.inputs import EngineInputs  # noqa: PLC0415 - as above
+        from hardpoint.core.engine.core import EngineInputs  # noqa: PLC0415 - as above
 
         built = build_core(
             dataclasses.replace(prepared.spec, start_worker=start_worker),

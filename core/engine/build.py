@@ -55,8 +55,7 @@ from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.toolkit.step_cost import StepCostFit
 from hardpoint.typed import read_only
 
-from .core import EngineCore
-from .inputs import Clock, EngineInputs, OpenInputs, RecordStep
+from .core import Clock, EngineCore, EngineInputs, OpenInputs, RecordStep
 from .pause import PauseController
 from .prepare import check_drafts, limits_of, num_batches, plans_ahead
 from .step import EngineCoreParts

@@ -6,18 +6,27 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
+from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.host.boundary.errors import RefusedInCallError, close_all
+from hardpoint.host.boundary.parts.gates import PartTransfers
 from hardpoint.host.boundary.step_check import live_request
 from hardpoint.host.live.engine import EngineChanges
 from hardpoint.host.registry.blame import describe, faults_as
 from hardpoint.host.system.plugin_settings import StepSettings
-from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
+from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError, StepRecord
 from hardpoint.plugins.requests.engine_state import EngineLoad
+from hardpoint.plugins.scheduling.scheduler import BlockTransfers, Gates
 
 from .pause import PauseDependencies
 from .step import EngineCoreParts, Outputs, StepRunner
 from .utility_calls import EngineUtilities
+
+Clock = Callable[[], float]
+"""Returns seconds."""
+
+RecordStep = Callable[[StepRecord], None]
+"""Receives the record of a step."""
 
 QueuedRequest = tuple[EngineCoreRequest, list[bytes] | None, float | None]
 """The arguments of `EngineCore.add_request`."""
@@ -240,3 +249,39 @@ class EngineCore(EngineUtilities):
             stack.callback(parts.policy.close)
             stack.callback(parts.step_parts.close)
             stack.callback(close_all, [self._scheduler, self._executor])
+
+
+class EngineInputs:
+    """The record/replay hook: all that a core reads from its environment, here unchanged.
+
+    Subclasses record or replay it.
+
+    Attributes:
+        spec: specification of the engine's workers.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+
+    def clock(self, clock: Clock) -> Clock:
+        """Return the clock of the scheduler, the caches and the step parts."""
+        return clock
+
+    def gates(self, gates: Gates) -> Gates:
+        """Return the gates of step parts for the scheduler."""
+        return gates
+
+    def transfers(self, transfers: PartTransfers | None) -> BlockTransfers | None:
+        """Return the block transfers of a step part for the scheduler; None if there are none."""
+        return transfers
+
+    def recorder(self, record: RecordStep | None) -> RecordStep | None:
+        """Return the receiver of step records; None if no records are needed."""
+        return record
+
+    def core(self, parts: EngineCoreParts) -> EngineCore:
+        """Return the core, which gets the requests, aborts and control calls."""
+        return EngineCore(parts)
+
+
+OpenInputs = Callable[[WorkerSpec], EngineInputs]

@@ -44,7 +44,7 @@ from hardpoint.plugins.requests.plan import SampledTokens
 from hardpoint.plugins.requests.stats import SchedulerStats
 from hardpoint.toolkit.step_cost import StepCostFit, StepTimes
 
-from .batch_queue import Batch, BatchQueue, start_batch
+from .batch_queue import Batch, BatchQueue, completed_future, start_batch
 from .pause import PauseController
 from .step_log import StepLog, log_failure
 
@@ -253,7 +253,7 @@ class StepRunner:
             self._parts.kv_events.publish(events)
         data = self._step_parts.begin(plan)
         if self._sampled is not None and not data and _is_empty(plan):
-            return _completed_future(ModelRunnerOutput())
+            return completed_future(ModelRunnerOutput())
         if self._sampled:
             plan = msgspec.structs.replace(plan, sampled=tuple(self._sampled))
         if data:
@@ -433,9 +433,3 @@ def _is_empty(plan: SchedulerOutput) -> bool:
         or plan.preempted_request_ids
         or plan.freed_encoder_inputs
     )
-
-
-def _completed_future(output: ModelRunnerOutput) -> Future[ModelRunnerOutput | None]:
-    future: Future[ModelRunnerOutput | None] = Future()
-    future.set_result(output)
-    return future

@@ -172,7 +172,8 @@ class ModelRunner:
             routed: gets the experts of the tokens.
         """
         if not self.parts.wants_layers:
-            return self._run(step, before, routed, needs_model=routed is not None or step.has_types)
+            needs_model = routed is not None or step.token_types is not None
+            return self._run(step, before, routed, needs_model=needs_model)
         with self.parts.in_layers(self.model.hooks, step.requests, step.query_starts):
             return self._run(step, before, routed, needs_model=True)
 

@@ -41,11 +41,6 @@ class StepInput:
     packed: PackedStep | None = None
     token_types: torch.Tensor | None = None
 
-    @property
-    def has_types(self) -> bool:
-        """Whether tokens have other types than 0."""
-        return self.token_types is not None
-
     def experts_by_request(self, routed: torch.Tensor) -> dict[str, Any]:
         """Return the experts of the tokens of each request that asks for them."""
         rows, starts = routed.cpu().numpy(), self.query_starts
@@ -85,14 +80,7 @@ class PackedStep:
     ) -> None:
         """Copy the arrays to a device; the host does not wait for it.
 
-        Args:
-            token_ids: [tokens].
-            positions: [tokens].
-            slots: [groups, tokens].
-            lens: [seqs].
-            starts: [seqs + 1].
-            tables: [groups, seqs, blocks].
-            device: device to copy to.
+        The shapes are those of the attributes, after [groups] for slots and tables.
         """
         self._num_tokens = count = len(token_ids)
         self._num_groups = groups = len(slots)

@@ -21,7 +21,7 @@ from hardpoint.core.weights.planned_model import (
 )
 from hardpoint.core.weights.shares import check_parallelism
 from hardpoint.core.weights.worker_spec import WorkerSpec
-from hardpoint.core.worker.sampling.observed_states import ObservedStates
+from hardpoint.core.worker.sampling.pipeline import ObservedStates
 from hardpoint.core.worker.sampling.processors import processor_changes
 from hardpoint.core.worker.sampling.sampling_stage import open_stage
 from hardpoint.errors import CommunicationAbortedError

@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from hardpoint.core.engine.core import EngineCore, QueuedRequest
-from hardpoint.core.engine.inputs import EngineInputs
+from hardpoint.core.engine.core import EngineCore, EngineInputs, QueuedRequest
 from hardpoint.core.engine.step import EngineCoreParts, Outputs
 from hardpoint.core.engine.utility_calls import UTILITIES
 from hardpoint.core.weights.worker_spec import WorkerSpec

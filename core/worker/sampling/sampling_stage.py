@@ -33,8 +33,7 @@ from hardpoint.plugins.sampling.sampler import TOKENS
 
 from .grammar_mask import GrammarMask
 from .logprobs import logprob_tensors, token_logprobs
-from .observed_states import ObservedStates
-from .pipeline import LogitsPipeline
+from .pipeline import LogitsPipeline, ObservedStates
 from .processors import RequestArguments, open_runner
 
 

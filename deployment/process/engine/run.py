@@ -19,7 +19,7 @@ from types import FrameType
 import msgspec
 
 from hardpoint.core.engine.build import BuiltCore, build_core
-from hardpoint.core.engine.inputs import EngineInputs, OpenInputs
+from hardpoint.core.engine.core import EngineInputs, OpenInputs
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.engine.worker_launch import check_versions

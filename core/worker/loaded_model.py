@@ -175,7 +175,7 @@ def open_parts(
     with contextlib.ExitStack() as undo:
         close_if_failed(undo, parts.close)
         parts.check_hooks(planned.checked, ranks.parallel)
-        if spec.num_draft_tokens and samples and not parts.verifies_drafts:
+        if spec.num_draft_tokens and samples and parts.verifier is None:
             raise ConfigError(
                 "plugins: a step part drafts tokens, and none verifies drafts; expected one whose "
                 'worker half has verify_drafts, such as "speculation"'

@@ -335,6 +335,7 @@ class ModelRunner:
     ) -> None:
         """Sample a token per draft, too, and append the accepted ones as `_choose` does."""
         assert self._sampling is not None
+        assert self.parts.verifier is not None
         drafts, chosen = planned_drafts(plan, requests, last)
         owners = [r for r, own in zip(requests, drafts, strict=True) for _ in range(1 + len(own))]
         index = to_device(chosen, self._device)
@@ -345,7 +346,7 @@ class ModelRunner:
             lambda: self._new_logits(hidden, index, owners),
             None if bitmask is None else GrammarMask(bitmask, owners, self.ops),
         )
-        accepted = self.parts.verify_drafts(rows, rows.defect)
+        accepted = self.parts.verifier.verify_drafts(rows, rows.defect)
         rows.keep(accepted, self._batch.append, output)
 
     def _new_logits(

@@ -5,13 +5,11 @@ from __future__ import annotations
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
-from hardpoint.plugins.step_part import DraftVerifier
-
 if TYPE_CHECKING:
-    from hardpoint.plugins.step_part import DraftedStep
+    from hardpoint.plugins.sampling.rows import DraftedStep
 
 
-class DraftVerification(DraftVerifier):
+class DraftVerification:
     """Accepts the drafts of each request up to the first one that is wrong.
 
     A sampled token depends on logits, seed and position only. So a draft is right if it equals the

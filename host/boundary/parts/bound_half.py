@@ -34,6 +34,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.plugins.sampling.rows import DraftedStep
 from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
 from hardpoint.plugins.step_part.engine_hooks import EngineHooks
 
@@ -352,6 +353,15 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
             raise PluginFaultError(
                 f"{self.source}: its {method}() failed: {describe(cause)}"
             ) from cause
+
+    def verify_drafts(
+        self, step: DraftedStep, defect: Callable[[object], str | None]
+    ) -> Sequence[int]:
+        """Return how many drafts of each request the half accepts; `defect` checks them."""
+        accepted: Sequence[int] = self.checked("verify_drafts", step)
+        if (expected := defect(accepted)) is not None:
+            raise self.wrong("verify_drafts", accepted, expected)
+        return accepted
 
     def answer(self, message: bytes) -> tuple[str | None, bytes]:
         """Return None and the half's answer to a call, or kind and text of an error.

@@ -19,8 +19,13 @@ from hardpoint.plugins import ForwardBatch, LogitsRequest, ModelRunnerOutput, Sc
 from hardpoint.plugins.model import Attend, LayerHooks
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.sampling.phases import LogitsStage
-from hardpoint.plugins.step_part import DraftedStep
-from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep, KVBlocks, StepRows
+from hardpoint.plugins.worker_half import (
+    AllocatedCache,
+    Forward,
+    ForwardStep,
+    KVBlocks,
+    StepRows,
+)
 
 from .bound_half import IN_LAYERS, BoundWorkerHalf, OpenHalves, form_of
 from .layer_calls import LayerCalls
@@ -56,13 +61,12 @@ class WorkerParts:
     its fault with the result and decides by the part's scope; in another rank the step fails.
 
     Attributes:
-        halves: those of all generations of the plugins in use, in the order of their calls.
         packs: whether a half needs packed inputs.
         encodes: whether a half encodes features.
         work_when_idle: whether a half has `idle`.
         open: opens the halves of further parts.
         observer: shows the logits of this step to halves that read them; None without such ones.
-        verifies_drafts: whether a half verifies drafts.
+        verifier: half that verifies drafts, the last one that can.
     """
 
     def __init__(
@@ -89,15 +93,20 @@ class WorkerParts:
         self._failed_in_layers = False  # in this step
         self.observer: LogitsObserver | None = None
 
+    @property
+    def halves(self) -> Sequence[BoundWorkerHalf]:
+        """Those of all generations of the plugins that are in use, in the order of their calls."""
+        return self._halves
+
     def use(self, halves: Sequence[BoundWorkerHalf]) -> None:
         """Call these halves from the next step on."""
-        self.halves = tuple(halves)
+        self._halves = tuple(halves)
         self._in_steps = tuple(half for half in halves if any(map(half.overrides, _IN_STEPS)))
         self._follow = [half for half in halves if half.overrides("finished")]
-        self._verifiers = [half for half in halves if half.overrides("verify_drafts")]
-        self.verifies_drafts = bool(self._verifiers)
         keys = [half.key for half in self._follow if half.half.only_users]
         self._known = {key: self._known.get(key, set()) for key in keys}
+        verifiers = [half for half in halves if half.overrides("verify_drafts")]
+        self.verifier = verifiers[-1] if verifiers else None
 
     def __bool__(self) -> bool:
         return bool(self._active or self._faults)
@@ -109,7 +118,7 @@ class WorkerParts:
             PluginFaultError: a half failed, or returned something else.
         """
         total: Counter[str] = Counter()
-        for half in [half for half in self.halves if half.overrides("memory")]:
+        for half in [half for half in self._halves if half.overrides("memory")]:
             sizes = half.checked("memory")
             if not isinstance(sizes, Mapping) or not all(
                 isinstance(what, str) and type(size) is int and size >= 0
@@ -126,7 +135,7 @@ class WorkerParts:
             PluginFaultError: a half failed, or returned no function.
         """
         model = around = functools.partial(_run_model, forward)
-        for half in self.halves:
+        for half in self._halves:
             if half.overrides("around_model"):
                 inner, around = around, half.checked("around_model", around)
                 if not callable(around):
@@ -141,7 +150,7 @@ class WorkerParts:
         Raises:
             PluginFaultError: one of them failed.
         """
-        for half in self.halves:
+        for half in self._halves:
             if half.overrides("cache_allocated"):
                 half.checked("cache_allocated", cache)
 
@@ -152,7 +161,7 @@ class WorkerParts:
             PluginFaultError: one of them failed.
         """
         with ExitStack() as stack:
-            for half in self.halves:
+            for half in self._halves:
                 if half.overrides("cache_released"):
                     stack.callback(half.checked, "cache_released")
 
@@ -163,7 +172,7 @@ class WorkerParts:
             PluginFaultError: a half failed, or returned something else.
         """
         result, firsts = [list(views) for views in layers], [views[0] for views in layers]
-        for half in self.halves:
+        for half in self._halves:
             if half.overrides("block_memory"):
                 memory = half.checked("block_memory")
                 has_all = isinstance(memory, Sequence) and len(memory) == len(result)
@@ -190,7 +199,7 @@ class WorkerParts:
 
     def call(self, name: str, message: bytes) -> tuple[str | None, bytes]:
         """Return None and the answer of a half, by its key; or kind and text of an error."""
-        for half in self.halves:
+        for half in self._halves:
             if half.key == name:
                 return half.answer(message)
         return "HardpointError", f"the part {name!r} has no half in worker {self._rank}".encode()
@@ -222,7 +231,7 @@ class WorkerParts:
         Raises:
             PluginContractError: it does not.
         """
-        for half in self.halves:
+        for half in self._halves:
             for method, what in _HOOKS.items():
                 is_here = method != "embedded" or parallel.is_first
                 if half.overrides(method) and is_here and method not in model.called_hooks:
@@ -355,22 +364,14 @@ class WorkerParts:
                 logits = self._changed(half, "logits", logits, list(own), list(own.values()))
         return logits
 
-    def verify_drafts(
-        self, step: DraftedStep, expected: Callable[[object], str | None]
-    ) -> Sequence[int]:
-        """Return the numbers of accepted drafts, if `expected` returns None for them."""
-        accepted: Sequence[int] = self._verifiers[-1].checked("verify_drafts", step)
-        if (defect := expected(accepted)) is not None:
-            raise self._verifiers[-1].wrong("verify_drafts", accepted, defect)
-        return accepted
-
     def _processed(
         self, stage: LogitsStage, logits: torch.Tensor, requests: Sequence[LogitsRequest]
     ) -> None:
         """Show logits to the halves that read them; each gets copies of its rows."""
         for half in list(self._active):
             if half.overrides("processed"):
-                own = [i for i, x in enumerate(requests) if self._is_user(half, x.request_id)]
+                names = enumerate(request.request_id for request in requests)
+                own = [row for row, name in names if self._is_user(half, name)]
                 if own:
                     self._run(half, "processed", stage, logits[own], [requests[i] for i in own])
 
@@ -436,14 +437,14 @@ class WorkerParts:
 
     def notify(self, method: str, *args: Any) -> None:
         """Call `sleep`, `wake_up` or `weights_changed` of all halves."""
-        for half in self.halves:
+        for half in self._halves:
             if half.overrides(method):
                 half.run(method, *args)
 
     def close(self) -> None:
         """Close all halves."""
         with ExitStack() as stack:
-            for half in self.halves:
+            for half in self._halves:
                 stack.callback(half.close)
 
     def _run(

@@ -3,6 +3,7 @@
 from hardpoint.plugins.model.forward import Forward as Forward
 from hardpoint.plugins.model.forward import ForwardStep as ForwardStep
 from hardpoint.plugins.model.forward import PackedInputs as PackedInputs
+from hardpoint.plugins.sampling.rows import DraftedStep as DraftedStep
 
 from .components import ComponentCalls as ComponentCalls
 from .components import ComponentFactory as ComponentFactory
@@ -48,7 +49,6 @@ from .worker import SequenceModel as SequenceModel
 from .worker import StepModel as StepModel
 from .worker import WorkerHalfContext
 from .worker_data import AllocatedCache as AllocatedCache
-from .worker_data import DraftedStep as DraftedStep
 from .worker_data import KVBlocks as KVBlocks
 from .worker_data import StepRows as StepRows
 from .worker_hooks import (

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from hardpoint.plugins.model.forward import Attend, Branch
     from hardpoint.plugins.sampling.phases import LogitsStage
-    from hardpoint.plugins.sampling.rows import LogitsRequest
+    from hardpoint.plugins.sampling.rows import DraftedStep, LogitsRequest
 
-    from .worker_data import AllocatedCache, DraftedStep, KVBlocks, StepRows
+    from .worker_data import AllocatedCache, KVBlocks, StepRows
 
 __all__ = ["EngineHalf", "WorkerHalf"]
 

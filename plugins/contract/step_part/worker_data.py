@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hardpoint.plugins.kv_cache.block_identity import BlockIdentity
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from hardpoint.plugins.model.attention import AttentionStep
     from hardpoint.plugins.model.forward import Attend
-    from hardpoint.plugins.sampling.rows import LogitsRequest
 
 __all__: list[str] = []
 
@@ -67,33 +66,3 @@ class StepRows:
 
     request_ids: Sequence[str]
     starts: Sequence[int]
-
-
-class DraftedStep(Protocol):
-    """A step in which some requests have drafts: the rows of logits of which tokens are sampled.
-
-    A row is a pair: the index of a request, and the number of its drafts that are before the row.
-    Row `(index, n)` samples the token after the first n drafts of `requests[index]`. A request has
-    one row more than drafts.
-
-    Attributes:
-        requests: requests that get tokens in this step.
-        drafts: drafts of each request; may be empty.
-        in_turn: whether a row can only be sampled after the row before it, since a logits
-            processor of a request with drafts has `observe`, which reads the token's logprob.
-    """
-
-    requests: Sequence[LogitsRequest]
-    drafts: Sequence[Sequence[int]]
-    in_turn: bool
-
-    def sample(self, rows: Sequence[tuple[int, int]]) -> Sequence[int | None]:
-        """Sample the token of each of these rows, in one pass of logits processors and sampler.
-
-        Rows may be sampled again. A row after drafts needs the row before it: in the same call,
-        earlier in `rows`, or in an earlier call.
-
-        Returns:
-            None for a row that cannot be sampled: a logits processor failed for it. The fault of a
-            request's first row ends the request.
-        """

@@ -114,25 +114,20 @@ def test_a_part_that_declares_no_drafts_is_not_asked(open_engine, monkeypatch):
 
 def test_a_part_may_verify_the_drafts_of_others(open_engine):
     jobs = [("r", [3, 4], GREEDY), ("s", [5], GREEDY)]
-    engine = open_engine()
-    expected = alone(engine, jobs)
-    engine.close()
+    expected = alone(open_engine(), jobs)
     accepted = {}
     for enable in ([], [f"{HERE}:FirstDraft"]):
         engine = open_engine(drafting(jobs, expected, enable, right=1.0, count=3))
         assert run(engine, jobs) == expected
         stats = engine.call_utility("scheduler_stats")
         accepted[len(enable)] = stats.num_accepted_drafts / stats.num_drafts
-        engine.close()
     assert accepted[0] > 0.7
     assert 0.2 < accepted[1] < 0.4
 
 
 def test_a_part_that_accepts_wrong_drafts_is_named(open_engine):
     jobs = [("r", [3, 4], GREEDY)]
-    engine = open_engine()
-    expected = alone(engine, jobs)
-    engine.close()
+    expected = alone(open_engine(), jobs)
     config = drafting(jobs, expected, [f"{HERE}:FirstDraft"], right=0.0)
     config["plugin"]["first_draft"] = {"wrong": True}
     engine = open_engine(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -204,10 +205,11 @@ def check_swaps(
 def _draft_rows(batch: BatchFixture, drafts: Sequence[Sequence[int]]) -> list[LogitsRequest]:
     try:
         rows: list[LogitsRequest] = []
+        scratch = itertools.count(MAX_ROWS)
         for request, tokens in zip(batch.requests, drafts, strict=True):
             rows.append(request)
             for token in tokens:
-                rows.append(batch.pipeline.draft_view(rows[-1], token, MAX_ROWS + len(rows)))
+                rows.append(batch.pipeline.draft_view(rows[-1], token, next(scratch)))
         return rows
     except Exception as cause:
         raise Violation(

@@ -15,7 +15,7 @@ from hardpoint.host.live.engine import EngineChanges
 from hardpoint.host.registry.blame import describe, faults_as
 from hardpoint.host.system.plugin_settings import StepSettings
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError, StepRecord
-from hardpoint.plugins.requests.engine_state import EngineLoad
+from hardpoint.plugins.requests.stats import SchedulerStats
 from hardpoint.plugins.scheduling.scheduler import BlockTransfers, Gates
 
 from .pause import PauseDependencies
@@ -188,16 +188,9 @@ class EngineCore(EngineUtilities):
                 self._idle_since = self._pause.num_wake_ups
             return any(answers)
 
-    def load(self, num_steps: int) -> EngineLoad:
-        """Return the load of the engine after so many steps."""
-        stats = self._parts.scheduler_stats()
-        return EngineLoad(
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            kv_cache_usage=stats.kv_cache_usage,
-            num_steps=num_steps,
-            adapters=list(stats.num_requests_by_adapter),
-        )
+    def stats(self) -> SchedulerStats:
+        """Return the state of the scheduler, as `scheduler_stats` does for programs."""
+        return self._parts.scheduler_stats()
 
     def cached_blocks(self) -> Iterable[bytes]:
         """Publish changes outside of steps; return the hashes of the blocks that can be found.

@@ -160,7 +160,7 @@ class EngineLoop:
             self._reports = ClientReports(
                 len(queues.output),
                 clock,
-                load=core.load if options.reports_load else None,
+                stats=core.stats if options.reports_load else None,
                 cache=self._cache_reports.pop,
             )
         core.enter_loop()

@@ -9,8 +9,8 @@ import pytest
 from support.core.engine_harness import LoopRig, MidStep, ScriptedExecutor, request
 from support.waiting import PATIENCE_S, wait_until
 
-from hardpoint.plugins import EngineCoreOutputs
-from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
+from hardpoint.plugins import EngineCoreOutputs, PrefixCacheStats, SchedulerStats
+from hardpoint.plugins.requests.engine_state import KVCacheChanges
 from hardpoint.process import cache_changes as log_of_changes
 from hardpoint.process import output_coalescer
 from hardpoint.process.cache_changes import CacheChangeLog
@@ -80,10 +80,13 @@ class ScriptedCore:
     def __init__(self):
         self.num_running, self.num_loads = 0, 0
 
-    def load(self, num_steps):
+    def stats(self):
         self.num_loads += 1
-        return EngineLoad(
-            num_running=self.num_running, num_waiting=0, kv_cache_usage=0.0, num_steps=num_steps
+        return SchedulerStats(
+            num_running=self.num_running,
+            num_waiting=0,
+            kv_cache_usage=0.0,
+            prefix_cache=PrefixCacheStats(),
         )
 
 
@@ -98,7 +101,7 @@ class TestTimes:
 
     @pytest.fixture
     def reports(self, core, clock):
-        reports = ClientReports(2, clock, load=core.load, cache=None)
+        reports = ClientReports(2, clock, stats=core.stats, cache=None)
         assert set(reports.with_reports({})) == {0, 1}
         return reports
 
@@ -240,7 +243,7 @@ class TestCache:
 class TestNotAsked:
     def test_nothing_is_sent_or_computed(self, monkeypatch):
         rig = LoopRig()
-        monkeypatch.setattr(rig.core, "load", None)
+        monkeypatch.setattr(rig.core, "stats", None)
         monkeypatch.setattr(rig.core, "cached_blocks", None)
         rig.send(request("a"))
         with rig:

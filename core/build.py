@@ -119,20 +119,15 @@ class PreparedEngine:
             ModelError: the model cannot be loaded.
             EngineDeadError: the engine's process ended or was not ready in time.
         """
-        with self._closed_on_error():
-            parts = self._parts(*open_client(self))
-        engine = new_engine(parts)
-        _start_hooks(parts, self, engine.close)
-        return engine
-
-    @contextlib.contextmanager
-    def _closed_on_error(self) -> Iterator[None]:
         with contextlib.ExitStack() as undo:
             for companion in self.companions:
                 undo.callback(companion.close)
             undo.callback(self.step_parts.close)
-            yield
+            parts = self._parts(*open_client(self))
             undo.pop_all()
+        engine = new_engine(parts)
+        _start_hooks(parts, self, engine.close)
+        return engine
 
     def _parts(self, client: EngineCoreClient, size: CacheSize) -> EngineParts:
         """Return the parts of an engine of that size; its client is closed if calling it fails.

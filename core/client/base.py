@@ -16,12 +16,7 @@ from hardpoint.host.boundary.activity import Activity, PluginCall
 from hardpoint.host.boundary.errors import engine_dead
 from hardpoint.host.live.change import Slot
 from hardpoint.host.registry.blame import raise_unless_fault
-from hardpoint.plugins import (
-    EngineConfig,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    HardpointError,
-)
+from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest, HardpointError
 from hardpoint.plugins.component.manifest import Manifest
 
 

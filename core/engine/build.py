@@ -13,13 +13,7 @@ from functools import partial
 
 import msgspec
 
-from hardpoint.core.kv_cache import (
-    BlockManager,
-    BlockMetadata,
-    CacheSize,
-    Eviction,
-    size_cache,
-)
+from hardpoint.core.kv_cache import BlockManager, BlockMetadata, CacheSize, Eviction, size_cache
 from hardpoint.core.weights.shares import check_shares
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginContractError, PluginFaultError, shown
@@ -42,6 +36,7 @@ from hardpoint.plugins import (
     Executor,
     ExecutorContext,
     PublisherContext,
+    Scheduler,
     SchedulerContext,
     StepRecord,
     WorkerInfo,
@@ -57,7 +52,7 @@ from hardpoint.typed import read_only
 
 from .core import Clock, EngineCore, EngineInputs, OpenInputs, RecordStep
 from .pause import PauseController
-from .prepare import check_drafts, limits_of, num_batches, plans_ahead
+from .prepare import limits_of, num_batches
 from .step import EngineCoreParts
 from .step_log import StepLog
 from .worker_launch import WorkerLauncher
@@ -244,8 +239,11 @@ def _build_executor(
     parts.calls.use(executor.collective_rpc)
     parts.blocks.use(executor, spec.config.weight_cache)
     _check_depth(executor, spec.config)
-    if spec.num_draft_tokens:
-        check_drafts(spec, parts.drafting)
+    entry = spec.plugins.one("schedulers")
+    scheduler = spec.plugins.target(entry)
+    if spec.num_draft_tokens and scheduler.update_drafts is Scheduler.update_drafts:
+        drafting = f"it takes no drafts, which {parts.drafting} makes"
+        raise ConfigError(f"{entry.source}: {drafting}: enable one of the two")
     return executor
 
 
@@ -276,12 +274,9 @@ def _start_workers(
         executor.collective_rpc("set_num_states", (size.num_states,))
     executor.initialize_cache(size.num_blocks)
     parts.workers_started()
-    return info, size, _resolve_config(config, size)
-
-
-def _resolve_config(config: EngineConfig, size: CacheSize) -> EngineConfig:
-    kv_cache = msgspec.structs.replace(config.kv_cache, num_blocks=size.num_blocks)
-    return msgspec.structs.replace(config, max_model_len=size.max_model_len, kv_cache=kv_cache)
+    replace = msgspec.structs.replace
+    kv_cache = replace(config.kv_cache, num_blocks=size.num_blocks)
+    return info, size, replace(config, max_model_len=size.max_model_len, kv_cache=kv_cache)
 
 
 def _find_tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
@@ -359,14 +354,18 @@ def _scheduler_limits(
     parts: EngineHalves,
     num_draft_tokens: int,
 ) -> SchedulerLimits:
-    ahead = plans_ahead(config, executor)
+    # A stage gets the tokens of the last one with the next plan, so that none is made without them.
+    # Ranks of one stage send them to each other, if asked to.
+    parallel, depth = config.parallel, executor.max_concurrent_batches
+    can_follow = parallel.world_size == 1 or config.scheduler.asynchronous
+    ahead = depth > 1 and parallel.pipeline == 1 and can_follow
     return limits_of(
         config,
         size.max_model_len,
         num_draft_tokens=num_draft_tokens,
         max_encoder_tokens=parts.max_encoder_tokens,
         asynchronous=ahead,
-        num_batches=1 if ahead else executor.max_concurrent_batches,
+        num_batches=1 if ahead else depth,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from hardpoint.core.weights.worker_spec import WorkerSpec
@@ -18,7 +17,6 @@ from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError, S
 from hardpoint.plugins.requests.stats import SchedulerStats
 from hardpoint.plugins.scheduling.scheduler import BlockTransfers, Gates
 
-from .pause import PauseDependencies
 from .step import EngineCoreParts, Outputs, StepRunner
 from .utility_calls import EngineUtilities
 
@@ -58,15 +56,7 @@ class EngineCore(EngineUtilities):
         self._idle_since: int | None = None  # wake-ups when workers had nothing more to do
         self._pause = parts.pause
         self._pause.use(
-            PauseDependencies(
-                parts.scheduler,
-                parts.executor,
-                functools.partial(steps.abort_later, None),
-                steps.settle,
-                parts.sleep_levels,
-                parts.step_parts,
-                steps.halves_built,
-            )
+            parts.scheduler, parts.executor, parts.step_parts, parts.sleep_levels, steps
         )
 
     # Requests

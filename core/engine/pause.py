@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from hardpoint import typed
 from hardpoint.host.boundary.parts.engine_halves import EngineHalves
@@ -38,25 +38,17 @@ class PauseMode(StrEnum):
     """They keep their state, without steps, until the engine is resumed."""
 
 
-@dataclass(frozen=True)
-class PauseDependencies:
-    """The parts of an engine core that the pause controller calls.
+class PausedSteps(Protocol):
+    """The steps of an engine core, as pauses end and complete them."""
 
-    Attributes:
-        abort_all: ends every request; one of the next steps reports that to the clients.
-        settle: completes all steps that are under way.
-        sleep_levels: levels that the workers support, in addition to 0.
-        step_parts: are notified of a model that was loaded again.
-        halves_built: called when the worker halves of step parts were built again.
-    """
+    def abort_later(self, request_ids: Sequence[str] | None) -> None:
+        """End requests, None is all of them; one of the next steps reports that to the clients."""
 
-    scheduler: Scheduler
-    executor: Executor
-    abort_all: Callable[[], None]
-    settle: Callable[[], None]
-    sleep_levels: tuple[int, ...]
-    step_parts: EngineHalves
-    halves_built: Callable[[], None]
+    def settle(self) -> None:
+        """Complete all steps that are under way."""
+
+    def halves_built(self) -> None:
+        """Notify step parts of worker halves that were built again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,9 +84,17 @@ class PauseController:
         self.has_loop = False
         self.num_wake_ups = 0
 
-    def use(self, core: PauseDependencies) -> None:
-        """Pause this engine from now on."""
-        self._core = core
+    def use(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        step_parts: EngineHalves,
+        sleep_levels: tuple[int, ...],
+        steps: PausedSteps,
+    ) -> None:
+        """Pause an engine with these parts; `sleep_levels` are those of its workers besides 0."""
+        self._scheduler, self._executor, self._step_parts = scheduler, executor, step_parts
+        self._sleep_levels, self._steps = sleep_levels, steps
 
     @property
     def is_paused(self) -> bool:
@@ -143,7 +143,7 @@ class PauseController:
             RequestError: an unknown level or mode.
             HardpointError: the engine is asleep already, or is about to be.
         """
-        levels = (0, *self._core.sleep_levels)
+        levels = (0, *self._sleep_levels)
         if level not in levels:
             known = f"{', '.join(map(str, levels[:-1]))} or {levels[-1]}"
             why = ", which the workers cannot do" if level == 1 else ""
@@ -185,19 +185,19 @@ class PauseController:
 
     def _wake_up(self, memory: Sequence[str]) -> None:
         """Reallocate memory; start worker halves of step parts again, if the model was released."""
-        core, parts = self._core, self._core.step_parts
+        parts = self._step_parts
         released = self._sleep_level >= _RELEASES_MODEL
         loads = released and "weights" in memory
         if loads:
             parts.blocks.weights_load()
-        core.executor.collective_rpc("wake_up", (memory,))
+        self._executor.collective_rpc("wake_up", (memory,))
         self._asleep -= set(memory)
         if loads:
             parts.weights_changed()
         if released and "kv_cache" in memory:
             parts.blocks.restart()
         if loads:
-            core.halves_built()
+            self._steps.halves_built()
 
     def check(self, mode: str) -> None:
         """Check that `run` can pause the engine.
@@ -243,11 +243,11 @@ class PauseController:
     @property
     def moves_blocks(self) -> str | None:
         """The setting that makes a part move KV blocks; None if none does."""
-        return self._core.step_parts.moves_blocks
+        return self._step_parts.moves_blocks
 
     def live_requests(self) -> Iterable[Request[Any]]:
         """Return the live requests."""
-        return self._core.scheduler.live_requests()
+        return self._scheduler.live_requests()
 
     def change_weights(
         self, change: Callable[[], object], loader: Callable[[], WeightLoader], *, recompute: bool
@@ -259,10 +259,10 @@ class PauseController:
             loader: returns a loader of these weights, for parts that move KV blocks.
             recompute: whether requests that have begun compute their keys and values again.
         """
-        parts = self._core.step_parts
+        parts = self._step_parts
         if parts.moves_blocks is not None:
             parts.blocks.weights_load(loader())
-        self._core.scheduler.reset_prefix_cache(recompute_running=recompute)
+        self._scheduler.reset_prefix_cache(recompute_running=recompute)
         change()
         parts.weights_changed()
         parts.blocks.restart()
@@ -279,7 +279,7 @@ class PauseController:
                     waiting.future.set_exception(error)
                 else:
                     waiting.future.set_result(result)
-            if waiting.owner != _USER and self._core.scheduler.has_requests():
+            if waiting.owner != _USER and self._scheduler.has_requests():
                 break  # its own pause was the stricter one
 
     def fail_pending(self, message: str, owner: str | None = None) -> None:
@@ -307,7 +307,7 @@ class PauseController:
         pauses_all = mode is PauseMode.KEEP or self._asleep
         self._set_state(PauseState.PAUSED_ALL if pauses_all else PauseState.PAUSED_NEW, owner)
         if mode is PauseMode.ABORT:
-            self._core.abort_all()
+            self._steps.abort_later(None)
 
     def _checked(self, mode: str) -> PauseMode:
         checked = typed.convert(mode, PauseMode, path="mode", error=RequestError)
@@ -320,22 +320,22 @@ class PauseController:
 
     def _set_state(self, state: PauseState, owner: str = _USER) -> None:
         self._states[owner] = state
-        self._core.scheduler.set_pause(max(self._states.values(), key=list(PauseState).index))
+        self._scheduler.set_pause(max(self._states.values(), key=list(PauseState).index))
 
     def _run_when_idle(self, action: Callable[[], Any], owner: str = _USER) -> Future[Any]:
         waiting = _Waiting(action, owner)
         # The user's pauses are last: they may have to wait again once the others are over.
         self._when_idle.insert(len(self._when_idle) if owner == _USER else 0, waiting)
         if not self.has_loop:
-            self._core.settle()
+            self._steps.settle()
             self.went_idle()
         return waiting.future
 
     def _clear_caches(self) -> None:
-        self._core.scheduler.reset_prefix_cache(recompute_running=True)
+        self._scheduler.reset_prefix_cache(recompute_running=True)
 
     def _release_memory(self, level: int) -> None:
         self._clear_caches()
         self._set_state(PauseState.PAUSED_ALL)  # no request can run now, whatever the mode
-        self._core.executor.collective_rpc("sleep", (level,))
+        self._executor.collective_rpc("sleep", (level,))
         self._asleep, self._sleep_level = set(MEMORY_TAGS), level

@@ -14,18 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hardpoint.errors import (
-    PluginConflictError,
-    PluginFaultError,
-    PluginNotFoundError,
-    shown,
-)
+from hardpoint.errors import PluginConflictError, PluginFaultError, PluginNotFoundError, shown
 from hardpoint.host.boundary.checked_attention import CheckedAttention
-from hardpoint.host.boundary.checked_model import (
-    CheckedModel,
-    checked_weights,
-    is_quantized_weight,
-)
+from hardpoint.host.boundary.checked_model import CheckedModel, checked_weights, is_quantized_weight
 from hardpoint.host.boundary.guard import checked
 from hardpoint.host.boundary.layers.groups import LayerGroups, group_layers
 from hardpoint.host.boundary.layers.states import LayerStates, check_states_fit

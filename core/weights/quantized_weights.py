@@ -14,12 +14,7 @@ from hardpoint.host.boundary.checked_schemes import CheckedMatrix, SchemeCalls
 from hardpoint.host.boundary.errors import close_all
 from hardpoint.host.boundary.guard import checked
 from hardpoint.host.registry.blame import faults_as
-from hardpoint.plugins import (
-    ConfigError,
-    EngineConfig,
-    Model,
-    ModelError,
-)
+from hardpoint.plugins import ConfigError, EngineConfig, Model, ModelError
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.model.loader import WeightFormat
 from hardpoint.plugins.model.quantization import COLUMNS

@@ -10,13 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
-from hardpoint.plugins import (
-    AttentionStep,
-    BatchUpdate,
-    LogitsRequest,
-    Move,
-    SamplingParams,
-)
+from hardpoint.plugins import AttentionStep, BatchUpdate, LogitsRequest, Move, SamplingParams
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.kv_cache import BlockIds
 from hardpoint.plugins.requests.plan import CachedRequests, SampledTokens

@@ -39,8 +39,10 @@ from .records import (
 
 T = TypeVar("T")
 
-SKIPPED = frozenset({"start_profile", "stop_profile"})
-"""Control calls that write files, and leave the engine's state alone."""
+SKIPPED = frozenset({"cached_blocks", "start_profile", "stop_profile"})
+"""Control calls that leave the engine's state alone: they write files, or report what is cached, as
+in journals of earlier versions.
+"""
 _INTERRUPTS = frozenset({"KeyboardInterrupt", "SystemExit", "GeneratorExit"})
 """Errors that come from outside of the engine, in the middle of a step."""
 _REPORTING = frozenset({"kv_event_publishers", "stat_sinks"})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
-from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.host.boundary.errors import RefusedInCallError, close_all
 from hardpoint.host.boundary.parts.gates import PartTransfers
@@ -19,6 +19,9 @@ from hardpoint.plugins.scheduling.scheduler import BlockTransfers, Gates
 
 from .step import EngineCoreParts, Outputs, StepRunner
 from .utility_calls import EngineUtilities
+
+if TYPE_CHECKING:
+    from hardpoint.core.weights.worker_spec import WorkerSpec
 
 Clock = Callable[[], float]
 """Returns seconds."""
@@ -267,4 +270,4 @@ class EngineInputs:
         return EngineCore(parts)
 
 
-OpenInputs = Callable[[WorkerSpec], EngineInputs]
+OpenInputs: TypeAlias = "Callable[[WorkerSpec], EngineInputs]"

@@ -11,7 +11,7 @@ import torch
 from hardpoint.core.worker.sampling.draft_rows import DraftRows, planned_drafts
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.logprobs import prompt_logprobs
-from hardpoint.core.worker.sampling.request_arguments import no_arguments
+from hardpoint.core.worker.sampling.processors import no_arguments
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.host.boundary.activity import PluginCalls
 from hardpoint.host.boundary.checked_attention import CheckedAttention
@@ -172,7 +172,8 @@ class ModelRunner:
             routed: gets the experts of the tokens.
         """
         if not self.parts.wants_layers:
-            return self._run(step, before, routed, needs_model=routed is not None or step.has_types)
+            needs_model = routed is not None or step.token_types is not None
+            return self._run(step, before, routed, needs_model=needs_model)
         with self.parts.in_layers(self.model.hooks, step.requests, step.query_starts):
             return self._run(step, before, routed, needs_model=True)
 

@@ -40,8 +40,8 @@ from .records import (
 T = TypeVar("T")
 
 SKIPPED = frozenset({"cached_blocks", "start_profile", "stop_profile"})
-"""Control calls that leave the engine's state alone: they write files, or report to a client of
-several engines what is cached.
+"""Control calls that leave the engine's state alone: they write files, or report what is cached, as
+in journals of earlier versions.
 """
 _INTERRUPTS = frozenset({"KeyboardInterrupt", "SystemExit", "GeneratorExit"})
 """Errors that come from outside of the engine, in the middle of a step."""

@@ -109,10 +109,8 @@ class DraftRows:
                 views[index, 0] = self._views[index, 0] = self.requests[index]
                 continue
             draft, scratch = self.drafts[index][depth - 1], self._starts[index] + depth - 1
-            source, before = (
-                self._views.get((index, depth - 1)),
-                self._sampled.get((index, depth - 1)),
-            )
+            source = self._views.get((index, depth - 1))
+            before = self._sampled.get((index, depth - 1))
             self._views.pop((index, depth), None)
             if source is None:
                 continue

@@ -350,6 +350,7 @@ class ProcessClient(RequestSockets, OneEngine, UtilityCalls):
     """
 
     in_process = False
+    is_serving = True
 
     def __init__(
         self,

@@ -175,7 +175,7 @@ def test_only_what_is_declared_can_be_called(own):
     client = own.llm_engine.parts.client
     with pytest.raises(
         RequestError,
-        match="method: expected one of cached_blocks, call_part, collective_rpc, .*, got 'close'",
+        match="method: expected one of call_part, collective_rpc, .*, got 'close'",
     ):
         client.call("close").result(PATIENCE_S)
     with pytest.raises(RequestError, match="request_ids: expected a list, got 'r'"):

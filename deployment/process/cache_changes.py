@@ -1,10 +1,12 @@
-"""The changes of an engine's KV cache that its clients are to get."""
+"""The changes of an engine's KV cache, which clients of several engines get."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
+from hardpoint.host.system.control_calls import utility
+from hardpoint.plugins import HardpointError
 from hardpoint.plugins.kv_cache import AllBlocksCleared, BlockStored, KVEvent
 from hardpoint.plugins.requests.engine_state import BLOCK_KEY_BYTES, KVCacheChanges
 
@@ -66,6 +68,44 @@ class CacheChangeLog:
         """
         stored = _keys(islice(hashes, MOST_BLOCKS))
         return KVCacheChanges(first=0, last=self._next - 1, cleared=True, stored=stored)
+
+
+class CacheReports:
+    """Reports of the changes of an engine's KV cache to its clients.
+
+    Attributes:
+        pop: returns the changes since the last call; None if they are not reported.
+    """
+
+    def __init__(
+        self, log: CacheChangeLog | None, cached_blocks: Callable[[], Iterable[bytes]]
+    ) -> None:
+        """Report nothing yet.
+
+        Args:
+            log: collects the changes; None if they are not reported.
+            cached_blocks: `EngineCore.cached_blocks`.
+        """
+        self._log, self._cached_blocks = log, cached_blocks
+        self.pop = None if log is None else self._pop
+
+    def _pop(self) -> KVCacheChanges | None:
+        assert self._log is not None, "`pop` is None then"
+        self._cached_blocks()  # the log gets the changes outside of steps, as by a reset
+        return self._log.pop()
+
+    @utility()
+    def cached_blocks(self) -> KVCacheChanges:
+        """Return the blocks that can be found now, 262144 at most, as a change of an empty cache.
+
+        For a client that has lost changes; those that come next continue it.
+
+        Raises:
+            HardpointError: this engine reports no changes of its KV cache.
+        """
+        if self._log is None:
+            raise HardpointError("this engine does not report changes of its KV cache")
+        return self._log.all_of(self._cached_blocks())
 
 
 def _keys(hashes: Iterable[bytes]) -> set[bytes]:

@@ -1,14 +1,30 @@
-"""The arguments of a request, as the components of its generation of the plugins get them."""
+"""The logits processors of a worker: built, changed live, and given the arguments of requests."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 from hardpoint import typed
+from hardpoint.core.weights.worker_spec import WorkerSpec
+from hardpoint.host.boundary.activity import Activity
+from hardpoint.host.boundary.logits.processor_runner import ProcessorRunner
+from hardpoint.host.live import generations
+from hardpoint.host.live.change import LiveChange
 from hardpoint.host.registry.blame import describe, raise_unless_fault
 from hardpoint.host.registry.kinds import KINDS
+from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.host.registry.request_arguments import argument_key
-from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestFault, Sampler
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    HardpointError,
+    LogitsContext,
+    Ops,
+    RequestFault,
+    Sampler,
+)
+from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.typed import ReadOnlyDict, prepared_type
 
 from .pipeline import LogitsPipeline
@@ -72,3 +88,54 @@ class RequestArguments:
 
     def _rejected(self, fault: RequestFault) -> Converted:
         return ReadOnlyDict(), self._defaults, fault
+
+
+def open_runner(
+    spec: WorkerSpec, entry: PluginEntry, ops: Ops, activity: Activity, since: int = 0
+) -> ProcessorRunner:
+    """Build a logits processor, which requests of a generation of the plugins and later ones use.
+
+    Raises:
+        PluginError: it cannot be built.
+    """
+    max_rows = spec.config.scheduler.max_num_seqs
+    build = functools.partial(
+        spec.plugins.create,
+        entry,
+        LogitsContext,
+        device=spec.device,
+        vocab_size=spec.model_config.vocab_size,
+        max_num_seqs=max_rows,
+        ops=ops,
+        max_model_len=spec.max_model_len,
+        model=str(spec.loader.context.files.path),
+        tokenizer=spec.config.tokenizer.path or "",
+    )
+    return ProcessorRunner(
+        build(),
+        entry.source,
+        spec.device,
+        max_rows,
+        ends_engine=spec.config.plugins.on_error.get(entry.name) == "engine",
+        rebuild=build,
+        activity=activity,
+        slow_seconds=spec.config.plugins.slow_seconds,
+        since=since,
+    )
+
+
+def processor_changes(
+    pipeline: LogitsPipeline, spec: WorkerSpec, ops: Ops, activity: Activity
+) -> generations.GenerationChanges[ProcessorRunner]:
+    """Return the live changes of the processors of a pipeline."""
+
+    def build(plugins: PluginSet, entry: PluginEntry, change: LiveChange) -> ProcessorRunner:
+        new = dataclasses.replace(spec, plugins=plugins, config=change.config)
+        runner = open_runner(new, entry, ops, activity, change.manifest.generation)
+        if spec.num_draft_tokens:
+            LogitsPipeline([runner], spec.device).check_drafts()
+        return runner
+
+    return generations.processor_changes(
+        spec.plugins, lambda: pipeline.runners, pipeline.use, build
+    )

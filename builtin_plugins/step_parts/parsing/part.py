@@ -42,8 +42,12 @@ class OutputParsing(StepPart):
 class ParsedRequests(FrontendHalf):
     """Gives requests the formats of their parsers."""
 
+    for_parameters = ("reasoning_parser", "tool_parser")
+
     def __init__(self, configured: ConfiguredParsers) -> None:
         self._parsers = RequestParsers(configured)
+        if configured.names:
+            self.for_parameters = ()  # parsers of the configuration read every output
 
     @property
     def components(self) -> Sequence[Component]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -16,7 +16,16 @@ from hardpoint.host.boundary.plugin_health import PluginHealth
 from hardpoint.host.registry.discovery import check_unique
 from hardpoint.host.registry.kinds import KINDS, Number
 from hardpoint.host.registry.plugin_set import PluginSet
-from hardpoint.host.registry.request_arguments import prepare_arguments, prepares
+from hardpoint.host.registry.request_arguments import (
+    DEFAULTS,
+    LOGITS,
+    ArgumentTaker,
+    Given,
+    argument_key,
+    prepare_arguments,
+    prepares,
+    takes_arguments,
+)
 from hardpoint.plugins import (
     EngineCoreRequest,
     PrepareContext,
@@ -26,10 +35,10 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.plugins.step_part import RequestedCalls
+from hardpoint.plugins.text.arguments import ComponentWithArguments
 from hardpoint.typed import ReadOnlyList, read_only
-
-from .argument_takers import DEFAULTS, LOGITS, ArgumentTaker, Given, processor_taker, takers_of
 
 _SHAPING_FIELDS = (
     "temperature",
@@ -123,13 +132,13 @@ class PluginArguments:
             if name is not None:
                 entry = plugins.get(kind, name)
                 named.setdefault(plugins.target(entry), entry)
-        return takers_of(plugins, named.values())
+        return _other_takers(plugins, named.values())
 
     def _takers_of(self, plugins: PluginSet) -> list[ArgumentTaker]:
-        takers = [processor_taker(plugins, entry) for entry in plugins.entries(LOGITS)]
+        takers = [_processor_taker(plugins, entry) for entry in plugins.entries(LOGITS)]
         for kind in KINDS.values():
             if kind.takes_arguments and kind.number is not Number.BY_NAME and kind.name != LOGITS:
-                takers += takers_of(plugins, plugins.entries(kind.name))
+                takers += _other_takers(plugins, plugins.entries(kind.name))
         return takers
 
     def resolve(
@@ -412,3 +421,36 @@ def _requested_calls(
 def _is_answered_alike(params: SamplingParams, before: SamplingParams) -> bool:
     fields = ("structured", "reasoning_parser", "tool_parser")
     return all(getattr(params, name) == getattr(before, name) for name in fields)
+
+
+def _processor_taker(plugins: PluginSet, entry: PluginEntry) -> ArgumentTaker:
+    """Return a logits processor as one that takes arguments."""
+    cls: type[LogitsPlugin] = plugins.target(entry)
+    default = getattr(cls.uses, "__func__", None) is vars(LogitsPlugin)["uses"].__func__
+    return ArgumentTaker(
+        entry,
+        cls,
+        plugins.options(entry),
+        argument_key(entry.kind, entry.name),
+        frozenset(cls.params_fields),
+        cls.uses(DEFAULTS) if default else None,
+    )
+
+
+def _other_takers(plugins: PluginSet, entries: Iterable[PluginEntry]) -> list[ArgumentTaker]:
+    """Return those components that take arguments, of kinds other than logits processors."""
+    targets: list[tuple[PluginEntry, type[ComponentWithArguments]]] = [
+        (entry, plugins.target(entry)) for entry in entries
+    ]
+    return [
+        ArgumentTaker(
+            entry,
+            cls,
+            plugins.options(entry),
+            argument_key(entry.kind, entry.name),
+            frozenset(),
+            prepares(cls) and not cls.named_only,
+        )
+        for entry, cls in targets
+        if takes_arguments(cls)
+    ]

@@ -74,8 +74,9 @@ class SyncRequests:
         """
         params = self._engine.default_sampling_params() if params is None else params
         check_generates(params)
-        read = [self.images.prompt(prompt) for prompt in prompts]
-        ids = self.calls.add(make_requests(read, params, **self._with_adapters(options)))
+        if self.images.tokens:  # of a model that takes images
+            prompts = [self.images.prompt(prompt) for prompt in prompts]
+        ids = self.calls.add(make_requests(prompts, params, **self._with_adapters(options)))
         results: dict[str, RequestOutput] = {}
         outputs = self.calls.outputs(ids)
         if draws:
@@ -183,6 +184,8 @@ class SyncRequests:
             return self._engine.parts.tokenizer.encode(text, add_special_tokens=is_first)
 
     def _with_adapters(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        if options.get("lora_request") is None:
+            return options
         return with_adapters(self._adapters, options)
 
 

@@ -208,7 +208,8 @@ def check_text(value: Any, path: str, error: type[HardpointError] = ConfigError)
             character 4`.
     """
     if isinstance(value, str):
-        _check_encodable(value, path, error)
+        if not value.isascii():
+            _check_encodable(value, path, error)
     elif isinstance(value, dict):
         for key, item in value.items():
             if isinstance(key, str):
@@ -241,8 +242,6 @@ def copied(value: Any, path: str) -> Any:
 
 
 def _check_encodable(text: str, path: str, error: type[HardpointError]) -> None:
-    if text.isascii():
-        return
     try:
         text.encode()
     except UnicodeEncodeError as cause:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hardpoint.errors import ConfigError
@@ -42,7 +42,7 @@ class OutputParsing(StepPart):
 class ParsedRequests(FrontendHalf):
     """Gives requests the formats of their parsers."""
 
-    for_parameters = ("reasoning_parser", "tool_parser")
+    for_parameters: Collection[str] = ("reasoning_parser", "tool_parser")
 
     def __init__(self, configured: ConfiguredParsers) -> None:
         self._parsers = RequestParsers(configured)

@@ -172,7 +172,8 @@ class InputProcessor:
         if given is None:
             given = self.read(prompt)
         salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
-        times = (extras.arrival_time, given.arrival_time, arrival_time)
+        if (arrived := extras.arrival_time) is None:
+            arrived = arrival_time if given.arrival_time is None else given.arrival_time
         room = 0 if pooling is not None else params.max_tokens or 1
         cut = self._cut(given, extras.truncate_prompt_tokens, room)
         if pooling is None:
@@ -182,7 +183,7 @@ class InputProcessor:
             prompt_token_ids=cut.token_ids,
             params=params,
             eos_token_ids=() if params.ignore_eos else self._eos_token_ids,
-            arrival_time=next(time for time in times if time is not None),
+            arrival_time=arrived,
             priority=extras.priority,
             timeout=extras.timeout,
             tags=dict(extras.tags),

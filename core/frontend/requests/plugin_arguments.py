@@ -168,13 +168,11 @@ class PluginArguments:
         """
         given = self._located(request.params.plugin_args)
         formats = self._resolve_all(request, given, tools, calls)
-        resolved = request.plugin_args
-        fields = {
-            field: resolved[taker.key][field]
-            for taker in (self._takers if given else ())
-            if taker.key in given
-            for field in taker.fields & resolved[taker.key].keys()
-        }
+        fields: dict[str, Any] = {}
+        for taker in self._takers:
+            if taker.key in given:
+                own = request.plugin_args[taker.key]
+                fields |= {field: own[field] for field in taker.fields & own.keys()}
         return fields, formats
 
     def complete(self, request: EngineCoreRequest) -> OutputFormats | None:
@@ -318,7 +316,7 @@ class PluginArguments:
         for taker in self._used(takers, request.params, given):
             arguments, path = taker.arguments(request.params, given.get(taker.key))
             name = taker.entry.name
-            if taker.is_processor and (name in self._health.ended or name in self._health.deadly):
+            if (name in self._health.ended or name in self._health.deadly) and taker.is_processor:
                 self._health.check(name)
             if prepares(taker.cls):
                 context = PrepareContext(

@@ -88,7 +88,7 @@ class SyncRequests:
                 results[output.request_id] = output
         finally:
             del outputs  # stops drawing
-            self.calls.drop(ids)
+            self.calls.drop(ids, finished=results)
         return [results[request_id] for request_id in ids]
 
     def stream(

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from hardpoint.chat import Chat
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
-from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.core.frontend.requests.prompts import Params, Prompt
+from hardpoint.core.frontend.requests.input_processor import Params, RequestExtras
 from hardpoint.errors import HardpointError, PluginFaultError, RequestEndedError
 from hardpoint.images import ImageThreads, PromptImages, has_unread_images
 from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.plugins.requests import PoolingRequestOutput, Prompt
 from hardpoint.progress import draw_outputs
 from hardpoint.requests import (
     OpenCalls,

@@ -17,6 +17,7 @@ from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.output_parser import OutputParser
 from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.plugins.sampling.phases import Phase
 from hardpoint.plugins.sampling.sampler import Sampler
 from hardpoint.plugins.scheduling.policy import SchedulingPolicy
 from hardpoint.plugins.step_part import StepPart
@@ -49,6 +50,11 @@ def takes_arguments(cls: type[ComponentWithArguments]) -> bool:
 def prepares(cls: Any) -> bool:
     """Return whether a component has a `prepare` of its own."""
     return bool(cls.prepare.__func__ is not _UNPREPARED)
+
+
+def skips_greedy(processor: LogitsPlugin | type[LogitsPlugin]) -> bool:
+    """Return whether a logits processor does not run for greedy requests."""
+    return processor.argmax_invariant or processor.phase is Phase.TEMPERATURE
 
 
 def check_arguments(target: type[ComponentWithArguments], source: Source) -> None:
@@ -167,6 +173,7 @@ class ArgumentTaker:
         fields: fields of SamplingParams that are its own.
         uses: whether requests without arguments use it; None if the class decides by request. Of a
             component that every request uses: whether its `prepare` makes arguments for them.
+        skips_greedy: whether greedy requests use it only if they name it in `plugin_args`.
     """
 
     entry: PluginEntry
@@ -175,6 +182,7 @@ class ArgumentTaker:
     key: str
     fields: frozenset[str]
     uses: bool | None
+    skips_greedy: bool = False
 
     @cached_property
     def source(self) -> Source:

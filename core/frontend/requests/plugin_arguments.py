@@ -24,6 +24,7 @@ from hardpoint.host.registry.request_arguments import (
     argument_key,
     prepare_arguments,
     prepares,
+    skips_greedy,
     takes_arguments,
 )
 from hardpoint.plugins import (
@@ -35,7 +36,7 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.component.manifest import PluginEntry
-from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.plugins.sampling.logits import FollowsBatch, LogitsPlugin
 from hardpoint.plugins.step_part import RequestedCalls
 from hardpoint.plugins.text.arguments import ComponentWithArguments
 from hardpoint.typed import ReadOnlyList, read_only
@@ -211,7 +212,10 @@ class PluginArguments:
         stale = [
             taker
             for taker in self._takers
-            if taker.set_fields(request.params) != taker.set_fields(before.params)
+            if (
+                taker.set_fields(request.params) != taker.set_fields(before.params)
+                or (taker.skips_greedy and taker.key not in before.plugin_args)
+            )
             and request.plugin_args.get(taker.key) == before.plugin_args.get(taker.key)
         ]
         for taker in stale:
@@ -336,10 +340,11 @@ class PluginArguments:
         self, takers: Sequence[ArgumentTaker], params: SamplingParams, given: Mapping[str, Given]
     ) -> Iterator[ArgumentTaker]:
         changed = {f for f in self._honoured if getattr(params, f) != getattr(DEFAULTS, f)}
+        is_greedy = params.greedy
         for taker in takers:
             if (
                 taker.key in given
-                or not changed.isdisjoint(taker.fields)
+                or not (changed.isdisjoint(taker.fields) or (is_greedy and taker.skips_greedy))
                 or taker.uses
                 or (taker.uses is None and taker.is_asked_for(params))
             ):
@@ -432,6 +437,13 @@ def _processor_taker(plugins: PluginSet, entry: PluginEntry) -> ArgumentTaker:
         argument_key(entry.kind, entry.name),
         frozenset(cls.params_fields),
         cls.uses(DEFAULTS) if default else None,
+        skips_greedy=skips_greedy(cls) and not _has_state(cls),
+    )
+
+
+def _has_state(cls: type[LogitsPlugin]) -> bool:
+    return issubclass(cls, FollowsBatch) or any(
+        getattr(cls, name) is not getattr(LogitsPlugin, name) for name in ("start", "start_row")
     )
 
 

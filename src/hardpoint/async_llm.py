@@ -16,7 +16,6 @@ from hardpoint.configuration.handed_over import handed_over
 from hardpoint.configuration.loading import config_from
 from hardpoint.core.engine.utility_calls import ControlCalls
 from hardpoint.core.frontend.frontend import listed_ids
-from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import EngineDeadError
 from hardpoint.host.registry.discovery import InstalledPlugin
 from hardpoint.host.system.control_calls import AsyncCaller
@@ -32,7 +31,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import STREAMING_STEP_MILLISECONDS
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import ChatRequestOptions, RequestOptions
-from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.plugins.requests import PoolingRequestOutput, Prompt
 from hardpoint.process.build import OpenRemoteClient, build_async_engine
 
 from .calls.adapters import AsyncAdapterGroup

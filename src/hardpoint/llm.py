@@ -12,7 +12,6 @@ from hardpoint.configuration.handed_over import handed_over
 from hardpoint.configuration.loading import config_from
 from hardpoint.core.engine.utility_calls import ControlCalls
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.host.registry.discovery import InstalledPlugin
 from hardpoint.host.system.control_calls import SyncCaller
 from hardpoint.plugins import (
@@ -25,7 +24,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import ChatRequestOptions, RequestOptions
-from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.plugins.requests import PoolingRequestOutput, Prompt
 
 from .calls.adapters import AdapterGroup
 from .calls.debug import DebugGroup

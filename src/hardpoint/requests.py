@@ -9,14 +9,14 @@ import inspect
 import re
 import textwrap
 import typing as t
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
-from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, RequestExtras
 from hardpoint.errors import EngineDeadError, EnginePausedError, shown
 from hardpoint.host.boundary.errors import engine_dead
 from hardpoint.host.system.engine_lock import EngineLock
@@ -203,7 +203,8 @@ def one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
 
 def make_extras(**fields: Any) -> RequestExtras:
     """Return a request's extras; fields that are None keep their defaults."""
-    return RequestExtras(**{name: value for name, value in fields.items() if value is not None})
+    given = {name: value for name, value in fields.items() if value is not None}
+    return RequestExtras(**given) if given else NO_EXTRAS
 
 
 def make_requests(prompts: Sequence[Any], params: Any, **extras: Any) -> list[Request]:
@@ -247,10 +248,11 @@ def check_generates(params: Any) -> None:
         RequestError: they are of a call that pools.
     """
     listed = copied(params, "sampling_params") if is_list(params) else [params]
-    if any(isinstance(one, PoolingParams) for one in listed):
-        raise RequestError(
-            "sampling_params: expected SamplingParams, got PoolingParams, which encode takes"
-        )
+    for one in listed:
+        if isinstance(one, PoolingParams):
+            raise RequestError(
+                "sampling_params: expected SamplingParams, got PoolingParams, which encode takes"
+            )
 
 
 def with_place(error: HardpointError, name: str) -> HardpointError:
@@ -358,12 +360,13 @@ class OpenCalls:
         self._outputs[request_id] = outputs
         return request_id
 
-    def drop(self, ids: Sequence[str]) -> None:
-        """Abort requests, where they are live, and drop their outputs; in a fork do nothing."""
+    def drop(self, ids: Sequence[str], finished: Collection[str] = ()) -> None:
+        """Abort requests but for `finished` ones, drop the outputs of all; in a fork do nothing."""
         if self._engine.lock.owner.is_other:
             return
         with self._engine.lock:
-            self._engine.abort_requests(ids)
+            if live := [request_id for request_id in ids if request_id not in finished]:
+                self._engine.abort_requests(live)
             for request_id in ids:
                 self._outputs.pop(request_id, None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hardpoint.errors import ConfigError
@@ -44,8 +44,12 @@ class OutputParsing(StepPart):
 class ParsedRequests(FrontendHalf):
     """Gives requests the formats of their parsers."""
 
+    for_parameters: Collection[str] = ("reasoning_parser", "tool_parser")
+
     def __init__(self, configured: ConfiguredParsers) -> None:
         self._parsers = RequestParsers(configured)
+        if configured.names:
+            self.for_parameters = ()  # parsers of the configuration read every output
 
     @property
     def components(self) -> Sequence[Component]:

@@ -139,9 +139,10 @@ class FrontendHalf:
     Attributes:
         prompt_keys: keys of a prompt that is a mapping, any of which lets `read_prompt` read it;
             read once. A key is of one part; a prompt with keys of several is read by the first.
-        for_fields: fields of `EngineCoreRequest`. With these or `for_parameters`, `prepare`,
-            `reads_answer` and `validate` are called for requests alone in which one of the fields
-            has another value than its default; read once.
+        for_fields: fields of `EngineCoreRequest`. With these or `for_parameters`, `output_format`,
+            `prepare`, `reads_answer` and `validate` are called for requests alone in which one of
+            the fields has another value than its default, and `output_format` also for all that
+            have tools; read once.
         for_parameters: fields of `SamplingParams`, likewise.
         media_tokens: tokens that stand for an item of media, or for parts of one, by its modality;
             the first one is its placeholder, which prompts have. Read once. Texts of users never

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from hardpoint.chat import Chat
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
-from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.core.frontend.requests.prompts import Params, Prompt
+from hardpoint.core.frontend.requests.input_processor import Params, RequestExtras
 from hardpoint.errors import HardpointError, PluginFaultError, RequestEndedError
 from hardpoint.images import ImageThreads, PromptImages, has_unread_images
 from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.plugins.requests import PoolingRequestOutput, Prompt
 from hardpoint.progress import draw_outputs
 from hardpoint.requests import (
     OpenCalls,
@@ -74,8 +73,9 @@ class SyncRequests:
         """
         params = self._engine.default_sampling_params() if params is None else params
         check_generates(params)
-        read = [self.images.prompt(prompt) for prompt in prompts]
-        ids = self.calls.add(make_requests(read, params, **self._with_adapters(options)))
+        if self.images.tokens:  # of a model that takes images
+            prompts = [self.images.prompt(prompt) for prompt in prompts]
+        ids = self.calls.add(make_requests(prompts, params, **self._with_adapters(options)))
         results: dict[str, RequestOutput] = {}
         outputs = self.calls.outputs(ids)
         if draws:
@@ -87,7 +87,7 @@ class SyncRequests:
                 results[output.request_id] = output
         finally:
             del outputs  # stops drawing
-            self.calls.drop(ids)
+            self.calls.drop(ids, finished=results)
         return [results[request_id] for request_id in ids]
 
     def stream(
@@ -183,6 +183,8 @@ class SyncRequests:
             return self._engine.parts.tokenizer.encode(text, add_special_tokens=is_first)
 
     def _with_adapters(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        if options.get("lora_request") is None:
+            return options
         return with_adapters(self._adapters, options)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from hardpoint.host.boundary.parts.hooks import selects
 from hardpoint.plugins import (
     CompletionOutput,
     EngineCoreOutput,
@@ -39,6 +40,8 @@ def check_format(half: FrontendHalf, request: EngineCoreRequest, text: str) -> N
     Raises:
         Violation: the half breaks a rule.
     """
+    if not selects(half, request):
+        return
     given = copy.deepcopy(request)
 
     def output_format() -> OutputFormat | None:

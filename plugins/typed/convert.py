@@ -42,6 +42,7 @@ __all__ = [
     "is_list",
     "join_path",
     "json_schema",
+    "nearest_names",
     "parse_value",
     "plain_data",
     "reason_of",
@@ -292,6 +293,7 @@ def _renamed(value: Any, place: str, names: Mapping[str, str]) -> Any:
 
 
 _LONGEST_NAME = 200
+_FEW_NAMES = 12  # that a message lists
 
 
 def suggest(wrong: str, known: list[str]) -> str:
@@ -303,6 +305,14 @@ def suggest(wrong: str, known: list[str]) -> str:
         return ""
     close = difflib.get_close_matches(wrong, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def nearest_names(wrong: str, known: list[str]) -> str:
+    """Return known names for a message: all if they are few, else the three nearest to `wrong`."""
+    if len(known) <= _FEW_NAMES:
+        return ", ".join(known) or "none"
+    nearest = difflib.get_close_matches(wrong[:_LONGEST_NAME], known, n=3, cutoff=0.0)
+    return f"{', '.join(nearest)} and {len(known) - len(nearest)} more"
 
 
 def split_setting(text: str, option: str, example: str) -> tuple[list[str], str]:

@@ -39,7 +39,7 @@ from .calls.adapters import AsyncAdapterGroup
 from .calls.debug import AsyncDebugGroup
 from .calls.engines import AsyncEngineGroup, Restart, engines_of, with_restart
 from .calls.groups import COMPANIONS, async_groups
-from .calls.model import AsyncModelGroup
+from .calls.model import AsyncModelGroup, chat_params
 from .calls.plugins import AsyncPluginGroup
 from .calls.weights import AsyncWeightUpdateGroup, WeightFiles
 from .chat import Chat, Messages
@@ -362,7 +362,8 @@ class AsyncLLM(AsyncCaller, metaclass=OldClassNames):
         check_generates(sampling_params)
         chat, of_request = Chat.taken_from(options)
         prompt = await self._requests.rendered(messages, chat)
-        outputs = self._requests.outputs(prompt, sampling_params, request_id, of_request)
+        params = chat_params(sampling_params, self._engine.default_sampling_params())
+        outputs = self._requests.outputs(prompt, params, request_id, of_request)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output

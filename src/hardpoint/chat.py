@@ -21,6 +21,7 @@ from hardpoint.typed import copied, is_list
 from hardpoint.typed.schema_check import check_depth, check_schema, without_nulls
 
 from . import typed
+from .conversations.roles import with_role
 from .images import IMAGE_PARTS, PromptImages, image_of
 
 _IMAGE = {"type": "image"}
@@ -254,7 +255,9 @@ def read_messages(messages: Any, parts: PartReader | None = None) -> Any:
     if not isinstance(plain, list):
         return plain
     return [
-        _read_message(message, f"messages[{index}]") if isinstance(message, dict) else message
+        _read_message(with_role(message, f"messages[{index}]"), f"messages[{index}]")
+        if isinstance(message, dict)
+        else message
         for index, message in enumerate(plain)
     ]
 

@@ -11,6 +11,7 @@ from .bench import command as bench
 from .plugins import command as plugins
 from .records import journal, trace
 from .remote import engine, keys
+from .setup import info
 from .simulation import calibrate, simulate
 
 contract = 1
@@ -27,6 +28,7 @@ def cli_commands() -> Sequence[Command]:
         models.COMMAND,
         plugins.COMMAND,
         config.COMMAND,
+        info.COMMAND,
         engine.COMMAND,
         keys.COMMAND,
         bench.COMMAND,

@@ -50,7 +50,7 @@ def test_all_errors_at_once(folder, monkeypatch, capsys):
         "plugins.enable[0]",
         "plugins.enable[2]",
         "scheduler.policy",
-        "plugin.fcfs",
+        "plugin.fcfs.zzz",
     ]
     assert err.count("(from file hardpoint.toml)") == 7
     assert "(from environment HARDPOINT__SERVER__PORT)" in err

@@ -8,6 +8,7 @@ from hardpoint.plugins import Command, hookimpl
 
 from . import chat, completion, config, embed, generate, models
 from .bench import command as bench
+from .hub import pull
 from .plugins import command as plugins
 from .records import journal, trace
 from .remote import engine, keys
@@ -25,6 +26,7 @@ def cli_commands() -> Sequence[Command]:
         chat.COMMAND,
         embed.COMMAND,
         trace.COMMAND,
+        pull.COMMAND,
         models.COMMAND,
         plugins.COMMAND,
         config.COMMAND,

@@ -10,7 +10,7 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 from uuid import UUID
 
 import msgspec
@@ -64,6 +64,19 @@ class _StrictMeta(msgspec.StructMeta):
     ) -> _StrictMeta:
         strict = {"frozen": True, "kw_only": True, "forbid_unknown_fields": True}
         return super().__new__(cls, name, bases, namespace, **(strict | config))
+
+    if not TYPE_CHECKING:  # which take the arguments of a struct from its fields
+
+        def __call__(cls, *args: Any, **fields: Any) -> Any:
+            """Return an instance; the error of an unknown field suggests a known one."""
+            try:
+                return super().__call__(*args, **fields)
+            except TypeError as error:
+                unknown = [name for name in fields if name not in cls.__struct_fields__]
+                hint = suggest(unknown[0], list(cls.__struct_fields__)) if unknown else ""
+                if not hint:
+                    raise
+                raise TypeError(f"{cls.__name__}: {error}{hint}") from None
 
 
 # On the class: type checkers prefer msgspec's declaration of Struct to the metaclass. They take a

@@ -39,7 +39,7 @@ from .calls.adapters import AsyncAdapterGroup
 from .calls.debug import AsyncDebugGroup
 from .calls.engines import AsyncEngineGroup, Restart, engines_of, with_restart
 from .calls.groups import COMPANIONS, async_groups
-from .calls.model import AsyncModelGroup, chat_params
+from .calls.model import AsyncModelGroup, ShownModel, chat_params
 from .calls.plugins import AsyncPluginGroup
 from .calls.weights import AsyncWeightUpdateGroup, WeightFiles
 from .chat import Chat, Messages
@@ -53,7 +53,7 @@ from .requests import check_generates, takes_options
 __all__ = ["AsyncLLM", "open_resolved"]
 
 
-class AsyncLLM(AsyncCaller, metaclass=OldClassNames):
+class AsyncLLM(ShownModel, AsyncCaller, metaclass=OldClassNames):
     """A model that generates text for many tasks of one event loop at once.
 
     | Member | Use |

@@ -31,7 +31,7 @@ from .calls.adapters import AdapterGroup
 from .calls.debug import DebugGroup
 from .calls.engines import EngineGroup
 from .calls.groups import open_engine, sync_groups
-from .calls.model import ModelGroup, chat_params
+from .calls.model import ModelGroup, ShownModel, chat_params
 from .calls.plugins import PluginGroup
 from .calls.pooling import (
     paired_scores,
@@ -62,7 +62,7 @@ from .requests import (
 __all__ = ["LLM", "open_resolved"]
 
 
-class LLM(SyncCaller, metaclass=OldClassNames):
+class LLM(ShownModel, SyncCaller, metaclass=OldClassNames):
     """A model that generates text, or vectors of texts.
 
     | Member | Use |

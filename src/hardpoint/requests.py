@@ -300,6 +300,7 @@ class OpenCalls:
         requests: Iterable[Request],
         outputs: Outputs | None = None,
         sent: Callable[[EngineCoreRequest], object] = lambda _: None,
+        name: str = "",
     ) -> list[str]:
         """Add the prompts of a call with their parameters; if one is refused, none runs on.
 
@@ -308,6 +309,8 @@ class OpenCalls:
         Args:
             outputs: outputs of the call, if it has added requests before.
             sent: gets each request as the engine got it.
+            name: what messages call the list of prompts, with the index of the refused one; empty
+                for one prompt.
 
         Returns:
             Their ids.
@@ -322,8 +325,10 @@ class OpenCalls:
                 for request in requests:
                     added = [(self._new_id(ids, outputs), *request)]
                     self._engine.add_requests(added, sent=sent)
-            except BaseException:
+            except BaseException as error:
                 self.drop(ids)
+                if name and isinstance(error, RequestError):
+                    raise with_place(error, f"{name}[{len(ids) - 1}]") from None
                 raise
         return ids
 

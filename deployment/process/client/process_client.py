@@ -384,8 +384,9 @@ class ProcessClient(RequestSockets, OneEngine, UtilityCalls):
             undo.callback(process.close, 0)
             process.activity = self.activity
             process.launch(_launch(start, self._sockets))
-            is_local = isinstance(process, EngineProcess)
-            began = process.started_at if is_local else time.monotonic()
+            began = time.monotonic()
+            if isinstance(process, EngineProcess):
+                began = process.started_at
             timeout_s = start.config.engine.start_timeout_seconds
             self.ready = _wait_until_ready(self._sockets, process, began, timeout_s)
             undo.pop_all()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from hardpoint.chat import Chat, Messages
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.images import PromptImages
-from hardpoint.plugins import SamplingParams
+from hardpoint.plugins import EngineConfig, SamplingParams
 from hardpoint.plugins.request_options import ChatOptions
 from hardpoint.requests import takes_options
 from hardpoint.typed import copied, is_list
@@ -18,7 +18,21 @@ from .running import AsyncRequests, SyncRequests
 if TYPE_CHECKING:
     from hardpoint.process.async_engine import AsyncEngine
 
-__all__ = ["AsyncModelGroup", "ModelGroup", "chat_params"]
+__all__ = ["AsyncModelGroup", "ModelGroup", "ShownModel", "chat_params"]
+
+
+class ShownModel:
+    """A base of LLM and AsyncLLM: a short text of an object, for tracebacks and notebooks."""
+
+    _engine: Any
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        try:
+            config: EngineConfig = self._engine.parts.config
+        except AttributeError:  # its construction failed
+            return f"<{name}>"
+        return f"{name}({config.model!r}, max_model_len={config.max_model_len})"
 
 
 def chat_params(given: Any, default: SamplingParams) -> Any:

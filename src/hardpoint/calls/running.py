@@ -75,7 +75,8 @@ class SyncRequests:
         params = self._engine.default_sampling_params() if params is None else params
         check_generates(params)
         read = [self.images.prompt(prompt) for prompt in prompts]
-        ids = self.calls.add(make_requests(read, params, **self._with_adapters(options)))
+        requests = make_requests(read, params, **self._with_adapters(options))
+        ids = self.calls.add(requests, name="prompts" if len(requests) > 1 else "")
         results: dict[str, RequestOutput] = {}
         outputs = self.calls.outputs(ids)
         if draws:

@@ -274,14 +274,10 @@ class ConfigBuilder:
     def discard(self, steps: Sequence[str | int]) -> bool:
         """Remove the innermost value on a path; return whether there was one."""
         holder: Any = None
+        key: str | int = ""
         value: Any = self._tree
         for step in steps:
-            is_inside = (
-                isinstance(value, list) if isinstance(step, int) else isinstance(value, dict)
-            )
-            if not is_inside or (
-                step not in value if isinstance(value, dict) else step >= len(value)
-            ):
+            if not _has(value, step):
                 break
             holder, key, value = value, step, value[step]
         if holder is None:
@@ -333,6 +329,13 @@ class ConfigBuilder:
         if isinstance(value, str) or not _wants_text(type_at(self._type, steps)):
             return value
         return text
+
+
+def _has(value: Any, step: str | int) -> bool:
+    """Return whether a table has a key, or a list an index."""
+    if isinstance(step, int):
+        return isinstance(value, list) and step < len(value)
+    return isinstance(value, dict) and step in value
 
 
 def _steps_of_variable(name: str) -> list[str]:

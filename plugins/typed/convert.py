@@ -65,25 +65,29 @@ class _StrictMeta(msgspec.StructMeta):
         strict = {"frozen": True, "kw_only": True, "forbid_unknown_fields": True}
         return super().__new__(cls, name, bases, namespace, **(strict | config))
 
-    if not TYPE_CHECKING:  # which take the arguments of a struct from its fields
-
-        def __call__(cls, *args: Any, **fields: Any) -> Any:
-            """Return an instance; the error of an unknown field suggests a known one."""
-            try:
-                return super().__call__(*args, **fields)
-            except TypeError as error:
-                unknown = [name for name in fields if name not in cls.__struct_fields__]
-                hint = suggest(unknown[0], list(cls.__struct_fields__)) if unknown else ""
-                if not hint:
-                    raise
-                raise TypeError(f"{cls.__name__}: {error}{hint}") from None
-
 
 # On the class: type checkers prefer msgspec's declaration of Struct to the metaclass. They take a
 # frozen subclass of Struct for an error.
 @dataclass_transform(kw_only_default=True, field_specifiers=(msgspec.field,))
 class Strict(msgspec.Struct, metaclass=_StrictMeta):
     """A struct that is frozen, keyword-only and refuses unknown fields; so are its subclasses."""
+
+
+class SuggestingMeta(_StrictMeta):
+    """Lets the error of an unknown field suggest a known one; an instance takes longer to make."""
+
+    if not TYPE_CHECKING:  # which take the arguments of a struct from its fields
+
+        def __call__(self, *args: Any, **fields: Any) -> Any:
+            """Return an instance; the error of an unknown field suggests a known one."""
+            try:
+                return super().__call__(*args, **fields)
+            except TypeError as error:
+                unknown = [name for name in fields if name not in self.__struct_fields__]
+                hint = suggest(unknown[0], list(self.__struct_fields__)) if unknown else ""
+                if not hint:
+                    raise
+                raise TypeError(f"{self.__name__}: {error}{hint}") from None
 
 
 class Options(Strict):

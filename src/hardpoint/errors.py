@@ -54,6 +54,7 @@ __all__ = [
     "QueueFullError",
     "RequestEndedError",
     "RequestError",
+    "install_command",
     "reason_of",
     "shown",
     "size_text",
@@ -63,6 +64,17 @@ __all__ = [
 _MAX_MESSAGE, _MAX_VALUE = 2000, 500
 _MOST_NOTE_LINES = 10  # that a notebook shows; the traceback of another process is a note
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+PIP_NAME = "/path/to/hardpoint"
+"""What `pip install` takes for Hardpoint: the folder of its source, which is not on a package index
+yet. On release it becomes "hardpoint", and `scripts/install-commands` writes it into all pages.
+"""
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs Hardpoint with an extra, such as "gpu"."""
+    return f"pip install '{PIP_NAME}[{extra}]'"
 
 
 class HardpointError(Exception):

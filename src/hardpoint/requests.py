@@ -246,6 +246,8 @@ def check_generates(params: Any) -> None:
     Raises:
         RequestError: they are of a call that pools.
     """
+    if isinstance(params, SamplingParams):
+        return
     listed = copied(params, "sampling_params") if is_list(params) else [params]
     if any(isinstance(one, PoolingParams) for one in listed):
         raise RequestError(
@@ -309,8 +311,7 @@ class OpenCalls:
         Args:
             outputs: outputs of the call, if it has added requests before.
             sent: gets each request as the engine got it.
-            name: what messages call the list of prompts, with the index of the refused one; empty
-                for one prompt.
+            name: what messages call the list of prompts; empty for one prompt.
 
         Returns:
             Their ids.

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from hardpoint.errors import RequestError, reason_of, shown
 from hardpoint.typed import Strict, convert
+from hardpoint.typed.convert import SuggestingMeta
 
 from .lora import LoRARequest
 from .markers import ReasoningMarkers
@@ -63,7 +64,7 @@ class _DefaultCount(IntEnum):
     __repr__ = int.__repr__
 
 
-class SamplingParams(Strict, omit_defaults=True):
+class SamplingParams(Strict, metaclass=SuggestingMeta, omit_defaults=True):
     """How the tokens of a request are chosen, and when it stops.
 
     The constructor checks nothing; the engine checks all fields when it gets the request, and never

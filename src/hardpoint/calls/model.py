@@ -24,14 +24,11 @@ __all__ = ["AsyncModelGroup", "ModelGroup", "ShownModel", "chat_params"]
 class ShownModel:
     """A base of LLM and AsyncLLM: a short text of an object, for tracebacks and notebooks."""
 
-    _engine: Any
-
     def __repr__(self) -> str:
-        name = type(self).__name__
-        try:
-            config: EngineConfig = self._engine.parts.config
-        except AttributeError:  # its construction failed
+        name, engine = type(self).__name__, getattr(self, "_engine", None)
+        if engine is None:  # its construction failed
             return f"<{name}>"
+        config: EngineConfig = engine.parts.config
         return f"{name}({config.model!r}, max_model_len={config.max_model_len})"
 
 

@@ -21,6 +21,7 @@ import itertools
 import json
 import re
 import sys
+import textwrap
 import tomllib
 import typing
 from collections import Counter
@@ -891,7 +892,7 @@ def _toml(value: Any) -> str:
 
 def _member_doc(member: enum.Enum) -> str:
     """Return the docstring that follows an enum member in the source, else its value."""
-    body = ast.parse(inspect.cleandoc(inspect.getsource(type(member)))).body[0]
+    body = ast.parse(textwrap.dedent(inspect.getsource(type(member)))).body[0]
     assert isinstance(body, ast.ClassDef)
     for assignment, after in zip(body.body, body.body[1:], strict=False):
         is_it = isinstance(assignment, ast.Assign) and ast.unparse(assignment.targets[0])

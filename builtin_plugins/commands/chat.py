@@ -314,4 +314,4 @@ def _input() -> str:
     return "\n".join(lines)
 
 
-COMMAND = Command("chat", "Talk with the model.", _configure, _run)
+COMMAND = Command("chat", "talk with the model", _configure, _run)

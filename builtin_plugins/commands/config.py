@@ -109,4 +109,4 @@ def _flat(table: dict[str, Any], prefix: str) -> dict[str, Any]:
     return flat
 
 
-COMMAND = Command("config", "Show, check or begin the configuration.", _configure, _run)
+COMMAND = Command("config", "show, check or begin the configuration", _configure, _run)

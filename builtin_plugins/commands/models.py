@@ -286,4 +286,4 @@ def _number_text(count: int) -> str:
     return str(count)
 
 
-COMMAND = Command("models", "Show, list and remove models.", _configure, _run)
+COMMAND = Command("models", "show, list and remove models", _configure, _run)

@@ -15,8 +15,9 @@ from hardpoint.errors import EngineDeadError
 __all__ = ["StartBudget"]
 
 _SETTING = "engine.start_timeout_seconds"
-_OWN = (sysconfig.get_path("stdlib"), str(Path(__file__).resolve().parents[1]), "<")
-"""Beginnings of files that do not say whose code is slow: of Python, of Hardpoint, and frozen."""
+_STDLIB = sysconfig.get_path("stdlib")
+_PACKAGE = str(Path(__file__).parents[1])
+_INSTALLED = ("site-packages", "dist-packages")  # which may be folders of the standard library's
 
 _log = logging.getLogger("hardpoint")
 
@@ -26,6 +27,9 @@ class StartBudget:
 
     When the limit has passed, the code that runs in the starting thread is logged and kept for the
     error. The code itself is not interrupted, because Python has no safe way to do that.
+
+    Attributes:
+        passed: set once the limit has passed and the code is recorded.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -34,6 +38,7 @@ class StartBudget:
         self._began = time.monotonic()
         self._thread = threading.get_ident()
         self._place = ""
+        self.passed = threading.Event()
         self._timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), self._record)
         self._timer.daemon = True
         self._timer.start()
@@ -47,7 +52,7 @@ class StartBudget:
         elapsed = time.monotonic() - self._began
         if elapsed <= self.limit_s:
             return
-        self._timer.join()
+        self.passed.wait()
         raise EngineDeadError(
             f"the program took {elapsed:.0f} s to prepare the launch of the engine process, of "
             f"{self.limit_s:g} s for the whole start ({_SETTING}){self._place}"
@@ -66,13 +71,21 @@ class StartBudget:
             _SETTING,
             self._place,
         )
+        self.passed.set()
+
+
+def _is_own(file: str) -> bool:
+    """Return whether a file is of Python's standard library or of Hardpoint."""
+    if file.startswith((_PACKAGE, "<")):
+        return True
+    return file.startswith(_STDLIB) and not any(name in file for name in _INSTALLED)
 
 
 def _place(frame: FrameType) -> str:
     """Return the innermost code that belongs neither to Python nor to Hardpoint."""
     innermost: FrameType = frame
     foreign: FrameType | None = frame
-    while foreign is not None and foreign.f_code.co_filename.startswith(_OWN):
+    while foreign is not None and _is_own(foreign.f_code.co_filename):
         foreign = foreign.f_back
     shown = innermost if foreign is None or foreign.f_back is None else foreign
     code = shown.f_code

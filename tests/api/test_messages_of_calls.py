@@ -8,6 +8,10 @@ from hardpoint import LLM, RequestError, SamplingParams
 from hardpoint.errors import PluginFaultError
 
 
+def shown_lines(error):
+    return error._render_traceback_()  # as IPython calls it
+
+
 def test_the_refused_prompt_is_named(llm):
     with pytest.raises(RequestError, match=r"^prompts\[1\]: "):
         llm.generate(["a", ""])
@@ -37,7 +41,7 @@ def test_notebooks_show_the_lines_of_the_caller_alone(llm):
     try:
         llm.generate("")
     except RequestError as error:
-        lines = error._render_traceback_()
+        lines = shown_lines(error)
     assert len(lines) == 2
     assert lines[0].startswith(f"  {__file__}:")
     assert lines[0].endswith('llm.generate("")')
@@ -47,4 +51,4 @@ def test_notebooks_show_the_lines_of_the_caller_alone(llm):
 def test_notebooks_show_few_lines_of_notes():
     error = PluginFaultError("it failed")
     error.add_note("\n".join(map(str, range(100))))
-    assert error._render_traceback_() == ["PluginFaultError: it failed", *map(str, range(10))]
+    assert shown_lines(error) == ["PluginFaultError: it failed", *map(str, range(10))]

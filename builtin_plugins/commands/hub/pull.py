@@ -34,12 +34,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
     name = parse_name(options.name)
-    with _progress_bars(shown=not context.quiet):
+    with _progress_bars(is_shown=not context.quiet):
         info = _described(name)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         files = select_files(name, sizes)
         count = "1 file" if len(files) == 1 else f"{len(files)} files"
-        _say(context, f"{name}: {count}, {size_text(sum(sizes[file] for file in files))}")
+        _report(context, f"{name}: {count}, {size_text(sum(sizes[file] for file in files))}")
         try:
             path = fetch_files(name)
         except HardpointError:
@@ -51,7 +51,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
             ) from cause
         folder = path if path.is_dir() else _folder_of(path, files)
         _verify(folder, [file for file in info.siblings or () if file.rfilename in files])
-    _say(context, f"Checked {count}. Run it: hardpoint chat --model {name}")
+    _report(context, f"Checked {count}. Run it: hardpoint chat --model {name}")
     print(path)
     return 0
 
@@ -112,24 +112,24 @@ def _folder_of(path: Path, files: list[str]) -> Path:
 class _progress_bars:  # noqa: N801 - a context manager
     """A context in which huggingface_hub shows progress bars, or none."""
 
-    def __init__(self, *, shown: bool) -> None:
-        self._shown = shown
+    def __init__(self, *, is_shown: bool) -> None:
+        self._is_shown = is_shown
 
     def __enter__(self) -> None:
         from huggingface_hub import utils  # noqa: PLC0415 - as above
 
         self._before = utils.are_progress_bars_disabled()
-        if not self._shown:
+        if not self._is_shown:
             utils.disable_progress_bars()
 
     def __exit__(self, *_: object) -> None:
         from huggingface_hub import utils  # noqa: PLC0415 - as above
 
-        if not self._shown and not self._before:
+        if not self._is_shown and not self._before:
             utils.enable_progress_bars()
 
 
-def _say(context: CommandContext, text: str) -> None:
+def _report(context: CommandContext, text: str) -> None:
     if not context.quiet:
         print(text, file=sys.stderr)
 
@@ -139,4 +139,4 @@ def _first_line(cause: Exception) -> str:
     return lines[0] if lines else repr(cause)
 
 
-COMMAND = Command("pull", "Download a model of the Hugging Face hub.", _configure, _run)
+COMMAND = Command("pull", "download a model of the Hugging Face hub", _configure, _run)

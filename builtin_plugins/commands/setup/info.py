@@ -133,4 +133,4 @@ def _environment() -> list[str]:
     return found
 
 
-COMMAND = Command("info", "Show versions, processor and plugins.", _configure, _run)
+COMMAND = Command("info", "show versions, processor and plugins", _configure, _run)

@@ -57,7 +57,7 @@ class RepetitionDetection(Strict):
 
 
 class _DefaultCount(IntEnum):
-    """A default that equals a number, but can be told from the same number of a caller."""
+    """A default that equals a number, and differs by identity from a caller's number."""
 
     MAX_TOKENS = 16
 

@@ -1,0 +1,1 @@
+"""Chat templates: which one a conversation has, and what it renders."""

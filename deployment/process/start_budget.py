@@ -74,19 +74,20 @@ class StartBudget:
         self.passed.set()
 
 
-def _is_own(file: str) -> bool:
-    """Return whether a file is of Python's standard library or of Hardpoint."""
-    if file.startswith((_PACKAGE, "<")):
-        return True
-    return file.startswith(_STDLIB) and not any(name in file for name in _INSTALLED)
-
-
 def _place(frame: FrameType) -> str:
-    """Return the innermost code that belongs neither to Python nor to Hardpoint."""
-    innermost: FrameType = frame
-    foreign: FrameType | None = frame
-    while foreign is not None and _is_own(foreign.f_code.co_filename):
-        foreign = foreign.f_back
-    shown = innermost if foreign is None or foreign.f_back is None else foreign
-    code = shown.f_code
-    return f"{code.co_qualname}() in {code.co_filename}:{shown.f_lineno}"
+    """Return the innermost code of a plugin or library that Hardpoint calls, else the innermost."""
+    frames = [frame]
+    while (caller := frames[-1].f_back) is not None:
+        frames.append(caller)
+    files = [one.f_code.co_filename for one in frames]
+    outermost = max((i for i, file in enumerate(files) if file.startswith(_PACKAGE)), default=0)
+    slow = next((i for i, file in enumerate(files[:outermost]) if _is_foreign(file)), 0)
+    code = frames[slow].f_code
+    return f"{code.co_qualname}() in {code.co_filename}:{frames[slow].f_lineno}"
+
+
+def _is_foreign(file: str) -> bool:
+    """Return whether a file is of neither Hardpoint nor Python's standard library."""
+    if file.startswith((_PACKAGE, "<")):
+        return False
+    return not file.startswith(_STDLIB) or any(name in file for name in _INSTALLED)

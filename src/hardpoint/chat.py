@@ -21,7 +21,7 @@ from hardpoint.typed import copied, is_list
 from hardpoint.typed.schema_check import check_depth, check_schema, without_nulls
 
 from . import typed
-from .chat_templates.templates import named_template, shows_tools, with_role
+from .chat_templates import named_template, shows_tools, with_role
 from .images import IMAGE_PARTS, PromptImages, image_of
 
 _IMAGE = {"type": "image"}

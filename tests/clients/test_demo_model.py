@@ -97,7 +97,12 @@ def test_a_required_call(client, choice):
     }
     tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
     answer = client.chat.completions.create(
-        messages=QUESTION, tools=[tool], tool_choice=choice, max_tokens=60, **GREEDY
+        messages=QUESTION,
+        tools=[tool],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        max_tokens=60,
+        **GREEDY,
     )
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name == "weather"

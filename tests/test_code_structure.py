@@ -38,6 +38,8 @@ SMALL = 100
 
 SMALL_MODULES = {
     "hardpoint.builtin_plugins.batch_routes.answer_files": "files of answers, beside a batch's run",
+    "hardpoint.builtin_plugins.commands.setup.template": "a generated file, beside the command",
+    "hardpoint.process.start_budget": "a watch in a thread, beside the construction of engines",
     "hardpoint.calls.forks": "open requests by id, beside the requests that run",
     "hardpoint.calls.sessions": "the answer of one control call, for both kinds of programs",
     "hardpoint.host.live.policy": "the live changes of one kind, as its siblings",

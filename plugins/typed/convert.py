@@ -13,7 +13,7 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 from uuid import UUID
 
 import msgspec
@@ -43,6 +43,7 @@ __all__ = [
     "copied",
     "is_list",
     "join_path",
+    "nearest_names",
     "parse_value",
     "plain_data",
     "prepared",
@@ -75,6 +76,23 @@ class _StrictMeta(msgspec.StructMeta):
 @dataclass_transform(kw_only_default=True, field_specifiers=(msgspec.field,))
 class Strict(msgspec.Struct, metaclass=_StrictMeta):
     """A struct that is frozen, keyword-only and refuses unknown fields; so are its subclasses."""
+
+
+class SuggestingMeta(_StrictMeta):
+    """Lets the error of an unknown field suggest a known one; an instance takes longer to make."""
+
+    if not TYPE_CHECKING:  # which take the arguments of a struct from its fields
+
+        def __call__(self, *args: Any, **fields: Any) -> Any:
+            """Return an instance; the error of an unknown field suggests a known one."""
+            try:
+                return super().__call__(*args, **fields)
+            except TypeError as error:
+                unknown = [name for name in fields if name not in self.__struct_fields__]
+                hint = suggest(unknown[0], list(self.__struct_fields__)) if unknown else ""
+                if not hint:
+                    raise
+                raise TypeError(f"{self.__name__}: {error}{hint}") from None
 
 
 class Options(Strict):
@@ -252,6 +270,7 @@ def _check_encodable(text: str, path: str, error: type[HardpointError]) -> None:
 
 
 _LONGEST_NAME = 200
+_FEW_NAMES = 12  # that a message lists
 
 
 def suggest(wrong: str, known: list[str]) -> str:
@@ -263,6 +282,14 @@ def suggest(wrong: str, known: list[str]) -> str:
         return ""
     close = difflib.get_close_matches(wrong, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def nearest_names(wrong: str, known: list[str]) -> str:
+    """Return known names for a message: all if they are few, else the three nearest to `wrong`."""
+    if len(known) <= _FEW_NAMES:
+        return ", ".join(known) or "none"
+    nearest = difflib.get_close_matches(wrong[:_LONGEST_NAME], known, n=3, cutoff=0.0)
+    return f"{', '.join(nearest)} and {len(known) - len(nearest)} more"
 
 
 def split_setting(text: str, option: str, example: str) -> tuple[list[str], str]:

@@ -38,7 +38,7 @@ from .calls.adapters import AsyncAdapterGroup
 from .calls.debug import AsyncDebugGroup
 from .calls.engines import AsyncEngineGroup, Restart, engines_of, with_restart
 from .calls.groups import COMPANIONS, async_groups
-from .calls.model import AsyncModelGroup
+from .calls.model import AsyncModelGroup, ShownModel, chat_params
 from .calls.plugins import AsyncPluginGroup
 from .calls.weights import AsyncWeightUpdateGroup, WeightFiles
 from .chat import Chat, Messages
@@ -52,7 +52,7 @@ from .requests import check_generates, takes_options
 __all__ = ["AsyncLLM", "open_resolved"]
 
 
-class AsyncLLM(AsyncCaller, metaclass=OldClassNames):
+class AsyncLLM(ShownModel, AsyncCaller, metaclass=OldClassNames):
     """A model that generates text for many tasks of one event loop at once.
 
     | Member | Use |
@@ -361,7 +361,8 @@ class AsyncLLM(AsyncCaller, metaclass=OldClassNames):
         check_generates(sampling_params)
         chat, of_request = Chat.taken_from(options)
         prompt = await self._requests.rendered(messages, chat)
-        outputs = self._requests.outputs(prompt, sampling_params, request_id, of_request)
+        params = chat_params(sampling_params, self._engine.default_sampling_params())
+        outputs = self._requests.outputs(prompt, params, request_id, of_request)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output

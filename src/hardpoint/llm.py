@@ -30,7 +30,7 @@ from .calls.adapters import AdapterGroup
 from .calls.debug import DebugGroup
 from .calls.engines import EngineGroup
 from .calls.groups import open_engine, sync_groups
-from .calls.model import ModelGroup
+from .calls.model import ModelGroup, ShownModel, chat_params
 from .calls.plugins import PluginGroup
 from .calls.pooling import (
     paired_scores,
@@ -61,7 +61,7 @@ from .requests import (
 __all__ = ["LLM", "open_resolved"]
 
 
-class LLM(SyncCaller, metaclass=OldClassNames):
+class LLM(ShownModel, SyncCaller, metaclass=OldClassNames):
     """A model that generates text, or vectors of texts.
 
     | Member | Use |
@@ -211,7 +211,8 @@ class LLM(SyncCaller, metaclass=OldClassNames):
         draws = draws_progress(options, default=self._draws_progress)
         chat, of_requests = Chat.taken_from(options)
         prompts = [self._requests.rendered(conversation, chat) for conversation in conversations]
-        return self._requests.complete(prompts, sampling_params, of_requests, draws=draws)
+        params = chat_params(sampling_params, self._engine.default_sampling_params())
+        return self._requests.complete(prompts, params, of_requests, draws=draws)
 
     @takes_options
     def stream(
@@ -304,7 +305,8 @@ class LLM(SyncCaller, metaclass=OldClassNames):
         """
         chat, of_request = Chat.taken_from(options)
         prompt = self._requests.rendered(messages, chat)
-        return self._requests.stream(prompt, sampling_params, of_request)
+        params = chat_params(sampling_params, self._engine.default_sampling_params())
+        return self._requests.stream(prompt, params, of_request)
 
     @takes_options
     def encode(

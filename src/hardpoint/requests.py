@@ -247,6 +247,8 @@ def check_generates(params: Any) -> None:
     Raises:
         RequestError: they are of a call that pools.
     """
+    if isinstance(params, SamplingParams):
+        return
     listed = copied(params, "sampling_params") if is_list(params) else [params]
     for one in listed:
         if isinstance(one, PoolingParams):
@@ -302,6 +304,7 @@ class OpenCalls:
         requests: Iterable[Request],
         outputs: Outputs | None = None,
         sent: Callable[[EngineCoreRequest], object] = lambda _: None,
+        name: str = "",
     ) -> list[str]:
         """Add the prompts of a call with their parameters; if one is refused, none runs on.
 
@@ -310,6 +313,7 @@ class OpenCalls:
         Args:
             outputs: outputs of the call, if it has added requests before.
             sent: gets each request as the engine got it.
+            name: what messages call the list of prompts; empty for one prompt.
 
         Returns:
             Their ids.
@@ -324,8 +328,10 @@ class OpenCalls:
                 for request in requests:
                     added = [(self._new_id(ids, outputs), *request)]
                     self._engine.add_requests(added, sent=sent)
-            except BaseException:
+            except BaseException as error:
                 self.drop(ids)
+                if name and isinstance(error, RequestError):
+                    raise with_place(error, f"{name}[{len(ids) - 1}]") from None
                 raise
         return ids
 

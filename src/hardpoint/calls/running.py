@@ -75,7 +75,8 @@ class SyncRequests:
         check_generates(params)
         if self.images.tokens:  # of a model that takes images
             prompts = [self.images.prompt(prompt) for prompt in prompts]
-        ids = self.calls.add(make_requests(prompts, params, **self._with_adapters(options)))
+        requests = make_requests(prompts, params, **self._with_adapters(options))
+        ids = self.calls.add(requests, name="prompts" if len(requests) > 1 else "")
         results: dict[str, RequestOutput] = {}
         outputs = self.calls.outputs(ids)
         if draws:
@@ -94,7 +95,7 @@ class SyncRequests:
         self, prompt: Any, params: SamplingParams | None, options: Mapping[str, Any]
     ) -> OutputStream:
         """Complete a prompt; return its outputs as they come."""
-        extras = make_extras(**self._with_adapters(options))
+        extras = make_extras(**with_adapters(self._adapters, options))
         params = self._engine.default_sampling_params() if params is None else params
         check_generates(params)
         if (
@@ -130,7 +131,7 @@ class SyncRequests:
             self.images.prompt(prompt, f"prompts[{index}]: ")
             for index, prompt in enumerate(prompts)
         ]
-        requests = make_pooling_requests(read, params, **self._with_adapters(options))
+        requests = make_pooling_requests(read, params, **with_adapters(self._adapters, options))
         return self._collect(requests, "prompts", lambda index: f"prompts[{index}]", _pooled)
 
     def whole(
@@ -146,7 +147,7 @@ class SyncRequests:
             name: what messages call the list of prompts.
             place: what they call one of them.
         """
-        extras = make_extras(**self._with_adapters(options))
+        extras = make_extras(**with_adapters(self._adapters, options))
         requests = [(prompt, _whole(params), extras) for prompt, params in prompts]
         return self._collect(requests, name, place, _with_result)
 

@@ -75,7 +75,7 @@ __all__ = [
 def _folders_of_others() -> list[str]:
     """Return folders of modules that other distributions add, such as `hardpoint.vllm`.
 
-    Beside an installed Hardpoint they are in its own folder; beside an editable one they are not.
+    With an editable installation of Hardpoint, they are in folders of their own.
     """
     folders = [os.path.join(entry, __name__) for entry in dict.fromkeys(sys.path)]
     return [

@@ -436,6 +436,8 @@ def native_lora(given: Any) -> Any:
 def sampling_params(given: NativeSamplingParams) -> SamplingParams:
     """Return parameters of Hardpoint as vLLM's."""
     values = {name: getattr(given, name) for name in _SAME}
+    if values["max_tokens"] is not None:
+        values["max_tokens"] = int(values["max_tokens"])  # the default is a value of its own
     return SamplingParams(**values)
 
 

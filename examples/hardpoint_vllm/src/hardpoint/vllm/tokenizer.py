@@ -19,7 +19,7 @@ class TokenizerLike:
         """Wrap a tokenizer.
 
         Args:
-            tokenizer: of the engine.
+            tokenizer: tokenizer of the engine.
             path: path of the model's files.
         """
         self._tokenizer, self._path = tokenizer, path

@@ -72,20 +72,22 @@ __all__ = [
 ]
 
 
-def _folders_of_others() -> list[str]:
-    """Return folders of modules that other distributions add, such as `hardpoint.vllm`.
+class _ModuleFinder:
+    """Finds modules that other distributions add, such as `hardpoint.vllm`.
 
-    With an editable installation of Hardpoint, they are in folders of their own.
+    Beside an installed Hardpoint they are in its own folder. With an editable installation they are
+    in folders of their own.
     """
-    folders = [os.path.join(entry, __name__) for entry in dict.fromkeys(sys.path)]
-    return [
-        folder
-        for folder in folders
-        if os.path.isdir(folder) and not os.path.exists(os.path.join(folder, "__init__.py"))
-    ]
 
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
+        package, _, module = name.rpartition(".")
+        if package != __name__:
+            return None
+        from importlib.machinery import PathFinder  # noqa: PLC0415
 
-__path__ += _folders_of_others()
+        folders = [os.path.join(entry, package) for entry in dict.fromkeys(sys.path)]
+        folders = [each for each in folders if os.path.isdir(os.path.join(each, module))]
+        return PathFinder.find_spec(name, folders)
 
 
 class _ContractFinder:
@@ -116,6 +118,7 @@ class _ContractFinder:
 
 
 sys.meta_path.insert(0, _ContractFinder())
+sys.meta_path.append(_ModuleFinder())
 
 _PACKAGES = ("errors", "host", "plugins", "typed")
 """Packages that are attributes of this one without an import."""

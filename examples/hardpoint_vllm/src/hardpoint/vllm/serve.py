@@ -16,7 +16,7 @@ from .special import SPECIAL, translate
 
 @dataclass(frozen=True)
 class ServeFlags:
-    """What the flags of `vllm serve` mean.
+    """A configuration made of the flags of `vllm serve`.
 
     Attributes:
         toml: text of the hardpoint.toml.

@@ -23,7 +23,7 @@ class TokenizerLike:
             path: path of the model's files.
         """
         self._tokenizer, self._path = tokenizer, path
-        self._own: Any = None
+        self._wrapped: Any = None
 
     def __len__(self) -> int:
         return self._tokenizer.vocab_size
@@ -46,8 +46,8 @@ class TokenizerLike:
     def encode(self, text: str, *, add_special_tokens: bool = True, **options: Any) -> list[int]:
         """Return the token ids of a text."""
         if options:
-            own = self._transformers()
-            return list(own.encode(text, add_special_tokens=add_special_tokens, **options))
+            full = self._transformers()
+            return list(full.encode(text, add_special_tokens=add_special_tokens, **options))
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, ids: Any, *, skip_special_tokens: bool = False, **_: Any) -> str:
@@ -171,7 +171,7 @@ class TokenizerLike:
         Raises:
             AttributeError: the model is no folder with the files of one.
         """
-        if self._own is None:
+        if self._wrapped is None:
             path = Path(self._path)
             if not path.is_dir():
                 raise AttributeError(
@@ -180,8 +180,8 @@ class TokenizerLike:
                 )
             from transformers import AutoTokenizer  # noqa: PLC0415
 
-            self._own = AutoTokenizer.from_pretrained(path)
-        return self._own
+            self._wrapped = AutoTokenizer.from_pretrained(path)
+        return self._wrapped
 
 
 AnyTokenizer = TokenizerLike

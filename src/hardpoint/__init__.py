@@ -75,8 +75,8 @@ __all__ = [
 class _ModuleFinder:
     """Finds modules that other distributions add, such as `hardpoint.vllm`.
 
-    Beside an installed Hardpoint they are in its own folder. With an editable installation they are
-    in folders of their own.
+    An installed Hardpoint has them in its own folder; with an editable one, they have folders of
+    their own.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
@@ -86,7 +86,7 @@ class _ModuleFinder:
         from importlib.machinery import PathFinder  # noqa: PLC0415
 
         folders = [os.path.join(entry, package) for entry in dict.fromkeys(sys.path)]
-        folders = [each for each in folders if os.path.isdir(os.path.join(each, module))]
+        folders = [folder for folder in folders if os.path.isdir(os.path.join(folder, module))]
         return PathFinder.find_spec(name, folders)
 
 

@@ -133,8 +133,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         """Parse arguments, by default those of the program."""
         import sys  # noqa: PLC0415
 
-        words = expanded(sys.argv[1:] if args is None else args)
-        return super().parse_args(words, namespace or argparse.Namespace())
+        arguments = expanded(sys.argv[1:] if args is None else args)
+        return super().parse_args(arguments, namespace or argparse.Namespace())
 
 
 def expanded(arguments: Sequence[str]) -> list[str]:

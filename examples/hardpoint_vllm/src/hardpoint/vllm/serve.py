@@ -42,9 +42,9 @@ def read_flags(flags: str) -> ServeFlags:
     Raises:
         ConfigError: a flag is unknown, or has no counterpart.
     """
-    words = shlex.split(flags)
-    if words[:2] == ["vllm", "serve"] or words[:1] == ["serve"]:
-        words = words[words.index("serve") + 1 :]
+    arguments = shlex.split(flags)
+    if arguments[:2] == ["vllm", "serve"] or arguments[:1] == ["serve"]:
+        arguments = arguments[arguments.index("serve") + 1 :]
     parser = _Parser(prog="vllm serve", add_help=False, allow_abbrev=False)
     parser.add_argument("model_tag", nargs="?")
     names = [name for name in {**ARGUMENTS, **SPECIAL} if name != "model"]
@@ -55,7 +55,7 @@ def read_flags(flags: str) -> ServeFlags:
     parser.add_argument("-dp", dest="data_parallel_size", type=int, default=None)
     parser.add_argument("-q", dest="quantization", default=None)
     add_options(parser, names)
-    options, unknown = parser.parse_known_args(expanded(words))
+    options, unknown = parser.parse_known_args(expanded(arguments))
     if unknown:
         raise ConfigError(
             f"--from-vllm: {unknown[0]}: there is no such flag of `vllm serve` 0.33 here; the "

@@ -1,4 +1,4 @@
-"""What becomes of each argument of vLLM's engine and server: a key of the configuration, or not."""
+"""Arguments of vLLM's engine and server, and the keys of the configuration that they become."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def size(value: Any) -> Any:
     """Return a number of tokens or bytes: 4k is 4,000, 4K is 4,096; -1 and "auto" are "auto".
 
     Raises:
-        ValueError: it is none.
+        ValueError: it has no number.
     """
     if not isinstance(value, str):
         return "auto" if value == -1 else int(value)
@@ -129,7 +129,7 @@ def table(value: Any) -> dict[str, Any]:
     """Return an argument that is a table: a mapping, JSON, or one of vLLM's configuration objects.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is another type.
     """
     if isinstance(value, str):
         value = json.loads(value)
@@ -178,7 +178,7 @@ _TOOLS = {
 _LOGPROBS = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 
 
-def _words(text: str) -> list[str]:
+def _names(text: str) -> list[str]:
     return text.split()
 
 
@@ -245,7 +245,7 @@ _KEYS: Sequence[tuple[Any, ...]] = (
 )  # fmt: skip
 _NEEDLESS: Mapping[str, str] = {
     **dict.fromkeys(
-        _words(
+        _names(
             """
 trust_remote_code enable_sleep_mode disable_log_stats use_tqdm_on_load
 disable_log_requests enable_log_requests hf_token
@@ -254,7 +254,7 @@ disable_log_requests enable_log_requests hf_token
         "",
     ),
     **dict.fromkeys(
-        _words(
+        _names(
             """
 disable_custom_all_reduce max_parallel_loading_workers swap_space compilation_config
 optimization_level performance_mode cudagraph_capture_sizes kernel_config
@@ -295,7 +295,7 @@ enable_flash_late_interaction fail_on_environ_validation max_lora_cls_labels
         _SPEED,
     ),
     **dict.fromkeys(
-        _words(
+        _names(
             """
 tokenizer_mode config_format runner task convert attention_backend moe_backend
 linear_backend all2all_backend mamba_backend guided_decoding_disable_fallback
@@ -306,7 +306,7 @@ language_model_only mm_encoder_attn_backend
         _CHOSEN,
     ),
     **dict.fromkeys(
-        _words(
+        _names(
             """
 aggregate_engine_logging show_hidden_metrics_for_version collect_detailed_traces
 kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics enable_mfu_metrics
@@ -413,7 +413,7 @@ _SERVER_KEYS: Sequence[tuple[Any, ...]] = (
 )
 _SERVER_NEEDLESS: Mapping[str, str] = {
     **dict.fromkeys(
-        _words(
+        _names(
             """
 enable_auto_tool_choice enable_prompt_tokens_details response_role
 chat_template_content_format enable_request_id_headers allow_credentials
@@ -424,7 +424,7 @@ exclude_tools_when_tool_choice_none enable_log_outputs enable_log_deltas max_log
         "",
     ),
     **dict.fromkeys(
-        _words(
+        _names(
             """
 uvicorn_log_level disable_access_log_for_endpoints enable_server_load_tracking
 disable_fastapi_docs enable_offline_docs h11_max_incomplete_event_size
@@ -462,7 +462,7 @@ _SERVER_REFUSED: Mapping[str, str] = {
     "log_config_file": "",
 }
 SWITCHES = frozenset(
-    _words(
+    _names(
         """
 trust_remote_code skip_tokenizer_init enable_prompt_embeds enforce_eager enable_lora
 enable_prefix_caching enable_chunked_prefill enable_expert_parallel

@@ -17,7 +17,7 @@ class BeamSearchSequence:
 
     Attributes:
         tokens: prompt and output.
-        logprobs: of each output position, by token id.
+        logprobs: log-probabilities of each output position, by token id.
         cum_logprob: sum of the output's log-probabilities.
         text: the output, once the search has ended.
         finish_reason, stop_reason: how it ended.

@@ -363,8 +363,8 @@ class LLM:
             RequestError: always, with what there is instead.
         """
         raise RequestError(
-            f"func: expected none, got {func!r}; activation taps and step parts run beside the "
-            f"model (docs/write-an-activation-tap.md, docs/step-parts.md)"
+            f"func: expected none, got {func!r}; activation taps and step parts read "
+            f"the model's states (docs/write-an-activation-tap.md, docs/step-parts.md)"
         )
 
     def start_profile(self, profile_prefix: str | None = None) -> None:

@@ -67,7 +67,7 @@ class RepetitionDetectionParams:
     min_count: int = 0
 
     def native(self) -> dict[str, int] | None:
-        """Return what Hardpoint takes; None for the value that is off in vLLM."""
+        """Return the fields of RepetitionDetection; None for the value that is off in vLLM."""
         if not self.max_pattern_size:
             return None
         return {
@@ -115,7 +115,7 @@ class StructuredOutputsParams:
         return not self._given()
 
     def native(self) -> StructuredOutputs | None:
-        """Return what Hardpoint takes.
+        """Return Hardpoint's object.
 
         Raises:
             RequestError: a field is wrong.
@@ -244,7 +244,7 @@ class SamplingParams:
         return copy.deepcopy(self) if self.logits_processors is None else copy.copy(self)
 
     def native(self, processors: Sequence[str] = ()) -> NativeSamplingParams:
-        """Return what Hardpoint takes.
+        """Return Hardpoint's object.
 
         Args:
             processors: names of enabled logits processors of vLLM, which read `extra_args`.
@@ -337,7 +337,7 @@ class PoolingParams:
         return copy.deepcopy(self)
 
     def native(self, task: str | None = None) -> NativePoolingParams:
-        """Return what Hardpoint takes, of a task.
+        """Return Hardpoint's parameters of a task.
 
         Raises:
             RequestError: a field has no counterpart.
@@ -422,7 +422,7 @@ class LoRARequest:
         return self.lora_path
 
     def native(self) -> NativeLoRARequest:
-        """Return what Hardpoint takes."""
+        """Return Hardpoint's object."""
         return NativeLoRARequest(self.lora_name, self.lora_int_id, self.lora_path)
 
 

@@ -200,7 +200,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class PathFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules of `PATHS`; says of others what there is instead."""
+    """Finds the modules of `PATHS`; the error of others names the nearest thing."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -210,7 +210,7 @@ class PathFinder(importlib.abc.MetaPathFinder):
         Raises:
             ModuleNotFoundError: vLLM may have it, and this package does not.
         """
-        del path, target  # the name says all
+        del path, target  # the name is enough
         prefix = PACKAGE + "."
         if not fullname.startswith(prefix):
             return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib
 import os
 import signal
 from collections.abc import Iterator
@@ -136,7 +135,9 @@ def _settings_of_vllm(options: argparse.Namespace) -> tuple[str, ...]:
         ConfigError: a flag has no counterpart, or the package is not installed.
     """
     try:
-        vllm = importlib.import_module("hardpoint.vllm.serve")
+        from hardpoint.vllm.serve import (  # type: ignore[import-not-found,unused-ignore] # noqa: PLC0415
+            read_flags,
+        )
     except ModuleNotFoundError as cause:
         if cause.name not in ("hardpoint.vllm", "hardpoint.vllm.serve"):
             raise
@@ -144,7 +145,7 @@ def _settings_of_vllm(options: argparse.Namespace) -> tuple[str, ...]:
             "--from-vllm: expected the package hardpoint-vllm to be installed; from a clone: "
             "pip install ./examples/hardpoint_vllm"
         ) from None
-    flags = vllm.read_flags(options.from_vllm)
+    flags = read_flags(options.from_vllm)
     for note in flags.notes:
         print(f"# {note}")
     print(flags.toml, flush=True)

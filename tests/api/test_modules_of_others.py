@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from hardpoint.cli import main
+
 
 def test_a_folder_of_a_distribution_is_found_where_it_is_imported(tmp_path, monkeypatch):
     package = tmp_path / "hardpoint" / "of_another"
@@ -32,9 +34,9 @@ def test_a_module_of_another_cannot_replace_one_of_ours(tmp_path, monkeypatch):
     assert importlib.import_module("hardpoint.requests").make_requests
 
 
-def test_flags_of_vllm_need_the_package(capsys):
-    from hardpoint.cli import main
-
+def test_flags_of_vllm_need_the_package(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "hardpoint.vllm", None)
+    monkeypatch.setitem(sys.modules, "hardpoint.vllm.serve", None)
     assert main(["serve", "--from-vllm", "smollm2 --port 1"]) == 2
     error = capsys.readouterr().err
     assert "--from-vllm: expected the package hardpoint-vllm to be installed" in error

@@ -93,8 +93,9 @@ class TestRefusals:
         with pytest.raises(RequestError) as error:
             llm.generate(["x", "x", "x"], GREEDY, tags=[{}, {"grow": "yes"}, {}])
         assert type(error.value) is PromptTooLongError
+        where = "prompts[1]" if llm.config.engine.in_process else "prompt"
         assert str(error.value) == (
-            "prompt: the prompt is too long: 600 tokens; this model's maximum context length is "
+            f"{where}: the prompt is too long: 600 tokens; this model's maximum context length is "
             "512 tokens, less one to generate"
         )
         assert not llm.llm_engine.has_unfinished_requests()

@@ -18,6 +18,7 @@ from hardpoint.vllm import (
 )
 from hardpoint.vllm.lora.request import LoRARequest
 from hardpoint.vllm.outputs import EmbeddingRequestOutput, RequestOutput
+from hardpoint.vllm.paths import PATHS, names_of
 from hardpoint.vllm.pooling_params import PoolingParams
 from hardpoint.vllm.sampling_params import (
     BeamSearchParams,
@@ -136,6 +137,24 @@ def test_an_engine_is_stepped(scripted):
     engine.shutdown()
 
 
+def test_each_engine_truncates_prompts(llm, scripted):
+    params = SamplingParams(temperature=0.0, max_tokens=2, truncate_prompt_tokens=3)
+    given = {"truncate_prompt_tokens": 3}
+    outputs = [
+        *llm.generate("say abc", params),
+        *llm.generate("say abc", GREEDY, tokenization_kwargs=given),
+    ]
+    engine = llm.llm_engine
+    engine.add_request("first", "say abc", params)
+    engine.add_request("second", "say abc", GREEDY, tokenization_kwargs=given)
+    while engine.has_unfinished_requests():
+        outputs += [output for output in engine.step() if output.finished]
+    (pooled,) = llm.embed("say abc", pooling_params=PoolingParams(truncate_prompt_tokens=3))
+    assert [len(output.prompt_token_ids) for output in [*outputs, pooled]] == [3] * 5
+    with pytest.raises(ValueError, match="tokenization_kwargs.padding: expected truncate_prompt"):
+        engine.add_request("third", "say abc", GREEDY, tokenization_kwargs={"padding": True})
+
+
 def test_outputs_come_to_the_tasks_of_an_event_loop(scripted):
     args = AsyncEngineArgs(hardpoint_config=scripted_config(scripted))
 
@@ -176,6 +195,13 @@ class Forced:
         return logits
 
 
+@pytest.mark.parametrize("module", PATHS)
+def test_modules_have_the_paths_of_vllm(module):
+    found = importlib.import_module(f"hardpoint.vllm.{module}".rstrip("."))
+    for name in names_of(module):
+        assert getattr(found, name) is not None
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [
@@ -189,7 +215,7 @@ class Forced:
         ("transformers_utils.tokenizer", "get_tokenizer"),
     ],
 )
-def test_modules_have_the_paths_of_vllm(module, name):
+def test_names_that_programs_import_are_there(module, name):
     assert getattr(importlib.import_module(f"hardpoint.vllm.{module}"), name) is not None
 
 

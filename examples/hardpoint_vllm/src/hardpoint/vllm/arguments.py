@@ -21,7 +21,6 @@ class Translated:
     Attributes:
         values: by dotted key.
         notes: what has no effect here, and why.
-        plugins: classes of components that were given as objects.
         neutral: whether parameters that the model's files recommend are left out.
         overrides: sampling parameters that take the place of those.
         pooling: parameters of pooling requests that state none.
@@ -31,7 +30,6 @@ class Translated:
 
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    plugins: list[type] = field(default_factory=list)
     neutral: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
     processors: list[str] = field(default_factory=list)
@@ -61,7 +59,6 @@ class Argument:
         convert: returns the key's value; None leaves it out.
         default: vLLM's default, which is accepted everywhere.
         server: whether only `vllm serve` has it.
-        is_switch: whether the command line gives it no value.
     """
 
     name: str
@@ -70,7 +67,6 @@ class Argument:
     convert: Callable[[Any], Any] | None = None
     default: Any = None
     server: bool = False
-    is_switch: bool = False
 
     def apply(self, value: Any, to: Translated) -> None:
         """Add an argument to a configuration.

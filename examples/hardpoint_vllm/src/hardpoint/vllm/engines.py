@@ -11,6 +11,7 @@ from typing import Any
 from hardpoint import AsyncLLM as NativeAsync
 from hardpoint import PoolingRequestOutput as NativePooling
 from hardpoint.errors import EngineDeadError as EngineDeadError
+from hardpoint.errors import HardpointError
 from hardpoint.requests import make_extras
 
 from .engine_args import AsyncEngineArgs, EngineArgs
@@ -18,11 +19,12 @@ from .inputs import native_prompt
 from .llm import LLM
 from .metrics import Metric
 from .outputs import PoolingRequestOutput, RequestOutput, pooled
-from .params import PoolingParams, SamplingParams, native_lora
+from .params import PoolingParams, SamplingParams, request_options
 from .params import sampling_params as vllm_params
 from .tokenizer import TokenizerLike
 
 AsyncEngineDeadError = EngineDeadError
+EngineGenerateError = HardpointError
 
 
 def _model_config(native: Any) -> SimpleNamespace:
@@ -98,14 +100,16 @@ class LLMEngine:
         **_: Any,
     ) -> str:
         """Add a request."""
-        del arrival_time, tokenization_kwargs
+        del arrival_time
         prompt, salt = native_prompt(prompt)
-        options: dict[str, Any] = {
-            "lora_request": native_lora(lora_request),
-            "cache_salt": salt,
-            "trace_headers": trace_headers,
-            "priority": priority,
-        }
+        options = request_options(
+            params,
+            lora_request,
+            tokenization_kwargs,
+            cache_salt=salt,
+            trace_headers=trace_headers,
+            priority=priority,
+        )
         if isinstance(params, PoolingParams):
             native: Any = params.native()
             self._tasks[request_id] = str(native.task)
@@ -195,7 +199,7 @@ class AsyncLLM:
 
     async def get_tokenizer(self, *_: Any) -> TokenizerLike:
         """Return the tokenizer."""
-        return TokenizerLike(self._native.tokenizer, str(self._native.config.model))
+        return self.tokenizer
 
     @property
     def tokenizer(self) -> TokenizerLike:
@@ -220,18 +224,18 @@ class AsyncLLM:
         **_: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of a request as they come, by `sampling_params.output_kind`."""
-        del tokenization_kwargs
         prompt, salt = native_prompt(prompt)
-        options: dict[str, Any] = {
-            "lora_request": native_lora(lora_request),
-            "cache_salt": salt,
-            "trace_headers": trace_headers,
-            "priority": priority,
-            "data_parallel_rank": data_parallel_rank,
-        }
+        options = request_options(
+            sampling_params,
+            lora_request,
+            tokenization_kwargs,
+            cache_salt=salt,
+            trace_headers=trace_headers,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
+        )
         params = sampling_params.native(self._processors)
-        kept: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        async for output in self._native.generate(prompt, params, request_id, **kept):
+        async for output in self._native.generate(prompt, params, request_id, **options):
             yield RequestOutput.of(output)
 
     async def encode(
@@ -243,11 +247,9 @@ class AsyncLLM:
         **_: Any,
     ) -> AsyncIterator[PoolingRequestOutput[Any]]:
         """Yield the result of a pooling request."""
-        prompt, _salt = native_prompt(prompt)
+        prompt, salt = native_prompt(prompt)
         params = pooling_params.native()
-        options: dict[str, Any] = (
-            {} if lora_request is None else {"lora_request": native_lora(lora_request)}
-        )
+        options = request_options(pooling_params, lora_request, cache_salt=salt)
         async for output in self._native.encode(prompt, params, request_id, **options):
             yield pooled(output, "")
 
@@ -304,7 +306,7 @@ class AsyncLLM:
 
     async def add_lora(self, lora_request: Any) -> bool:
         """Load an adapter."""
-        return bool(await self._native.adapters.add(native_lora(lora_request)))
+        return bool(await self._native.adapters.add(lora_request.native()))
 
     @property
     def is_running(self) -> bool:

@@ -8,6 +8,8 @@ from typing import Any, NotRequired, TypedDict
 
 from hardpoint.errors import RequestError
 
+__path__: list[str] = []  # vLLM had a module `inputs.data`
+
 ChatCompletionMessageParam = dict[str, Any]
 
 

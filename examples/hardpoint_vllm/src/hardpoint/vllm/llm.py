@@ -14,7 +14,13 @@ from .engine_args import EngineArgs
 from .inputs import is_one, load_chat_template, native_prompt
 from .metrics import Metric, read_metrics
 from .outputs import PoolingRequestOutput, RequestOutput, pooled
-from .params import BeamSearchParams, PoolingParams, SamplingParams, native_lora
+from .params import (
+    BeamSearchParams,
+    PoolingParams,
+    SamplingParams,
+    native_lora,
+    request_options,
+)
 from .params import sampling_params as vllm_params
 from .tokenizer import TokenizerLike
 
@@ -128,13 +134,17 @@ class LLM:
         if prompts is None:
             raise RequestError("prompts: expected a prompt or a list of prompts, got None")
         given = [prompts] if is_one(prompts) else list(prompts)
-        many = self._many(tokenization_kwargs, lora_request, priority, options)
-        prompts, many["cache_salt"] = _split(given)
+        prompts, salts = _split(given)
         params = self._params(sampling_params)
-        cut = _cut(sampling_params)
-        if cut is not None:
-            many["truncate_prompt_tokens"] = cut
-        outputs = self._native.generate(prompts, params, use_tqdm=bool(use_tqdm), **_kept(many))
+        many = request_options(
+            sampling_params,
+            lora_request,
+            tokenization_kwargs,
+            priority=priority,
+            cache_salt=salts,
+            **options,
+        )
+        outputs = self._native.generate(prompts, params, use_tqdm=bool(use_tqdm), **many)
         return [RequestOutput.of(output) for output in outputs]
 
     def enqueue(self, prompts: Any, sampling_params: Any = None, **options: Any) -> list[str]:
@@ -177,7 +187,7 @@ class LLM:
         del chat_template_content_format
         if mm_processor_kwargs:
             raise RequestError("mm_processor_kwargs: expected none; see multi_modal_data")
-        many = _kept(self._many(tokenization_kwargs, lora_request, None, options))
+        many = request_options(sampling_params, lora_request, tokenization_kwargs, **options)
         params = self._params(sampling_params)
         template = load_chat_template(chat_template) or self._template
         if template is None:
@@ -234,9 +244,9 @@ class LLM:
         task = pooling_task or getattr(first, "task", None)
         if task is None:
             task = self._native.model.supported_tasks[0]
-        cut = {"truncate_prompt_tokens": truncate_prompt_tokens, **options}
-        many = self._many(tokenization_kwargs, lora_request, None, cut)
-        outputs = self._pool(prompts, pooling_params, str(task), many)
+        options["truncate_prompt_tokens"] = truncate_prompt_tokens
+        options |= {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
+        outputs = self._pool(prompts, pooling_params, str(task), options)
         return [pooled(output, "") for output in outputs]
 
     def embed(self, prompts: Any, **options: Any) -> list[PoolingRequestOutput[Any]]:
@@ -273,7 +283,7 @@ class LLM:
                 "chat_template: expected none; write the texts as the model expects them"
             )
         params = None if pooling_params is None else pooling_params.native("score")
-        many = _kept(self._many(tokenization_kwargs, lora_request, None, options))
+        many = request_options(pooling_params, lora_request, tokenization_kwargs, **options)
         first, second = data_1 or text_1, data_2 or text_2
         outputs = self._native.score(first, second, params, **many)
         return [pooled(output, "score") for output in outputs]
@@ -281,19 +291,18 @@ class LLM:
     def _task(self, task: str, prompts: Any, options: dict[str, Any]) -> list[Any]:
         pooling_params = options.pop("pooling_params", None)
         options.pop("use_tqdm", None)
-        kwargs, lora = options.pop("tokenization_kwargs", None), options.pop("lora_request", None)
-        many = self._many(kwargs, lora, None, options)
-        outputs = self._pool(prompts, pooling_params, task, many)
+        outputs = self._pool(prompts, pooling_params, task, options)
         return [pooled(output, task) for output in outputs]
 
-    def _pool(self, prompts: Any, params: Any, task: str, many: dict[str, Any]) -> list[Any]:
+    def _pool(self, prompts: Any, params: Any, task: str, options: dict[str, Any]) -> list[Any]:
         given = [prompts] if is_one(prompts) else list(prompts)
-        prompts, many["cache_salt"] = _split(given)
+        prompts, options["cache_salt"] = _split(given)
+        many = request_options(params, options.pop("lora_request", None), **options)
         if isinstance(params, Sequence):
             native: Any = [one.native(task) for one in params]
         else:
             native = (params or PoolingParams(**self._pooling)).native(task)
-        return self._native.encode(prompts, native, **_kept(many))
+        return self._native.encode(prompts, native, **many)
 
     def _params(self, given: Any) -> Any:
         if isinstance(given, Sequence):
@@ -301,24 +310,6 @@ class LLM:
         if isinstance(given, NativeSamplingParams):
             return given
         return (given or self._default).native(self.processors)
-
-    def _many(
-        self,
-        tokenization_kwargs: Mapping[str, Any] | None,
-        lora_request: Any,
-        priority: Any,
-        options: Mapping[str, Any],
-    ) -> dict[str, Any]:
-        """Return the options of requests."""
-        many = {**options, "lora_request": native_lora(lora_request), "priority": priority}
-        for name, value in (tokenization_kwargs or {}).items():
-            if name == "truncate_prompt_tokens":
-                many[name] = value
-            elif name not in ("truncation", "max_length"):
-                raise RequestError(
-                    f"tokenization_kwargs.{name}: expected truncate_prompt_tokens, got {value!r}"
-                )
-        return many
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Release memory."""
@@ -400,14 +391,3 @@ def _split(prompts: Sequence[Any]) -> tuple[list[Any], list[str | None] | None]:
 
 def _of_ids(ids: Any) -> list[Any]:
     return [ids] if ids and isinstance(ids[0], int) else list(ids)
-
-
-def _cut(params: Any) -> Any:
-    if isinstance(params, Sequence):
-        cuts = [getattr(one, "truncate_prompt_tokens", None) for one in params]
-        return cuts if any(cut is not None for cut in cuts) else None
-    return getattr(params, "truncate_prompt_tokens", None)
-
-
-def _kept(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}

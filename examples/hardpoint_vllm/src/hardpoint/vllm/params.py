@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any
 
@@ -433,15 +433,46 @@ def native_lora(given: Any) -> Any:
     return given.native() if isinstance(given, LoRARequest) else given
 
 
+def request_options(
+    params: Any,
+    lora_request: Any,
+    tokenization_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return Hardpoint's options of a request, or of several, without those that are None.
+
+    Args:
+        params: parameters of the request or of each, which may have `truncate_prompt_tokens`.
+        lora_request: adapter of the request or of each.
+        tokenization_kwargs: may have `truncate_prompt_tokens`, too.
+        options: options that have one name in both engines.
+
+    Raises:
+        RequestError: another key of `tokenization_kwargs`.
+    """
+    options["lora_request"] = native_lora(lora_request)
+    for name, value in (tokenization_kwargs or {}).items():
+        if name == "truncate_prompt_tokens":
+            options[name] = value
+        elif name not in ("truncation", "max_length"):
+            raise RequestError(
+                f"tokenization_kwargs.{name}: expected truncate_prompt_tokens, got {value!r}"
+            )
+    if (cut := _truncation(params)) is not None:
+        options["truncate_prompt_tokens"] = cut
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _truncation(params: Any) -> Any:
+    if isinstance(params, Sequence):
+        cuts = [_truncation(one) for one in params]
+        return cuts if any(cut is not None for cut in cuts) else None
+    return getattr(params, "truncate_prompt_tokens", None)
+
+
 def sampling_params(given: NativeSamplingParams) -> SamplingParams:
     """Return parameters of Hardpoint as vLLM's."""
     values = {name: getattr(given, name) for name in _SAME}
     if values["max_tokens"] is not None:
         values["max_tokens"] = int(values["max_tokens"])  # the default is a value of its own
     return SamplingParams(**values)
-
-
-def as_dict(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields that differ from their defaults."""
-    default = asdict(SamplingParams())
-    return {name: value for name, value in asdict(params).items() if value != default[name]}

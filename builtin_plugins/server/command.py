@@ -94,12 +94,8 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     from .serving import loop_factory  # noqa: PLC0415
 
     manager = ServiceManager.of_environment(os.environ)
-    model = options.served_model
-    settings_of_vllm = _settings_of_vllm(options) if options.from_vllm is not None else ()
-    if model:
-        loaded = context.load_config(*settings_of_vllm, model=model)
-    else:
-        loaded = context.load_config(*settings_of_vllm)
+    model = {"model": options.served_model} if options.served_model else {}
+    loaded = context.load_config(*_settings_of_vllm(options), **model)
     config, sources = _config(options, *loaded)
     settings = config.table(ServerConfig)
     if options.on == "ray":
@@ -129,11 +125,13 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
 
 
 def _settings_of_vllm(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the settings that flags of `vllm serve` mean, after printing them.
+    """Return the settings that flags of `vllm serve` mean, if any, after printing them.
 
     Raises:
         ConfigError: a flag has no counterpart, or the package is not installed.
     """
+    if options.from_vllm is None:
+        return ()
     try:
         from hardpoint.vllm.serve import (  # type: ignore[import-not-found,unused-ignore] # noqa: PLC0415
             read_flags,

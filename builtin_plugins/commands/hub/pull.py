@@ -16,8 +16,6 @@ from .sizes import size_text
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
-_PIECE = 1 << 20
-
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
@@ -89,16 +87,14 @@ def _verify(folder: Path, files: list[RepoSibling]) -> None:
         path = folder / file.rfilename
         if file.lfs is None:
             continue
-        digest = hashlib.sha256()
         with path.open("rb") as opened:
-            while piece := opened.read(_PIECE):
-                digest.update(piece)
-        if digest.hexdigest() != file.lfs.sha256:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        if digest != file.lfs.sha256:
             path.resolve().unlink()
             path.unlink(missing_ok=True)
             raise HardpointError(
                 f"{file.rfilename}: expected the SHA-256 {file.lfs.sha256}, got "
-                f"{digest.hexdigest()}; the file is removed, and the same command downloads it "
+                f"{digest}; the file is removed, and the same command downloads it "
                 "again"
             )
 

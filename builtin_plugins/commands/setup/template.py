@@ -41,7 +41,7 @@ def _lines(table: type[msgspec.Struct], path: str) -> Iterator[str]:
 
 
 def _setting(field: FieldDoc) -> Iterator[str]:
-    default = None if field.required else _plain(field.default)
+    default = None if field.required else msgspec.to_builtins(field.default)
     yield ""
     yield from _comment(f"{field.doc or field.name} ({field.type_text})")
     if default is None:
@@ -60,10 +60,6 @@ def _comment(text: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _plain(value: Any) -> Any:
-    return msgspec.to_builtins(value)
 
 
 def _toml(value: Any) -> str:

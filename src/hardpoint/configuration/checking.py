@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from hardpoint.errors import HardpointError
 from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import EngineConfig
@@ -23,6 +21,7 @@ from .loading import (
     file_table,
     filled,
     find_tables,
+    setting_paths,
 )
 
 __all__ = ["find_errors", "unknown_variables"]
@@ -149,21 +148,11 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
         and not name.startswith((PREFIX, _OTHERS))
         and name not in _VARIABLES
     ]
-    known = [*_VARIABLES, *_setting_variables()] if unknown else []
+    settings = setting_paths(default_config_type()) if unknown else ()
+    known = [*_VARIABLES, *(PREFIX + path.upper().replace(".", "__") for path in settings)]
     warnings = []
     for name in unknown:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"settings begin with {PREFIX}"
         warnings.append(f"environment: no variable {name} is read; {hint}")
     return warnings
-
-
-def _setting_variables() -> Iterator[str]:
-    def names(table: Mapping[str, Any], start: str) -> Iterator[str]:
-        for key, value in table.items():
-            if isinstance(value, dict) and value:
-                yield from names(value, f"{start}{key.upper()}__")
-            else:
-                yield f"{start}{key.upper()}"
-
-    return names(msgspec.to_builtins(default_config_type()()), PREFIX)

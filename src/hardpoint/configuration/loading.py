@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import inspect as types
 
 from hardpoint.errors import shown
@@ -34,6 +35,7 @@ __all__ = [
     "filled",
     "find_tables",
     "load_config",
+    "setting_paths",
 ]
 
 DEFAULT_FILE = "hardpoint.toml"
@@ -391,3 +393,16 @@ def _changes(table: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, 
         elif value != current:
             changed[key] = value
     return changed
+
+
+def setting_paths(config_type: type[EngineConfig]) -> Iterator[str]:
+    """Yield the paths of all settings, such as "scheduler.policy"."""
+
+    def paths(table: Mapping[str, Any], start: str) -> Iterator[str]:
+        for key, value in table.items():
+            if isinstance(value, dict) and value:
+                yield from paths(value, f"{start}{key}.")
+            else:
+                yield f"{start}{key}"
+
+    return paths(msgspec.to_builtins(config_type()), "")

@@ -38,6 +38,7 @@ from .errors import (
 from .extensions import Transforms
 from .faults import Owned, ServerFaults
 from .operations.adapters import ServedAdapters
+from .operations.ignored_fields import IgnoredFields
 from .operations.load import InFlightRequests
 from .operations.traffic import TrafficRecorder, current_key, current_request_id
 from .receiving import SMALL_BYTES, BodyReceiver
@@ -238,22 +239,18 @@ class Service:
         return decode_object(body, self.settings.limits)
 
     def _plain(self, body: bytes, type_: type[T], *, is_shaped: bool = True) -> T:
-        has_nulls = b"null" in body
-        fields = self._decoded(body)
-        return self._converted(fields, type_, has_nulls=has_nulls, is_shaped=is_shaped)
+        return self._converted(self._decoded(body), type_, is_shaped=is_shaped)
 
     def _converted(
         self,
         fields: dict[str, Any],
         type_: type[T],
         *,
-        has_nulls: bool = True,
         is_shaped: bool = True,
     ) -> T:
         """Return a decoded body, checked.
 
         Args:
-            has_nulls: whether members in it may be null.
             is_shaped: whether its lists have the names and limits of the generating routes.
         """
         lenient = self.settings.unknown_fields == "warn"
@@ -262,7 +259,11 @@ class Service:
             check_lengths(fields, self.settings.limits)
         if (prepared := getattr(type_, "prepared", None)) is not None:
             fields = prepared(fields)
-        return convert_body(fields, type_, lenient=lenient, has_nulls=has_nulls)
+        ignored = IgnoredFields()
+        body = convert_body(fields, type_, lenient=lenient, ignored=ignored)
+        if ignored.paths:
+            self.traffic.ignored(ignored)
+        return body
 
     async def model(self, name: str | None) -> tuple[str, LoRARequest | None]:
         """Return the name of the model for the answer, and the adapter if it is the name of one.

@@ -98,6 +98,8 @@ class ServerConfig(Strict):
             them in the header `x-hardpoint-ignored-fields`; misspelled names are errors. "error"
             rejects requests with unknown fields. Those of messages, tool definitions and content
             parts are ignored in both cases.
+        hosted_tools: "ignore" leaves hosted tools, such as `web_search`, out of requests to
+            `/v1/responses` with a warning; "reject" rejects these requests.
         replace_routes: paths of the server's own routes that plugins may replace.
         extension_seconds: maximum time that an authenticator, a transform or a middleware of a
             plugin may take for a request, without what it wraps; and a route of a plugin until its
@@ -139,6 +141,7 @@ class ServerConfig(Strict):
     admin: str | None = None
     admin_keys_file: str | None = None
     unknown_fields: Literal["error", "warn"] = "warn"
+    hosted_tools: Literal["ignore", "reject"] = "ignore"
     replace_routes: list[str] = []
     extension_seconds: PositiveSeconds = 10.0
     adapter_folders: list[Annotated[str, Meta(min_length=1)]] = []

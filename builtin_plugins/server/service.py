@@ -254,12 +254,17 @@ class Service:
             is_shaped: whether its lists have the names and limits of the generating routes.
         """
         lenient = self.settings.unknown_fields == "warn"
+        ignored = IgnoredFields()
+        hosted = getattr(type_, "without_hosted_tools", None)
+        if hosted is not None and self.settings.hosted_tools == "ignore":
+            fields, paths = hosted(fields)
+            for path in paths:
+                ignored.add(path)
         fields = without_ignored(fields, type_)
         if is_shaped:
             check_lengths(fields, self.settings.limits)
         if (prepared := getattr(type_, "prepared", None)) is not None:
             fields = prepared(fields)
-        ignored = IgnoredFields()
         body = convert_body(fields, type_, lenient=lenient, ignored=ignored)
         if ignored.paths:
             self.traffic.ignored(ignored)

@@ -155,6 +155,7 @@ class ChatCompletionRequest(TextFields):
         "audio": "the model writes text alone",
         "function_call": "use tool_choice",
         "functions": "use tools",
+        "prompt": "send it to /v1/completions",
         "moderation": "there is no moderation",
         "web_search_options": "there are no hosted tools",
     }

@@ -65,6 +65,7 @@ class CompletionRequest(TextFields):
 
     refused: ClassVar[Mapping[str, str]] = {
         **TEXT_REFUSED,
+        "messages": "send them to /v1/chat/completions",
         "suffix": "the model continues prompts and fills in none",
     }
 

@@ -21,6 +21,7 @@ from hardpoint.builtin_plugins.server.routes.answers import (
     prompt_logprobs,
 )
 from hardpoint.builtin_plugins.server.routes.fields import (
+    SAMPLING_REFUSED,
     Renaming,
     SamplingFields,
     StreamOptions,
@@ -140,6 +141,24 @@ class GenerateRequest(Strict):
     retain_seconds: Annotated[float, Meta(gt=0)] | None = None
     lora_scale: AdapterScale | None = None
     kv_transfer_params: dict[str, Any] | None = None
+
+    @staticmethod
+    def prepared(fields: dict[str, Any]) -> dict[str, Any]:
+        """Return a body whose sampling parameters are all in their place; see `Service.read`.
+
+        Raises:
+            RequestError: a sampling parameter is outside of them, or is not supported.
+        """
+        for name in fields:
+            if name in TokenSampling.__struct_fields__ and name not in _OUTSIDE:
+                raise RequestError(f"{name}: expected inside of sampling_params")
+        params = fields.get("sampling_params")
+        for name in params if isinstance(params, dict) else ():
+            if name in SAMPLING_REFUSED and params[name] not in (None, False, "", [], {}):
+                raise RequestError(
+                    f"sampling_params.{name}: not supported: {SAMPLING_REFUSED[name]}"
+                )
+        return fields
 
 
 class GeneratedChoice(msgspec.Struct, kw_only=True):

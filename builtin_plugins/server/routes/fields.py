@@ -45,6 +45,7 @@ REFUSED = {
     "chat_template": "templates come from the operator alone",
     "documents": "give them in the messages",
     "guided_whitespace_pattern": "say it in the grammar",
+    "logits_processors": "the operator enables them as plugins; use plugin_args",
     "logprob_token_ids": "ask for them at /v1/chat/completions or /v1/completions",
     "media_io_kwargs": "the model reads text alone",
     "mm_processor_kwargs": "the model reads text alone",
@@ -54,9 +55,11 @@ REFUSED = {
 }
 """Fields that are known and not supported, with the reason; false or empty ones ask for nothing."""
 
-_SAMPLING_REFUSED = {name: why for name, why in REFUSED.items() if name != "logprob_token_ids"}
+SAMPLING_REFUSED = {name: why for name, why in REFUSED.items() if name != "logprob_token_ids"}
+"""The same of sampling parameters."""
+
 _OF_TEXTS = ("return_tokens_as_token_ids", "truncate_prompt_tokens")
-TEXT_REFUSED = {name: why for name, why in _SAMPLING_REFUSED.items() if name not in _OF_TEXTS}
+TEXT_REFUSED = {name: why for name, why in SAMPLING_REFUSED.items() if name not in _OF_TEXTS}
 """The same of OpenAI's routes for conversations and prompts."""
 
 
@@ -282,7 +285,7 @@ class SamplingFields(GenerationFields):
         kv_transfer_params: for the KV connector; from keys that may.
     """
 
-    refused: ClassVar[Mapping[str, str]] = _SAMPLING_REFUSED
+    refused: ClassVar[Mapping[str, str]] = SAMPLING_REFUSED
 
     stream_options: StreamOptions | None = None
     return_progress: bool = False

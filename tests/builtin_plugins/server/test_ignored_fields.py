@@ -55,6 +55,14 @@ def test_unknown_fields_can_be_errors(strict, path, body):
     assert "wherefore: unknown field" in response.text
 
 
+def test_sampling_parameters_of_a_count_are_unknown(fake, strict):
+    path, body = "/v1/messages/count_tokens", {"messages": user("hi"), "top_k": 3}
+    assert fake.post(path, body).headers[HEADER] == "top_k"
+    response = strict.post(path, body)
+    assert response.status_code == 400
+    assert "top_k: unknown field" in response.text
+
+
 @pytest.mark.parametrize("name", ["temprature", "max_token", "tmeperature", "modle"])
 def test_near_misses_are_errors(fake, name):
     response = fake.post(CHAT, {"messages": user("hi"), "wherefore": 1, name: 1})

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, Literal
 
 import msgspec
@@ -67,7 +75,11 @@ class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call", 
     name: str
     arguments: str
     status: Status
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
 
+
+Namespaces = Mapping[str, tuple[str, str]]
+"""Namespace and name of functions, by the name that the model sees."""
 
 OutputItem = OutputReasoning | OutputMessage | OutputFunctionCall
 
@@ -167,12 +179,14 @@ def _message(
 
 
 def _function_call(
-    item_id: str, call: ToolCall, status: Status = "completed"
+    item_id: str, call: ToolCall, namespaces: Namespaces, status: Status = "completed"
 ) -> OutputFunctionCall:
+    namespace, name = namespaces.get(call.name or "", (msgspec.UNSET, call.name or ""))
     return OutputFunctionCall(
         id=item_id,
         call_id=call.id or "",
-        name=call.name or "",
+        name=name,
+        namespace=namespace,
         arguments=call.arguments,
         status=status,
     )
@@ -231,7 +245,15 @@ def text_positions(
 class _OpenItem:
     """An item that is being streamed, with the constant part of its deltas."""
 
-    def __init__(self, kind: Kind, item_id: str, index: int, call: ToolCall | None) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        item_id: str,
+        index: int,
+        call: ToolCall | None,
+        namespaces: Namespaces,
+    ) -> None:
+        self._namespaces = namespaces
         self.kind, self.id, self.index, self.call = kind, item_id, index, call
         self.text: list[str] = []
         self.logprobs: list[bytes] = []
@@ -249,7 +271,7 @@ class _OpenItem:
             call = msgspec.structs.replace(self.call, arguments=text)
             if status == "completed" and whole_arguments(text) is None:
                 status = "incomplete"
-            return _function_call(self.id, call, status)
+            return _function_call(self.id, call, self._namespaces, status)
         if self.kind == "reasoning":
             return _reasoning(self.id, text, status)
         # Several of the last events hold them; they were encoded for the deltas.
@@ -274,6 +296,7 @@ class ResponseAnswer(ItemAnswer):
         response: ResponseObject,
         logprobs: int | None,
         keep: Callable[[ResponseObject], Awaitable[None]] | None = None,
+        namespaces: Namespaces | None = None,
     ) -> None:
         """Prepare the answer of a request.
 
@@ -281,7 +304,9 @@ class ResponseAnswer(ItemAnswer):
             response: a response without an answer yet.
             logprobs: likeliest tokens per position of the text; None is no log-probabilities.
             keep: stores the response that has ended, before the client has all of it.
+            namespaces: namespaces of the functions.
         """
+        self._namespaces: Namespaces = namespaces or {}
         super().__init__(tokenizer)
         self._tokenizer, self._keep, self._kept = tokenizer, keep, False
         self._response, self._logprobs = response, logprobs
@@ -324,7 +349,7 @@ class ResponseAnswer(ItemAnswer):
                 items.append(_message(new_id("msg_"), part, of_part))
                 before += part
             elif whole_arguments(part.arguments) is not None:
-                items.append(_function_call(new_id("fc_"), part))
+                items.append(_function_call(new_id("fc_"), part, self._namespaces))
         if not items:
             items.append(_message(new_id("msg_"), "", positions))
         if not _is_complete(completion) and not isinstance(items[-1], OutputFunctionCall):
@@ -420,7 +445,7 @@ class ResponseAnswer(ItemAnswer):
         if self._open == kind and call is None:
             return
         yield from self._close("completed")
-        opened = _OpenItem(kind, new_id(_PREFIXES[kind]), self._num_items, call)
+        opened = _OpenItem(kind, new_id(_PREFIXES[kind]), self._num_items, call, self._namespaces)
         self._open, self._call, self._item = kind, call, opened
         self._num_items += 1
         item = opened.item("in_progress")

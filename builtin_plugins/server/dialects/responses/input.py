@@ -11,6 +11,8 @@ from hardpoint.builtin_plugins.server.routes.images import Content, image_part, 
 from hardpoint.plugins import RequestError
 from hardpoint.typed import Strict
 
+from .tools import flat_name
+
 Status = Literal["in_progress", "completed", "incomplete"]
 
 REFUSED_ITEMS = {
@@ -155,7 +157,8 @@ class FunctionCallItem(Strict, tag_field="type", tag="function_call"):
     """A call that the assistant made.
 
     Attributes:
-        async, caller, namespace: ignored: all calls are the assistant's, of the caller's tools.
+        async, caller: ignored: all calls are the assistant's, of the caller's tools.
+        namespace: namespace of the tool.
     """
 
     call_id: str
@@ -266,8 +269,9 @@ class ItemConverter:
             case ReasoningItem():
                 self._add_reasoning(item.text())
             case FunctionCallItem():
-                self._names[item.call_id] = item.name
-                function = {"name": item.name, "arguments": item.arguments}
+                name = flat_name(item.namespace, item.name)
+                self._names[item.call_id] = name
+                function = {"name": name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 self._turn(with_answer=True).setdefault("tool_calls", []).append(call)
             case FunctionOutputItem():

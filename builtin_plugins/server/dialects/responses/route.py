@@ -34,6 +34,7 @@ from hardpoint.typed import Strict
 from .events import ResponseAnswer, ResponseObject, echoed
 from .input import InputItem, ItemConverter, MessageItem, prepared_input
 from .stored import StoredResponses
+from .tools import flat_name, flat_tools, without_hosted_tools
 
 _NOTHING_STORED = "nothing is stored on this server; send the whole conversation as input"
 _NO_CONVERSATIONS = (
@@ -59,6 +60,7 @@ class FunctionTool(Strict):
         async: ignored: calls are the caller's to make.
         defer_loading: ignored: the model sees all tools.
         output_schema: ignored: results are taken as they are.
+        namespace: namespace that the function is of; a part of the name that the model sees.
     """
 
     type: Literal["function"]
@@ -70,11 +72,17 @@ class FunctionTool(Strict):
     async_: Any = msgspec.field(default=None, name="async")
     defer_loading: Any = None
     output_schema: Any = None
+    namespace: str | None = None
+
+    @property
+    def flat_name(self) -> str:
+        """The name that the model sees."""
+        return flat_name(self.namespace, self.name)
 
     def plain(self) -> dict[str, Any]:
         """Return the tool as conversations have it."""
         fields = {
-            "name": self.name,
+            "name": self.flat_name,
             "description": self.description,
             "parameters": self.parameters,
             "strict": self.strict,
@@ -87,6 +95,12 @@ class FunctionChoice(Strict, tag_field="type", tag="function"):
     """The function that has to be called."""
 
     name: str
+    namespace: str | None = None
+
+    @property
+    def flat_name(self) -> str:
+        """The name that the model sees."""
+        return flat_name(self.namespace, self.name)
 
 
 class AllowedFunctions(Strict, tag_field="type", tag="allowed_tools"):
@@ -176,6 +190,7 @@ class ResponsesRequest(GenerationFields):
     ignored: ClassVar[Mapping[str, str]] = {
         **{name: reason for name, reason in IGNORED.items() if name != "metadata"},
         "access_programs": "it is for the provider's own platform",
+        "client_metadata": "it is for the provider's own platform",
         "background_options": "nothing runs in the background",
         "image": "the model reads text alone",
         "prompt_cache_options": "cached prompts are found by their content",
@@ -208,6 +223,8 @@ class ResponsesRequest(GenerationFields):
     stop: str | list[str] | UnsetType = UNSET
     chat_template_kwargs: dict[str, Any] | None = None
 
+    without_hosted_tools = staticmethod(without_hosted_tools)
+
     @staticmethod
     def prepared(fields: dict[str, Any]) -> dict[str, Any]:
         """Return a body with the types of all items; see `Service.read`.
@@ -216,6 +233,9 @@ class ResponsesRequest(GenerationFields):
             RequestError: something in it is known and not supported.
         """
         tools, choice = fields.get("tools"), fields.get("tool_choice")
+        if isinstance(tools, list):
+            tools = flat_tools(tools)
+            fields = {**fields, "tools": tools}
         for index, tool in enumerate(tools if isinstance(tools, list) else ()):
             _refuse_hosted(tool, f"tools[{index}]")
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -263,17 +283,17 @@ class ResponsesRequest(GenerationFields):
                     f'tools[{index}].allowed_callers: expected "direct" among them: no programs '
                     "are run that could call the tool"
                 )
-        known = [tool.name for tool in tools]
+        known = [tool.flat_name for tool in tools]
         if isinstance(choice, FunctionChoice):
-            check_known(choice.name, known, "tool_choice.name")
+            check_known(choice.flat_name, known, "tool_choice.name")
         if isinstance(choice, AllowedFunctions):
             for index, named in enumerate(choice.tools):
-                check_known(named.name, known, f"tool_choice.tools[{index}].name")
-            names = [named.name for named in choice.tools]
-            return [tool.plain() for tool in tools if tool.name in names], choice.mode
+                check_known(named.flat_name, known, f"tool_choice.tools[{index}].name")
+            names = [named.flat_name for named in choice.tools]
+            return [tool.plain() for tool in tools if tool.flat_name in names], choice.mode
         return (
             None if self.tools is None else [tool.plain() for tool in tools],
-            {"name": choice.name} if isinstance(choice, FunctionChoice) else choice,
+            {"name": choice.flat_name} if isinstance(choice, FunctionChoice) else choice,
         )
 
     def items(self) -> list[InputItem]:
@@ -380,7 +400,12 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         )
         keep, response = self._keep(asked, body, before), _response(asked, params)
         response.store = keep is not None
-        answer = ResponseAnswer(engine.tokenizer, response, logprobs, keep)
+        namespaces = {
+            tool.flat_name: (tool.namespace, tool.name)
+            for tool in body.tools or ()
+            if tool.namespace
+        }
+        answer = ResponseAnswer(engine.tokenizer, response, logprobs, keep, namespaces)
         return renamed(outputs, _NAMES, body), answer
 
     async def _gone_on(

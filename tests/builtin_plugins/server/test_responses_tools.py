@@ -1,6 +1,7 @@
 """Tools of `/v1/responses` that other servers have: hosted tools and namespaces."""
 
 import pytest
+from support.delta_engine import DeltaEngine, call, typed_events
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
@@ -48,10 +49,10 @@ def test_functions_of_a_namespace_have_flat_names(fake):
 
 
 def test_a_call_of_a_namespace_comes_back_with_its_flat_name(fake):
-    call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+    item = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
     items = [
         {"role": "user", "content": "hi"},
-        {**call, "namespace": "mcp__sky__"},
+        {**item, "namespace": "mcp__sky__"},
         {"type": "function_call_output", "call_id": "c", "output": "sunny"},
     ]
     response = fake.post(PATH, {"input": items, "tools": [NAMESPACE]})
@@ -61,14 +62,15 @@ def test_a_call_of_a_namespace_comes_back_with_its_flat_name(fake):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_names_its_namespace(server, stream):
-    sky = {**NAMESPACE, "name": "get", "tools": [FUNCTION]}
-    sky["tools"] = [{**FUNCTION, "name": "weather"}]
-    body = {"input": "call", "tools": [sky], "tool_choice": "required", "stream": stream}
-    if stream:
-        events = server.events(PATH, body)
-        items = [e["item"] for e in events if e["type"] == "response.output_item.done"]
-    else:
-        items = server.post(PATH, body).json()["output"]
-    (call,) = [item for item in items if item["type"] == "function_call"]
-    assert (call["namespace"], call["name"]) == ("get", "weather")
+def test_a_call_names_its_namespace(stream):
+    begun = {"tool_calls": [call(0, "call_1", "mcp__sky__weather", "{}")]}
+    engine = DeltaEngine(deltas=(begun, {"finish_reason": "tool_calls"}), config=configured())
+    body = {"input": "hi", "tools": [NAMESPACE], "stream": stream}
+    with running(engine) as server:
+        if stream:
+            events = typed_events(server, PATH, body)
+            items = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+        else:
+            items = server.post(PATH, body).json()["output"]
+    (item,) = items
+    assert (item["namespace"], item["name"]) == ("mcp__sky__", "weather")

@@ -91,7 +91,7 @@ class FunctionTool(Strict):
         return {"type": "function", "function": given}
 
 
-class FunctionChoice(Strict, tag_field="type", tag="function"):
+class FunctionChoice(Strict, tag_field="type", tag="function", omit_defaults=True):
     """The function that has to be called."""
 
     name: str

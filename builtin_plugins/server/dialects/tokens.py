@@ -153,8 +153,8 @@ class GenerateRequest(Strict):
             if name in TokenSampling.__struct_fields__ and name not in _OUTSIDE:
                 raise RequestError(f"{name}: expected inside of sampling_params")
         params = fields.get("sampling_params")
-        for name in params if isinstance(params, dict) else ():
-            if name in SAMPLING_REFUSED and params[name] not in (None, False, "", [], {}):
+        for name, value in params.items() if isinstance(params, dict) else ():
+            if name in SAMPLING_REFUSED and value not in (None, False, "", [], {}):
                 raise RequestError(
                     f"sampling_params.{name}: not supported: {SAMPLING_REFUSED[name]}"
                 )

@@ -41,7 +41,7 @@ IDENTIFIERS = {
     "Taken": "ProcessedBatch",
     "take": "process_outputs, pop, read, ...",
     "took": "record_output",
-    "Surroundings": "PauseDependencies",
+    "Surroundings": "PausedSteps",
     "Pausing": "PauseController",
     "guilty": "responsible_plugin",
     "blamed": "attribute_error",

@@ -72,6 +72,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="an option of --on ray, such as max_engines=4",
     )
     add(
+        "--from-vllm",
+        metavar="FLAGS",
+        help="print the configuration that flags of `vllm serve` mean, and serve it",
+    )
+    add(
         "--api-key",
         metavar="KEY",
         help="a key that requests need; better in HARDPOINT_API_KEY, for lists of processes show "
@@ -90,7 +95,11 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
 
     manager = ServiceManager.of_environment(os.environ)
     model = options.served_model
-    loaded = context.load_config(model=model) if model else context.load_config()
+    settings_of_vllm = _settings_of_vllm(options) if options.from_vllm is not None else ()
+    if model:
+        loaded = context.load_config(*settings_of_vllm, model=model)
+    else:
+        loaded = context.load_config(*settings_of_vllm)
     config, sources = _config(options, *loaded)
     settings = config.table(ServerConfig)
     if options.on == "ray":
@@ -117,6 +126,32 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             served = _serve(engine, context, users, admin, keys, outliving, manager)
             return outliving.run(runner, served)
+
+
+def _settings_of_vllm(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the settings that flags of `vllm serve` mean, after printing them.
+
+    Raises:
+        ConfigError: a flag has no counterpart, or the package is not installed.
+    """
+    try:
+        from hardpoint.vllm.serve import (  # type: ignore[import-not-found,unused-ignore] # noqa: PLC0415
+            read_flags,
+        )
+    except ModuleNotFoundError as cause:
+        if cause.name not in ("hardpoint.vllm", "hardpoint.vllm.serve"):
+            raise
+        raise ConfigError(
+            "--from-vllm: expected the package hardpoint-vllm to be installed; from a clone: "
+            "pip install ./examples/hardpoint_vllm"
+        ) from None
+    flags = read_flags(options.from_vllm)
+    for note in flags.notes:
+        print(f"# {note}")
+    print(flags.toml, flush=True)
+    if options.api_key is None:
+        options.api_key = flags.api_key
+    return tuple(flags.settings)
 
 
 def _run_workers(

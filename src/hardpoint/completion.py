@@ -44,7 +44,7 @@ def complete(parser: ProgramParser, config_type: type[EngineConfig]) -> None:
     }
     for part in parser.with_commands():
         part.accept_unknown()
-        for action in part._actions:
+        for action in part.arguments():
             metavar = action.metavar if isinstance(action.metavar, str) else ""
             if (completer := completers.get(metavar)) is not None:
                 action.completer = completer  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ JSON = ("application/json",)
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
+_FORM = "application/x-www-form-urlencoded"  # which `curl -d` sends by default
 _ONCE = (b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-encoding")
 """Headers that proxies and servers may read differently where there are several."""
 
@@ -192,7 +193,8 @@ def _check_type(headers: dict[bytes, bytes], body_types: Collection[str]) -> Non
     type_ = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
     if type_ not in body_types:
         wanted = " or ".join(body_types)
-        raise AnswerError(415, f"content-type: expected {wanted}, got {shown(type_, 100)}")
+        hint = "; with curl, add -H 'Content-Type: application/json'" if type_ == _FORM else ""
+        raise AnswerError(415, f"content-type: expected {wanted}, got {shown(type_, 100)}{hint}")
     coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
     if coding.lower() != "identity":
         raise AnswerError(415, f"content-encoding: expected none, got {shown(coding, 100)}")

@@ -334,6 +334,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True, omit_defaults=True):
 class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
     """Conversations."""
 
+    takes_messages = True
     path = "/v1/chat/completions"
     summary = "Answer a conversation."
     body_type = ChatCompletionRequest
@@ -351,7 +352,8 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
         if max_tokens == 0:
             raise RequestError("max_tokens: expected at least 1, got 0")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = self._params(body, max_tokens=max_tokens, logprobs=logprobs)
+        fields = {} if max_tokens is None else {"max_tokens": max_tokens}
+        params = self._params(body, **fields, logprobs=logprobs)
         tools, choice = body.tools_and_choice()
         messages = plain_messages(body.messages)
         self._service.check_prompt(messages, tools, name="messages")

@@ -329,6 +329,7 @@ def _refuse_hosted(tool: Any, path: str) -> None:
 class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
     """Conversations as items."""
 
+    takes_messages = True
     path = "/v1/responses"
     summary = "Answer a conversation of items."
     body_type = ResponsesRequest
@@ -374,10 +375,11 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         engine, body = self._service.engine, asked.body
         if body.background:
             raise RequestError("background: expected false; a response ends with its connection")
-        logprobs = body.logprobs
+        logprobs, limit = body.logprobs, body.max_output_tokens
+        fields = {} if limit is None else {"max_tokens": limit}
         params = self._params(
             body,
-            max_tokens=body.max_output_tokens,
+            **fields,
             logprobs=logprobs,
             include=[name for name in body.include if "." not in name],
         )

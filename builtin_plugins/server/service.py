@@ -207,12 +207,15 @@ class Service:
         return fields
 
     async def checked(self, message: bytes, fields: dict[str, Any], type_: type[T]) -> T:
-        """Return the fields of a message as its type.
+        """Return the fields of a message of a WebSocket as its type.
+
+        Unknown fields are errors even if requests may have some, because a message has no answer
+        with headers that could list them.
 
         Raises:
             RequestError: one is wrong.
         """
-        return await self._large(message, self._converted, fields, type_)
+        return await self._large(message, self._converted, fields, type_, is_message=True)
 
     async def read_plain(self, request: Request, type_: type[T]) -> T:
         """Return the checked body of a request to a route of a plugin.
@@ -247,13 +250,15 @@ class Service:
         type_: type[T],
         *,
         is_shaped: bool = True,
+        is_message: bool = False,
     ) -> T:
         """Return a decoded body, checked.
 
         Args:
             is_shaped: whether its lists have the names and limits of the generating routes.
+            is_message: whether it is a message of a WebSocket, whose unknown fields are errors.
         """
-        lenient = self.settings.unknown_fields == "warn"
+        lenient = self.settings.unknown_fields == "warn" and not is_message
         ignored = IgnoredFields()
         hosted = getattr(type_, "without_hosted_tools", None)
         if hosted is not None and self.settings.hosted_tools == "ignore":

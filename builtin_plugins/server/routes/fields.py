@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -23,6 +23,8 @@ from hardpoint.plugins.requests import AdapterScale
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.toolkit.trace import asking_for_trace
 from hardpoint.typed import Strict, shown
+
+from .compatibility_fields import CompatibilityFields, thinking_variables
 
 _ANY_CASE = "it is for the provider's own platform"
 
@@ -50,7 +52,9 @@ REFUSED = {
     "media_io_kwargs": "the model reads text alone",
     "mm_processor_kwargs": "the model reads text alone",
     "return_tokens_as_token_ids": "ask for ids with return_token_ids",
+    "thinking": "use enable_thinking",
     "truncate_prompt_tokens": "cut the prompt before you send it",
+    "truncation_side": "cut the prompt before you send it",
     "use_beam_search": "completions are sampled",
 }
 """Fields that are known and not supported, with the reason; false or empty ones ask for nothing."""
@@ -58,9 +62,14 @@ REFUSED = {
 SAMPLING_REFUSED = {name: why for name, why in REFUSED.items() if name != "logprob_token_ids"}
 """The same of sampling parameters."""
 
-_OF_TEXTS = ("return_tokens_as_token_ids", "truncate_prompt_tokens")
+_OF_TEXTS = ("return_tokens_as_token_ids", "truncate_prompt_tokens", "truncation_side")
 TEXT_REFUSED = {name: why for name, why in SAMPLING_REFUSED.items() if name not in _OF_TEXTS}
 """The same of OpenAI's routes for conversations and prompts."""
+
+NO_TEMPLATE = dict.fromkeys(
+    ("enable_thinking", "thinking"), "prompts are read as they are; send /v1/chat/completions"
+)
+"""Fields that routes without a chat template refuse, with the reason."""
 
 
 class StreamOptions(Strict):
@@ -119,7 +128,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaResponseFormat | Stru
 Number = Annotated[float, Meta(ge=-100, le=100)]
 
 
-class GenerationFields(Strict):
+class GenerationFields(CompatibilityFields):
     """Fields of every route that generates text; those that are left out are the model's defaults.
 
     Attributes:
@@ -194,7 +203,12 @@ class GenerationFields(Strict):
             given["structured"] = structured
         if self.plugin_args is not None and self.vllm_xargs is not None:
             raise RequestError("plugin_args and vllm_xargs: expected one of them, got both")
-        if (arguments := self.plugin_args or self.vllm_xargs) is not None:
+        arguments = self.plugin_args or self.vllm_xargs
+        if others := self.compatibility_arguments():
+            for name in others.keys() & (arguments or {}).keys():
+                raise RequestError(f"{name} and plugin_args.{name}: expected one of them, got both")
+            arguments = {**(arguments or {}), **others}
+        if arguments is not None:
             given["plugin_args"] = arguments
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         params = msgspec.structs.replace(defaults, **{**given, "output_kind": kind, **fields})
@@ -210,7 +224,7 @@ class GenerationFields(Strict):
     @property
     def limit_field(self) -> str:
         """The field that has the maximum number of tokens."""
-        return self.limit_name
+        return self.limit_name if self.n_predict is None else "n_predict"
 
     def own_names(self, message: str) -> str:
         """Return an error of the engine with the names that the fields of the request have."""
@@ -218,7 +232,7 @@ class GenerationFields(Strict):
         # Without one, the grammar is of calls whose tools are strict or required.
         form, given = next(iter(self.answer_forms().items()), ("tools", {"structural_tag": None}))
         return own_names(
-            message,
+            self.with_compatibility_names(message),
             form=form,
             prompt=next(prompts, "prompt"),
             limit=self.limit_field,
@@ -231,11 +245,10 @@ class GenerationFields(Strict):
         Raises:
             RequestError: one of them is wrong.
         """
-        return (
-            {}
-            if self.structured_outputs is None
-            else {"structured_outputs": self.structured_outputs}
-        )
+        found = self.compatibility_forms()
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = self.structured_outputs
+        return found
 
     def _structured(self) -> StructuredOutputs | None:
         """Return the form of the answer, from the one field that gives it.
@@ -358,10 +371,12 @@ class TextFields(SamplingFields):
             several tokens may have one text.
         truncate_prompt_tokens: last tokens of the prompt that are kept; -1 keeps those that leave
             room for `max_tokens`.
+        truncation_side: "left", with `truncate_prompt_tokens`.
     """
 
     return_tokens_as_token_ids: bool = False
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
 
 _SAME_NAME = (
@@ -433,6 +448,10 @@ _GRAMMARS = (
     "guided_regex",
     "guided_choice",
     "guided_grammar",
+    "regex",
+    "ebnf",
+    "grammar",
+    "json_schema",
     "tools",
 )
 """Fields that are schemas or grammars, or hold them."""
@@ -480,15 +499,22 @@ def check_known(name: str, known: Sequence[Any], path: str) -> None:
 
 
 def reasoning_variables(
-    template: str | None, effort: str | None, given: Mapping[str, Any] | None
+    template: str | None,
+    effort: str | None,
+    given: Mapping[str, Any] | None,
+    **thinking: Any,
 ) -> dict[str, Any] | None:
     """Return the variables of a chat template, with those that a reasoning effort stands for.
 
     Args:
         effort: "none" asks for no reasoning; None leaves it to the template.
         given: by the request; they win.
+        thinking: the fields for thinking, see `thinking_variables`; they win over the effort.
+
+    Raises:
+        RequestError: the template has no variable for thinking, and a field for it is given.
     """
-    variables = dict(given or {})
+    variables = thinking_variables(template, given, **thinking)
     if effort is not None and template is not None:
         if "reasoning_effort" in template and effort != "none":
             variables.setdefault("reasoning_effort", effort)

@@ -224,6 +224,59 @@ REACHES = [
     ),
 ]
 
+# The names that other servers have.
+THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
+DOES_NOT = {"chat_template_kwargs": {"enable_thinking": False}}
+NO_BUDGET = {"thinking_token_budget": None}
+REACHES += [
+    (GENERATING, {"repeat_penalty": 1.2}, {"repetition_penalty": 1.2}),
+    ("chat completions responses generate", {"n_predict": 7}, {"max_tokens": 7}),
+    ("chat responses", {"n_predict": -1}, {"max_tokens": None}),
+    (GENERATING, {"best_of": 1}, {}),
+    ("chat completions generate", {"best_of": 2, "n": 2}, {"n": 2}),
+    (GENERATING, {"regex": "a+"}, {"regex": "a+"}),
+    (GENERATING, {"regex": "", "grammar": "", "ebnf": ""}, {"structured": None}),
+    (GENERATING, {"ebnf": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+    (GENERATING, {"grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+    (GENERATING, {"json_schema": OBJECT}, {"json": OBJECT}),
+    (GENERATING, {"json_schema": '{"type": "object"}'}, {"json": OBJECT}),
+    (GENERATING, {"typical_p": 1, "mirostat": 0, "mirostat_tau": 5}, {"plugin_args": {}}),
+    (
+        GENERATING,
+        {"typical_p": 0.9, "plugin_args": {"x": {"a": 1}}},
+        {"plugin_args": {"x": {"a": 1}, "typical_p": {"p": 0.9}}},
+    ),
+    (
+        GENERATING,
+        {"mirostat": 2, "mirostat_tau": 4.0, "mirostat_eta": 0.2},
+        {"plugin_args": {"mirostat": {"tau": 4.0, "eta": 0.2}}},
+    ),
+    (GENERATING, {"mirostat": 2}, {"plugin_args": {"mirostat": {}}}),
+    ("chat responses messages", {"enable_thinking": True}, THINKS),
+    ("chat responses messages", {"enable_thinking": False}, DOES_NOT),
+    (
+        "chat",
+        {"enable_thinking": False, "reasoning_effort": "low"},
+        {"chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": False}},
+    ),
+    ("chat", {"enable_thinking": True, **DOES_NOT}, DOES_NOT),
+    ("chat", {"thinking": True}, THINKS),
+    ("chat", {"thinking": {"type": "disabled"}}, DOES_NOT | NO_BUDGET),
+    (
+        "chat",
+        {"thinking": {"type": "enabled", "budget_tokens": 9}},
+        THINKS | {"thinking_token_budget": 9},
+    ),
+    ("chat", {"thinking": {"type": "auto"}}, {"chat_template_kwargs": None} | NO_BUDGET),
+    ("completions generate", {"enable_thinking": False}, {}),
+    (
+        "chat completions",
+        {"truncate_prompt_tokens": 5, "truncation_side": "left"},
+        {"truncate_prompt_tokens": 5},
+    ),
+    ("chat completions", {"truncation_side": "right"}, {"truncate_prompt_tokens": None}),
+]
+
 # Refusals: (dialects, fields, path of the wrong field, words of the message).
 
 NOT_IN_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}
@@ -238,6 +291,43 @@ REFUSED = [
     (GENERATING, {"plugin_args": {"x": {}}}, "plugin_args.x", "no enabled plugin"),
     (GENERATING, {"plugin_args": {}, "vllm_xargs": {}}, None, "got both"),
     (GENERATING, {"structured_outputs": {"choise": []}}, "structured_outputs.choise", "'choice'"),
+    (GENERATING, {"repeat_penalty": 1.2, "repetition_penalty": 1.2}, None, "got both"),
+    (GENERATING, {"repeat_penalty": 0}, "repeat_penalty", "> 0"),
+    ("chat completions generate", {"n_predict": 3, "max_tokens": 3}, None, "got both"),
+    ("chat", {"n_predict": 3, "max_completion_tokens": 3}, None, "got both"),
+    ("responses", {"n_predict": 3, "max_output_tokens": 3}, None, "got both"),
+    ("messages", {"n_predict": 3}, "n_predict", "use max_tokens"),
+    ("completions generate", {"n_predict": -1}, "n_predict", "at least 0"),
+    ("chat completions", {"n_predict": 0}, "n_predict", "at least 1"),
+    ("responses generate", {"n_predict": 0}, "n_predict", ">= 1"),
+    ("chat completions", {"n_predict": 2, "min_tokens": 5}, "min_tokens", "n_predict"),
+    (GENERATING, {"best_of": 2}, "best_of", "value of n"),
+    (GENERATING, {"regex": "("}, "regex", "unclosed"),
+    (GENERATING, {"json_schema": {"type": "x"}}, "json_schema.type", "got 'x'"),
+    (GENERATING, {"ebnf": "root ::="}, "ebnf", "no text"),
+    (GENERATING, {"grammar": "root ::="}, "grammar", "no text"),
+    (GENERATING, {"regex": "a", "ebnf": 'root ::= "a"'}, None, "expected one of them"),
+    (GENERATING, {"typical_p": 0.9}, "typical_p", "no enabled plugin"),
+    (GENERATING, {"typical_p": 2}, "typical_p", "<= 1"),
+    (GENERATING, {"mirostat": 2, "mirostat_tau": 3}, "mirostat", "no enabled plugin"),
+    (GENERATING, {"mirostat": 1}, "mirostat", "expected 0 or 2"),
+    (GENERATING, {"mirostat": 2, "plugin_args": {"mirostat": {}}}, None, "got both"),
+    ("completions generate", {"enable_thinking": True}, "enable_thinking", "read as they are"),
+    ("completions generate", {"thinking": True}, "thinking", "read as they are"),
+    ("responses", {"thinking": {"type": "enabled"}}, "thinking", "use enable_thinking"),
+    ("chat responses messages tokenize", {"enable_thinking": True, "messages": HI}, ..., "no var"),
+    ("chat", {"thinking": {"type": "disabled"}}, "thinking", "no variable enable_thinking or"),
+    ("chat", {"thinking": {"type": "off"}}, "thinking.type", "expected"),
+    ("chat", {"thinking": True, "enable_thinking": False}, None, "got both"),
+    ("messages", {"thinking": {"type": "disabled"}, "enable_thinking": True}, None, "got both"),
+    ("chat", {"reasoning_format": "none"}, "reasoning_format", '"hidden"'),
+    (
+        "chat completions",
+        {"truncate_prompt_tokens": 5, "truncation_side": "right"},
+        "truncation_side",
+        'expected "left"',
+    ),
+    ("responses messages generate", {"truncation_side": "left"}, "truncation_side", "cut the"),
     (GENERATING[:4], {"chat_template": "x"}, "chat_template", "operator"),
     (GENERATING[:4], {"use_beam_search": True}, "use_beam_search", "not supported"),
     ("responses messages", {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "cut the"),

@@ -44,10 +44,7 @@ _NO_CONVERSATIONS = (
 _Key = Annotated[str, Meta(max_length=64)]
 _Value = Annotated[str, Meta(max_length=512)]
 _LOGPROBS = "message.output_text.logprobs"
-_NAMES: Renaming = (
-    (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
-    (re.compile(r"^max_tokens\b"), "max_output_tokens"),
-)
+_NAMES: Renaming = ((re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),)
 """Names of fields in the engine's errors, and those of this route."""
 
 
@@ -396,7 +393,10 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
             tool_choice=choice,
             parallel_tool_calls=body.parallel_tool_calls,
             chat_template_kwargs=reasoning_variables(
-                engine.tokenizer.chat_template, body.reasoning.effort, body.chat_template_kwargs
+                engine.tokenizer.chat_template,
+                body.reasoning.effort,
+                body.chat_template_kwargs,
+                enable_thinking=body.enable_thinking,
             ),
             **self._service.extras(asked.call, body, asked.adapter),
         )

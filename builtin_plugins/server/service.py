@@ -265,6 +265,9 @@ class Service:
             fields, paths = hosted(fields)
             for path in paths:
                 ignored.add(path)
+        unenforced = getattr(type_, "unenforced", None)
+        for path in () if unenforced is None else unenforced(fields):
+            ignored.add(path)
         fields = without_ignored(fields, type_)
         if is_shaped:
             check_lengths(fields, self.settings.limits)

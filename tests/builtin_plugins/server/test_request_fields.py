@@ -437,7 +437,8 @@ REFUSED = [
     ("responses", {"background": True}, "background", "expected false"),
     ("responses", {"prompt": {"id": "p"}}, "prompt", "not supported: there are no stored prompts"),
     ("responses", {"max_tool_calls": 3}, "max_tool_calls", "not supported"),
-    ("responses", {"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type", "'custom' is not"),
+    ("responses", {"tools": [{"type": "custom"}]}, "tools[0].name", "missing"),
+    ("responses", {"tools": [{"type": "shell_x"}]}, "tools[0].type", "'shell_x' is not"),
     (
         "responses",
         {"tools": [{"type": "namespace", "name": "x", "tools": [{"type": "mcp"}]}]},

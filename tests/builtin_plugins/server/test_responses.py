@@ -19,6 +19,7 @@ from hardpoint.builtin_plugins.server.dialects import items
 from hardpoint.builtin_plugins.server.dialects.chat import TokenLogprob
 from hardpoint.builtin_plugins.server.dialects.responses import events as responses_events
 from hardpoint.builtin_plugins.server.dialects.responses import input as responses_input
+from hardpoint.builtin_plugins.server.dialects.responses.custom_tools import CustomTool
 from hardpoint.builtin_plugins.server.dialects.responses.route import FunctionTool, ResponsesRequest
 from hardpoint.errors import EngineDeadError, OverloadedError
 from hardpoint.plugins import RequestError
@@ -538,6 +539,9 @@ def fields_of(struct):
         (sdk.ResponseReasoningItemParam, responses_input.ReasoningItem),
         (sdk.ResponseFunctionToolCallParam, responses_input.FunctionCallItem),
         (response_input_item_param.FunctionCallOutput, responses_input.FunctionOutputItem),
+        (sdk.CustomToolParam, CustomTool),
+        (sdk.ResponseCustomToolCallParam, responses_input.CustomCallItem),
+        (sdk.ResponseCustomToolCallOutputParam, responses_input.CustomOutputItem),
     ],
     ids=lambda type_: type_.__name__,
 )

@@ -36,6 +36,7 @@ from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
 from hardpoint.plugins.requests import WeightRun
 from hardpoint.plugins.server import ToolCall
 
+from .custom_tools import OutputCustomCall, custom_input
 from .input import ReasoningTextPart, Status
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -78,10 +79,19 @@ class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call", 
     namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
-Namespaces = Mapping[str, tuple[str, str]]
-"""Namespace and name of functions, by the name that the model sees."""
+class ToolName(msgspec.Struct, frozen=True):
+    """The name of a tool in the request."""
 
-OutputItem = OutputReasoning | OutputMessage | OutputFunctionCall
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+ToolNames = Mapping[str, ToolName]
+"""Tools of a namespace and custom tools, by the name that the model sees."""
+
+OutputItem = OutputReasoning | OutputMessage | OutputFunctionCall | OutputCustomCall
+_CALLS = (OutputFunctionCall, OutputCustomCall)
 
 
 class InputDetails(msgspec.Struct):
@@ -178,18 +188,21 @@ def _message(
     return OutputMessage(id=item_id, content=content, status=status)
 
 
-def _function_call(
-    item_id: str, call: ToolCall, namespaces: Namespaces, status: Status = "completed"
-) -> OutputFunctionCall:
-    namespace, name = namespaces.get(call.name or "", (msgspec.UNSET, call.name or ""))
-    return OutputFunctionCall(
-        id=item_id,
-        call_id=call.id or "",
-        name=name,
-        namespace=namespace,
-        arguments=call.arguments,
-        status=status,
-    )
+def _tool_call(
+    item_id: str, call: ToolCall, names: ToolNames, status: Status = "completed"
+) -> OutputFunctionCall | OutputCustomCall:
+    tool = names.get(call.name or "", ToolName(call.name or ""))
+    fields: dict[str, Any] = {
+        "id": item_id,
+        "call_id": call.id or "",
+        "name": tool.name,
+        "namespace": tool.namespace or UNSET,
+        "status": status,
+    }
+    if tool.is_custom:
+        text = custom_input(call.arguments) if status == "completed" else ""
+        return OutputCustomCall(input=text, **fields)
+    return OutputFunctionCall(arguments=call.arguments, **fields)
 
 
 def _is_complete(completion: CompletionOutput) -> bool:
@@ -251,16 +264,19 @@ class _OpenItem:
         item_id: str,
         index: int,
         call: ToolCall | None,
-        namespaces: Namespaces,
+        names: ToolNames,
     ) -> None:
-        self._namespaces = namespaces
+        self._names = names
+        tool = None if call is None else names.get(call.name or "")
+        self.is_custom = tool is not None and tool.is_custom
         self.kind, self.id, self.index, self.call = kind, item_id, index, call
         self.text: list[str] = []
         self.logprobs: list[bytes] = []
         self.place: dict[str, Any] = {"item_id": item_id, "output_index": index}
         if kind != "call":
             self.place["content_index"] = 0
-        name = _DELTAS[kind]
+        self.event = _CUSTOM_DELTA if self.is_custom else _DELTAS[kind]
+        name = self.event
         fields = msgspec.json.encode({"type": name, **self.place})
         self.head = b"event: " + name.encode() + b"\ndata: " + fields[:-1]
 
@@ -271,7 +287,7 @@ class _OpenItem:
             call = msgspec.structs.replace(self.call, arguments=text)
             if status == "completed" and whole_arguments(text) is None:
                 status = "incomplete"
-            return _function_call(self.id, call, self._namespaces, status)
+            return _tool_call(self.id, call, self._names, status)
         if self.kind == "reasoning":
             return _reasoning(self.id, text, status)
         # Several of the last events hold them; they were encoded for the deltas.
@@ -284,7 +300,9 @@ _DELTAS = {
     "text": "response.output_text.delta",
     "call": "response.function_call_arguments.delta",
 }
+_CUSTOM_DELTA = "response.custom_tool_call_input.delta"
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
+_CUSTOM_PREFIX = "ctc_"
 
 
 class ResponseAnswer(ItemAnswer):
@@ -296,7 +314,7 @@ class ResponseAnswer(ItemAnswer):
         response: ResponseObject,
         logprobs: int | None,
         keep: Callable[[ResponseObject], Awaitable[None]] | None = None,
-        namespaces: Namespaces | None = None,
+        names: ToolNames | None = None,
     ) -> None:
         """Prepare the answer of a request.
 
@@ -304,9 +322,9 @@ class ResponseAnswer(ItemAnswer):
             response: a response without an answer yet.
             logprobs: likeliest tokens per position of the text; None is no log-probabilities.
             keep: stores the response that has ended, before the client has all of it.
-            namespaces: namespaces of the functions.
+            names: tools of a namespace and custom tools.
         """
-        self._namespaces: Namespaces = namespaces or {}
+        self._names: ToolNames = names or {}
         super().__init__(tokenizer)
         self._tokenizer, self._keep, self._kept = tokenizer, keep, False
         self._response, self._logprobs = response, logprobs
@@ -349,12 +367,16 @@ class ResponseAnswer(ItemAnswer):
                 items.append(_message(new_id("msg_"), part, of_part))
                 before += part
             elif whole_arguments(part.arguments) is not None:
-                items.append(_function_call(new_id("fc_"), part, self._namespaces))
+                items.append(_tool_call(self._call_id(part), part, self._names))
         if not items:
             items.append(_message(new_id("msg_"), "", positions))
-        if not _is_complete(completion) and not isinstance(items[-1], OutputFunctionCall):
+        if not _is_complete(completion) and not isinstance(items[-1], _CALLS):
             items[-1].status = "incomplete"
         return self._ended(completion)
+
+    def _call_id(self, call: ToolCall) -> str:
+        tool = self._names.get(call.name or "")
+        return new_id(_CUSTOM_PREFIX if tool is not None and tool.is_custom else _PREFIXES["call"])
 
     def _ended(self, completion: CompletionOutput) -> ResponseObject:
         is_complete = _is_complete(completion)
@@ -438,18 +460,22 @@ class ResponseAnswer(ItemAnswer):
         for call in calls:
             if self._call is None or self._call.index != call.index:
                 yield from self._opened("call", call)
-            if call.arguments:
+            assert self._item is not None
+            if call.arguments and self._item.is_custom:
+                self._item.text.append(call.arguments)  # JSON, whose text is sent at the end
+            elif call.arguments:
                 yield self._delta(call.arguments)
 
     def _opened(self, kind: Kind, call: ToolCall | None = None) -> Iterator[bytes]:
         if self._open == kind and call is None:
             return
         yield from self._close("completed")
-        opened = _OpenItem(kind, new_id(_PREFIXES[kind]), self._num_items, call, self._namespaces)
+        item_id = new_id(_PREFIXES[kind]) if call is None else self._call_id(call)
+        opened = _OpenItem(kind, item_id, self._num_items, call, self._names)
         self._open, self._call, self._item = kind, call, opened
         self._num_items += 1
         item = opened.item("in_progress")
-        if isinstance(item, OutputFunctionCall):
+        if isinstance(item, _CALLS):
             yield self._added(opened, item)
             return
         part = item.content[0]
@@ -470,8 +496,8 @@ class ResponseAnswer(ItemAnswer):
             return
         self._open = self._call = self._item = None
         item = opened.item(status)
-        name = _DELTAS[opened.kind].removesuffix("delta") + "done"
-        if not isinstance(item, OutputFunctionCall):
+        name = opened.event.removesuffix("delta") + "done"
+        if not isinstance(item, _CALLS):
             self._items.append(item)
             part = item.content[0]
             fields: dict[str, Any] = {"text": part.text}
@@ -481,8 +507,12 @@ class ResponseAnswer(ItemAnswer):
             yield self._event("response.content_part.done", **opened.place, part=part)
         elif item.status == "completed":
             self._items.append(item)
-            fields = {"name": item.name, "arguments": item.arguments}
-            yield self._event(name, **opened.place, **fields)
+            if isinstance(item, OutputCustomCall):
+                yield self._event(opened.event, **opened.place, delta=item.input)
+                yield self._event(name, **opened.place, input=item.input)
+            else:
+                fields = {"name": item.name, "arguments": item.arguments}
+                yield self._event(name, **opened.place, **fields)
         yield self._event("response.output_item.done", output_index=opened.index, item=item)
 
     def _end(self, completion: CompletionOutput) -> Iterator[bytes]:

@@ -31,10 +31,11 @@ from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
 from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
-from .events import ResponseAnswer, ResponseObject, echoed
+from .custom_tools import CustomTool, unenforced_formats
+from .events import ResponseAnswer, ResponseObject, ToolName, echoed
 from .input import InputItem, ItemConverter, MessageItem, prepared_input
 from .stored import StoredResponses
-from .tools import flat_name, flat_tools, without_hosted_tools
+from .tools import CALLABLE, flat_name, flat_tools, without_hosted_tools
 
 _NOTHING_STORED = "nothing is stored on this server; send the whole conversation as input"
 _NO_CONVERSATIONS = (
@@ -48,7 +49,7 @@ _NAMES: Renaming = ((re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),)
 """Names of fields in the engine's errors, and those of this route."""
 
 
-class FunctionTool(Strict):
+class FunctionTool(Strict, tag_field="type", tag="function"):
     """A function that the model may call.
 
     Attributes:
@@ -60,7 +61,6 @@ class FunctionTool(Strict):
         namespace: namespace that the function is of; a part of the name that the model sees.
     """
 
-    type: Literal["function"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -100,6 +100,10 @@ class FunctionChoice(Strict, tag_field="type", tag="function", omit_defaults=Tru
         return flat_name(self.namespace, self.name)
 
 
+class CustomChoice(FunctionChoice, tag_field="type", tag="custom"):
+    """The custom tool that has to be called."""
+
+
 class AllowedFunctions(Strict, tag_field="type", tag="allowed_tools"):
     """The functions that may be called, of those that the request has.
 
@@ -108,7 +112,7 @@ class AllowedFunctions(Strict, tag_field="type", tag="allowed_tools"):
     """
 
     mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[list[FunctionChoice], Meta(min_length=1)]
+    tools: Annotated[list[FunctionChoice | CustomChoice], Meta(min_length=1)]
 
 
 class TextSchemaFormat(Strict, tag_field="type", tag="json_schema"):
@@ -206,8 +210,10 @@ class ResponsesRequest(GenerationFields):
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions = "auto"
+    tools: list[FunctionTool | CustomTool] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | FunctionChoice | CustomChoice | AllowedFunctions
+    ) = "auto"
     parallel_tool_calls: bool = True
     include: list[str] = []
     top_logprobs: Annotated[int, Meta(ge=0)] = 0
@@ -221,6 +227,7 @@ class ResponsesRequest(GenerationFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
     without_hosted_tools = staticmethod(without_hosted_tools)
+    unenforced = staticmethod(unenforced_formats)
 
     @staticmethod
     def prepared(fields: dict[str, Any]) -> dict[str, Any]:
@@ -316,10 +323,10 @@ class ResponsesRequest(GenerationFields):
 
 def _refuse_hosted(tool: Any, path: str) -> None:
     type_ = tool.get("type") if isinstance(tool, dict) else "function"
-    if isinstance(type_, str) and type_ != "function":
+    if isinstance(type_, str) and type_ not in CALLABLE:
         raise RequestError(
             f"{path}.type: {type_[:100]!r} is not supported: there are no hosted tools, expected "
-            '"function"'
+            '"function" or "custom"'
         )
 
 
@@ -402,12 +409,12 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         )
         keep, response = self._keep(asked, body, before), _response(asked, params)
         response.store = keep is not None
-        namespaces = {
-            tool.flat_name: (tool.namespace, tool.name)
+        names = {
+            tool.flat_name: ToolName(tool.name, tool.namespace, isinstance(tool, CustomTool))
             for tool in body.tools or ()
-            if tool.namespace
+            if tool.namespace or isinstance(tool, CustomTool)
         }
-        answer = ResponseAnswer(engine.tokenizer, response, logprobs, keep, namespaces)
+        answer = ResponseAnswer(engine.tokenizer, response, logprobs, keep, names)
         return renamed(outputs, _NAMES, body), answer
 
     async def _gone_on(

@@ -6,7 +6,10 @@ from typing import Any
 
 from hardpoint.plugins import RequestError
 
-__all__ = ["flat_name", "flat_tools", "without_hosted_tools"]
+__all__ = ["CALLABLE", "flat_name", "flat_tools", "without_hosted_tools"]
+
+CALLABLE = ("function", "custom")
+"""Types of tools that the client calls."""
 
 _HOSTED = frozenset(
     {
@@ -60,7 +63,7 @@ def flat_tools(tools: list[Any]) -> list[Any]:
     """Return tools with the functions of each namespace instead of the namespace.
 
     Raises:
-        RequestError: a namespace has no name, or no list of functions.
+        RequestError: a namespace has no name, or no list of functions and custom tools.
     """
     flat: list[Any] = []
     for index, tool in enumerate(tools):
@@ -73,8 +76,8 @@ def flat_tools(tools: list[Any]) -> list[Any]:
         if not isinstance(functions, list):
             raise RequestError(f"tools[{index}].tools: expected a list of functions")
         for number, function in enumerate(functions):
-            if not isinstance(function, dict) or function.get("type") != "function":
+            if not isinstance(function, dict) or function.get("type") not in CALLABLE:
                 path = f"tools[{index}].tools[{number}].type"
-                raise RequestError(f'{path}: expected "function", the one kind in a namespace')
+                raise RequestError(f'{path}: expected "function" or "custom" in a namespace')
             flat.append({**function, "namespace": name})
     return flat

@@ -352,8 +352,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True, omit_defaults=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: list[Any] | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[Any] | None
+    prompt_token_ids: list[int] | None
     kv_transfer_params: dict[str, Any] | None = None
 
 

@@ -226,8 +226,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_logprobs: list[Any] | msgspec.UnsetType | None = msgspec.UNSET
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
@@ -420,6 +420,11 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
         async with contextlib.aclosing(outputs):
             async for number, output in outputs:
                 choices += self._choices(number, output)
+        for choice in choices:  # of a whole answer, clients read them even if they are null
+            if choice.prompt_token_ids is msgspec.UNSET:
+                choice.prompt_token_ids = None
+            if choice.prompt_logprobs is msgspec.UNSET:
+                choice.prompt_logprobs = None
         await self._measure()
         return Completion(
             **self._identity,
@@ -486,7 +491,7 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
         tokenizer = self._service.engine.tokenizer
         text = output.prompt
         if text is None:
-            text = tokenizer.decode(output.prompt_token_ids)
+            text = tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
         if self._asked.logprobs is None or output.prompt_logprobs is None:
             return text, len(text)
         return text, self._add_prompt(columns, output, text)

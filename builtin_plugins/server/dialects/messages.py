@@ -58,6 +58,7 @@ _IGNORED = {
 _REFUSED = {
     **{name: why for name, why in REFUSED.items() if name != "thinking"},
     "n_predict": "use max_tokens",
+    "thread": "nothing is stored; send all messages, in tool_runner() with thread=False",
     "container": "there are no server tools",
     "mcp_servers": "there are no server tools",
 }

@@ -223,8 +223,8 @@ class TokenizeRequest(Strict):
     return_token_strs: bool = False
 
 
-class Tokenized(msgspec.Struct, omit_defaults=True):
-    """The tokens of a text or a conversation."""
+class Tokenized(msgspec.Struct):
+    """The tokens of a text or a conversation; `token_strs` is null unless asked for."""
 
     count: int
     max_model_len: int | None

@@ -77,7 +77,7 @@ class StreamOptions(Strict):
 
     Attributes:
         include_usage: a last chunk with the usage.
-        continuous_usage_stats: the usage so far, in every chunk.
+        continuous_usage_stats: with `include_usage`, the usage so far in every chunk.
         include_obfuscation: ignored: chunks are not padded.
         include_progress: chunks with how much of the prompt is computed, before the answer.
     """
@@ -438,6 +438,7 @@ def check_limits(asked: Any, limits: ServerLimits) -> None:
             )
 
 
+_MOST_NAMES = 20
 _WORDS, _MOST_CHARACTERS = ("stop", "stop_sequences", "bad_words"), 1 << 16
 """Fields whose texts are compared with each token; each completion has tokens of its own."""
 
@@ -563,12 +564,12 @@ def _too_many(name: str, limit: int, amount: int) -> RequestError:
 
 
 def _by_token(bias: Mapping[str, float]) -> dict[int, float]:
-    by_token: dict[int, float] = {}
-    for key, value in bias.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise RequestError(f"logit_bias: expected token ids as keys, got {shown(key, 100)}")
-        by_token[int(key)] = value
-    return by_token
+    wrong = [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10)]
+    if wrong:
+        names = ", ".join(shown(key, 100) for key in wrong[:_MOST_NAMES])
+        more = f" and {len(wrong) - _MOST_NAMES} others" if len(wrong) > _MOST_NAMES else ""
+        raise RequestError(f"logit_bias: expected token ids as keys, got {names}{more}")
+    return {int(key): value for key, value in bias.items()}
 
 
 def _asked_format(asked: ResponseFormat | None) -> dict[str, Any] | None:

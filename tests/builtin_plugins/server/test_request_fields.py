@@ -286,7 +286,13 @@ RESULT = {"type": "tool_result", "tool_use_id": "a"}
 REFUSED = [
     (GENERATING, {"temperature": -1}, "temperature", ">= 0"),
     (GENERATING, {"temprature": 1}, "temprature", "did you mean 'temperature'"),
-    (GENERATING, {"logit_bias": {"a": 1}}, "logit_bias", "got 'a'"),
+    (GENERATING, {"logit_bias": {"a": 1, "5": 1, "-1": 2}}, "logit_bias", "got 'a', '-1'"),
+    (
+        GENERATING,
+        {"logit_bias": {f"x{number}": 1 for number in range(25)}},
+        "logit_bias",
+        "'x19' and 5 others",
+    ),
     (GENERATING, {"logit_bias": {"999999": 1}}, "logit_bias", "vocabulary"),
     (GENERATING, {"plugin_args": {"x": {}}}, "plugin_args.x", "no enabled plugin"),
     (GENERATING, {"plugin_args": {}, "vllm_xargs": {}}, None, "got both"),
@@ -297,6 +303,7 @@ REFUSED = [
     ("chat", {"n_predict": 3, "max_completion_tokens": 3}, None, "got both"),
     ("responses", {"n_predict": 3, "max_output_tokens": 3}, None, "got both"),
     ("messages", {"n_predict": 3}, "n_predict", "use max_tokens"),
+    ("messages", {"thread": {"type": "create"}}, "thread", "thread=False"),
     ("completions generate", {"n_predict": -1}, "n_predict", "at least 0"),
     ("chat completions", {"n_predict": 0}, "n_predict", "at least 1"),
     ("responses generate", {"n_predict": 0}, "n_predict", ">= 1"),

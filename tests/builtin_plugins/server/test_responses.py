@@ -695,3 +695,24 @@ def test_client_knows_a_model_that_is_not_there(server):
         client_of(server).responses.create(model="other", input="Hi")
     with pytest.raises(openai.NotFoundError, match="no response is stored"):
         client_of(server).responses.retrieve("resp_1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": "hi", "previous_response_id": "r"}, "previous_response_id"),
+        ({"input": "hi", "tools": [{"type": "function"}]}, "tools[0].name"),
+    ],
+)
+def test_wrong_bodies_of_input_tokens_are_named(server, fields, param):
+    response = server.post(f"{PATH}/input_tokens", fields)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+def test_input_tokens_are_counted_without_a_store(server):
+    body = {"input": "say abc", "max_output_tokens": 1}
+    counted = server.post(f"{PATH}/input_tokens", body).json()
+    assert counted["input_tokens"] == server.post(PATH, body).json()["usage"]["input_tokens"]

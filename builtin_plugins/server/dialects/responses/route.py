@@ -22,13 +22,14 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     Renaming,
     TextFormat,
     check_known,
+    check_limits,
     reasoning_variables,
     renamed,
 )
 from hardpoint.builtin_plugins.server.routes.images import check_images, with_owner
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
-from hardpoint.plugins.server import Route
+from hardpoint.plugins.server import Call, Route
 from hardpoint.typed import Strict
 
 from .custom_tools import CustomTool, unenforced_formats
@@ -321,6 +322,13 @@ class ResponsesRequest(GenerationFields):
         return conversation.messages
 
 
+class InputTokens(msgspec.Struct):
+    """The number of tokens of a conversation."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
 def _refuse_hosted(tool: Any, path: str) -> None:
     type_ = tool.get("type") if isinstance(tool, dict) else "function"
     if isinstance(type_, str) and type_ not in CALLABLE:
@@ -347,10 +355,21 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
 
     def routes(self) -> list[Route]:
         """Return the routes."""
-        if self._stored is not None:
-            return [*super().routes(), *self._stored.routes()]
-        return [
+        routes = [
             *super().routes(),
+            Route(
+                path="/v1/responses/input_tokens",
+                endpoint=self.count_tokens,
+                methods=("POST",),
+                summary="Count the tokens of a conversation of items.",
+                request_type=ResponsesRequest,
+                response_type=InputTokens,
+            ),
+        ]
+        if self._stored is not None:
+            return [*routes, *self._stored.routes()]
+        return [
+            *routes,
             Route(
                 path="/v1/responses/{response_id:path}",
                 endpoint=self.not_stored,
@@ -372,6 +391,21 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
             code="not_found",
         )
 
+    async def count_tokens(self, request: Request) -> Response:
+        """Return the number of tokens of a conversation, those of previous responses included."""
+        call, body = await self._service.read(request, ResponsesRequest)
+        model, adapter = await self._service.model(body.model)
+        check_limits(body, self._service.settings.limits)
+        asked = ParsedRequest(call, body, model, "", "", adapter)
+
+        async def counted() -> InputTokens:
+            before, known = await self._gone_on(asked)
+            conversation = self._conversation(asked.call, known, before)
+            prompt = await self._service.engine.model.apply_chat_template(**conversation)
+            return InputTokens(len(await self._service.engine.model.prompt_tokens(prompt)))
+
+        return await self._service.answer(request, call, counted)
+
     async def begin(
         self, asked: ParsedRequest[ResponsesRequest]
     ) -> tuple[AsyncGenerator[RequestOutput, None], ResponseAnswer]:
@@ -388,23 +422,11 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
             include=[name for name in body.include if "." not in name],
         )
         before, body = await self._gone_on(asked)
-        messages = body.messages(before)
-        check_images(engine, messages, "input_image")
-        tools, choice = body.tools_and_choice()
-        self._service.check_prompt(messages, tools, name="input")
         outputs = engine.chat(
-            with_owner(messages, self._service.owner_of(asked.call)),
-            params,
-            asked.request_id,
-            tools=tools,
-            tool_choice=choice,
+            **self._conversation(asked.call, body, before),
+            sampling_params=params,
+            request_id=asked.request_id,
             parallel_tool_calls=body.parallel_tool_calls,
-            chat_template_kwargs=reasoning_variables(
-                engine.tokenizer.chat_template,
-                body.reasoning.effort,
-                body.chat_template_kwargs,
-                enable_thinking=body.enable_thinking,
-            ),
             **self._service.extras(asked.call, body, asked.adapter),
         )
         keep, response = self._keep(asked, body, before), _response(asked, params)
@@ -416,6 +438,33 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         }
         answer = ResponseAnswer(engine.tokenizer, response, logprobs, keep, names)
         return renamed(outputs, _NAMES, body), answer
+
+    def _conversation(
+        self, call: Call, body: ResponsesRequest, before: Sequence[InputItem]
+    ) -> dict[str, Any]:
+        """Return a conversation as the engine takes it.
+
+        Args:
+            before: items of the responses before.
+
+        Raises:
+            RequestError: it is malformed or too long.
+        """
+        engine, messages = self._service.engine, body.messages(before)
+        check_images(engine, messages, "input_image")
+        tools, choice = body.tools_and_choice()
+        self._service.check_prompt(messages, tools, name="input")
+        return {
+            "messages": with_owner(messages, self._service.owner_of(call)),
+            "tools": tools,
+            "tool_choice": choice,
+            "chat_template_kwargs": reasoning_variables(
+                engine.tokenizer.chat_template,
+                body.reasoning.effort,
+                body.chat_template_kwargs,
+                enable_thinking=body.enable_thinking,
+            ),
+        }
 
     async def _gone_on(
         self, asked: ParsedRequest[ResponsesRequest]

@@ -79,15 +79,15 @@ class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call", 
     namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class ToolName(msgspec.Struct, frozen=True):
-    """The name of a tool in the request."""
+class RequestedTool(msgspec.Struct, frozen=True):
+    """A tool as the request names it."""
 
     name: str
     namespace: str | None = None
     is_custom: bool = False
 
 
-ToolNames = Mapping[str, ToolName]
+RequestedTools = Mapping[str, RequestedTool]
 """Tools of a namespace and custom tools, by the name that the model sees."""
 
 OutputItem = OutputReasoning | OutputMessage | OutputFunctionCall | OutputCustomCall
@@ -189,9 +189,9 @@ def _message(
 
 
 def _tool_call(
-    item_id: str, call: ToolCall, names: ToolNames, status: Status = "completed"
+    item_id: str, call: ToolCall, names: RequestedTools, status: Status = "completed"
 ) -> OutputFunctionCall | OutputCustomCall:
-    tool = names.get(call.name or "", ToolName(call.name or ""))
+    tool = names.get(call.name or "", RequestedTool(call.name or ""))
     fields: dict[str, Any] = {
         "id": item_id,
         "call_id": call.id or "",
@@ -264,7 +264,7 @@ class _OpenItem:
         item_id: str,
         index: int,
         call: ToolCall | None,
-        names: ToolNames,
+        names: RequestedTools,
     ) -> None:
         self._names = names
         tool = None if call is None else names.get(call.name or "")
@@ -314,7 +314,7 @@ class ResponseAnswer(ItemAnswer):
         response: ResponseObject,
         logprobs: int | None,
         keep: Callable[[ResponseObject], Awaitable[None]] | None = None,
-        names: ToolNames | None = None,
+        names: RequestedTools | None = None,
     ) -> None:
         """Prepare the answer of a request.
 
@@ -324,7 +324,7 @@ class ResponseAnswer(ItemAnswer):
             keep: stores the response that has ended, before the client has all of it.
             names: tools of a namespace and custom tools.
         """
-        self._names: ToolNames = names or {}
+        self._names: RequestedTools = names or {}
         super().__init__(tokenizer)
         self._tokenizer, self._keep, self._kept = tokenizer, keep, False
         self._response, self._logprobs = response, logprobs

@@ -33,7 +33,7 @@ from hardpoint.plugins.server import Call, Route
 from hardpoint.typed import Strict
 
 from .custom_tools import CustomTool, unenforced_formats
-from .events import ResponseAnswer, ResponseObject, ToolName, echoed
+from .events import RequestedTool, ResponseAnswer, ResponseObject, echoed
 from .input import InputItem, ItemConverter, MessageItem, prepared_input
 from .stored import StoredResponses
 from .tools import CALLABLE, flat_name, flat_tools, without_hosted_tools
@@ -432,7 +432,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         keep, response = self._keep(asked, body, before), _response(asked, params)
         response.store = keep is not None
         names = {
-            tool.flat_name: ToolName(tool.name, tool.namespace, isinstance(tool, CustomTool))
+            tool.flat_name: RequestedTool(tool.name, tool.namespace, isinstance(tool, CustomTool))
             for tool in body.tools or ()
             if tool.namespace or isinstance(tool, CustomTool)
         }

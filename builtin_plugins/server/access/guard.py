@@ -50,11 +50,11 @@ class Guard:
         self._is_socket = bound is None
         self._origins = checked_origins(origins)
 
-    def check(self, scope: Scope, body_types: Collection[str] = JSON) -> None:
+    def check(self, scope: Scope, body_types: Collection[str] | None = JSON) -> None:
         """Check a request.
 
         Args:
-            body_types: media types that its body may have.
+            body_types: media types that its body may have; None for a path without a route.
 
         Raises:
             AnswerError: its Host, Origin or Content-Type is not allowed, or it has two of one.
@@ -70,7 +70,7 @@ class Guard:
             self._check_origin(origin.decode("latin-1").lower(), headers)
         else:
             self._check_site(headers)
-        if scope["method"] in ("POST", "PUT", "PATCH"):
+        if body_types is not None and scope["method"] in ("POST", "PUT", "PATCH"):
             _check_type(headers, body_types)
 
     def _check_host(self, header: str, scope: Scope) -> None:

@@ -118,6 +118,8 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
         """Answer a request, whole or as the answer comes."""
         body: Any  # bodies have a model, a stream and a request_id
         call, body = await self._service.read(request, self.body_type)
+        if isinstance(body, GenerationFields):
+            body = body.resolved()
         model, adapter = await self._service.model(body.model)
         answer_id = new_id(self.id_prefix, body.request_id)
         asked = ParsedRequest(

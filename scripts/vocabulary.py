@@ -25,6 +25,8 @@ from syntax import literals, statements, without_literals
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ("src", "core", "host", "plugins", "builtin_plugins", "deployment")
 CHECKED = (*PACKAGE, "examples", "benchmarks", "docs", "README.md")
+GENERATED = ROOT / "docs" / "reference"
+"""Pages that scripts/reference writes; git ignores them, so their sentences are not counted."""
 CHECKED_STYLE = (*PACKAGE, "benchmarks", "examples", "kernels", "tests")
 """Folders and files that keep STYLE, STYLE_OPENINGS and STYLE_NAMES, too.
 
@@ -223,7 +225,8 @@ def main() -> int:
 def count(path: Path, text: str, counts: language.Counts) -> None:
     """Add the docstrings, names, messages or sentences of a file to the counts."""
     if path.suffix == ".md":
-        counts.add_page(text)
+        if GENERATED not in path.parents:
+            counts.add_page(text)
         return
     counts.add_heads(first for _, first, _ in docstrings(text))
     counts.add_messages((literal for _, literal in literals(text)), ANY_STYLE)

@@ -160,6 +160,13 @@ def test_sentences_of_pages_are_counted_without_code_tables_and_headings(languag
     assert (counts.sentences, counts.long_sentences) == (4, 2)
 
 
+def test_sentences_of_generated_pages_are_not_counted(vocabulary, language):
+    counts = language.Counts()
+    vocabulary.count(ROOT / "docs" / "reference" / "types.md", "A sentence.", counts)
+    vocabulary.count(ROOT / "docs" / "models.md", "A sentence.", counts)
+    assert counts.sentences == 1
+
+
 def test_code_spans_and_links_count_as_their_text(language):
     page = "Call `read(a, b)` of [the page](https://example.com/a b), then stop."
     assert [len(sentence.split()) for sentence in language.sentences(page)] == [7]

@@ -240,20 +240,20 @@ class _Cleaner:
         self, value: Mapping[str, Any], info: types.StructType, path: str, *, returned: bool
     ) -> dict[str, Any]:
         fields = {field.encode_name: field.type for field in info.fields}
-        kept: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         for name, item in value.items():
             if item is None:
                 continue
             if name in fields:
                 inside = returned or name in _RETURNED
-                kept[name] = self.cleaned(
+                members[name] = self.cleaned(
                     item, fields[name], join_path(path, name), returned=inside
                 )
                 continue
             is_allowed = name == info.tag_field or not info.forbid_unknown_fields
             if is_allowed or not self._ignores(name, fields, path, returned=returned):
-                kept[name] = item
-        return kept
+                members[name] = item
+        return members
 
     def _ignores(self, name: str, known: Iterable[str], path: str, *, returned: bool) -> bool:
         """Return whether an unknown field is ignored, and record it if it is."""

@@ -485,8 +485,8 @@ class VectorRoutes:
             AnswerError: one ended without a result.
         """
         has_pairs = any(isinstance(text, Mapping) for text in texts.values())
-        kept = asked.truncate_prompt_tokens
-        check_truncation_side(asked.truncation_side, kept, of_pairs=has_pairs)
+        limit = asked.truncate_prompt_tokens
+        check_truncation_side(asked.truncation_side, limit, of_pairs=has_pairs)
         parts = list((given or texts).values())
         self._service.check_prompt(parts, name=next(iter(texts)).partition("[")[0])
         extras = self._service.extras(call, asked)

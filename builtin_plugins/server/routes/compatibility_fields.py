@@ -75,8 +75,8 @@ class CompatibilityFields(Strict):
             raise RequestError(
                 "best_of: expected the value of n, because all completions are returned"
             )
-        side, kept = (getattr(self, name, None) for name in _TRUNCATION)
-        check_truncation_side(side, kept, of_pairs=False)
+        side, limit = (getattr(self, name, None) for name in _TRUNCATION)
+        check_truncation_side(side, limit, of_pairs=False)
         return msgspec.structs.replace(self, **changes) if changes else self
 
     def compatibility_forms(self) -> dict[str, dict[str, Any]]:
@@ -94,8 +94,8 @@ class CompatibilityFields(Strict):
         if self.typical_p is not None and self.typical_p < 1:
             arguments["typical_p"] = {"p": self.typical_p}
         if self.mirostat:
-            given = {"tau": self.mirostat_tau, "eta": self.mirostat_eta}
-            arguments["mirostat"] = {k: value for k, value in given.items() if value is not None}
+            figures = {"tau": self.mirostat_tau, "eta": self.mirostat_eta}
+            arguments["mirostat"] = {k: value for k, value in figures.items() if value is not None}
         return arguments
 
     def with_compatibility_names(self, message: str) -> str:
@@ -137,7 +137,7 @@ class ThinkingMode(Strict):
 
 def thinking_variables(
     template: str | None,
-    given: Mapping[str, Any] | None,
+    variables: Mapping[str, Any] | None,
     *,
     enable_thinking: bool | None = None,
     thinking: bool | ThinkingMode | None = None,
@@ -146,14 +146,14 @@ def thinking_variables(
 
     Args:
         template: the model's chat template.
-        given: variables that the request gives; they win.
+        variables: variables that the request gives; they win.
         enable_thinking: the field of that name.
         thinking: the field of that name.
 
     Raises:
         RequestError: the fields contradict each other, or the template has no such variable.
     """
-    variables = dict(given or {})
+    variables = dict(variables or {})
     name, enabled = "enable_thinking", enable_thinking
     if (mode := _enabled(thinking)) is not None:
         if enabled not in (None, mode):
@@ -176,19 +176,19 @@ def _enabled(thinking: bool | ThinkingMode | None) -> bool | None:
     return {"enabled": True, "disabled": False}.get(thinking.type)
 
 
-def check_truncation_side(side: str | None, kept: int | None, *, of_pairs: bool) -> None:
+def check_truncation_side(side: str | None, limit: int | None, *, of_pairs: bool) -> None:
     """Check the side on which a prompt is cut.
 
     Args:
         side: the field `truncation_side`; None leaves it to the server.
-        kept: the field `truncate_prompt_tokens`; without it nothing is cut.
+        limit: the field `truncate_prompt_tokens`; without it nothing is cut.
         of_pairs: whether the model reads texts in pairs, of which the longer one loses its end.
 
     Raises:
         RequestError: prompts are cut on the other side.
     """
     expected = "right" if of_pairs else "left"
-    if side is not None and kept is not None and side != expected:
+    if side is not None and limit is not None and side != expected:
         raise RequestError(
             f'truncation_side: expected "{expected}" with truncate_prompt_tokens, got "{side}"'
         )

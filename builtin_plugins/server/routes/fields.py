@@ -245,10 +245,10 @@ class GenerationFields(CompatibilityFields):
         Raises:
             RequestError: one of them is wrong.
         """
-        found = self.compatibility_forms()
+        forms = self.compatibility_forms()
         if self.structured_outputs is not None:
-            found["structured_outputs"] = self.structured_outputs
-        return found
+            forms["structured_outputs"] = self.structured_outputs
+        return forms
 
     def _structured(self) -> StructuredOutputs | None:
         """Return the form of the answer, from the one field that gives it.
@@ -256,10 +256,10 @@ class GenerationFields(CompatibilityFields):
         Raises:
             RequestError: several fields do, or the one that does is wrong.
         """
-        found = self.answer_forms()
-        if len(found) > 1:
-            raise RequestError(f"{' and '.join(found)}: expected one of them, got both")
-        for name, value in found.items():
+        forms = self.answer_forms()
+        if len(forms) > 1:
+            raise RequestError(f"{' and '.join(forms)}: expected one of them, got both")
+        for name, value in forms.items():
             given = {key: item for key, item in value.items() if item is not None}
             try:
                 return StructuredOutputs.checked(given, name)
@@ -502,20 +502,20 @@ def check_known(name: str, known: Sequence[Any], path: str) -> None:
 def reasoning_variables(
     template: str | None,
     effort: str | None,
-    given: Mapping[str, Any] | None,
+    variables: Mapping[str, Any] | None,
     **thinking: Any,
 ) -> dict[str, Any] | None:
     """Return the variables of a chat template, with those that a reasoning effort stands for.
 
     Args:
         effort: "none" asks for no reasoning; None leaves it to the template.
-        given: by the request; they win.
+        variables: by the request; they win.
         thinking: the fields for thinking, see `thinking_variables`; they win over the effort.
 
     Raises:
         RequestError: the template has no variable for thinking, and a field for it is given.
     """
-    variables = thinking_variables(template, given, **thinking)
+    variables = thinking_variables(template, variables, **thinking)
     if effort is not None and template is not None:
         if "reasoning_effort" in template and effort != "none":
             variables.setdefault("reasoning_effort", effort)

@@ -45,10 +45,10 @@ def without_hosted_tools(fields: dict[str, Any]) -> tuple[dict[str, Any], list[s
     if not hosted:
         return fields, []
     assert isinstance(tools, list)
-    kept = [tool for index, tool in enumerate(tools) if index not in hosted]
+    functions = [tool for index, tool in enumerate(tools) if index not in hosted]
     rest = {name: value for name, value in fields.items() if name != "tools"}
-    if kept:
-        rest["tools"] = kept
+    if functions:
+        rest["tools"] = functions
     return rest, [f"tools[{index}].{type_}" for index, type_ in hosted.items()]
 
 

@@ -1,7 +1,9 @@
 """Check Hardpoint's Triton kernels on a GPU, and measure them. Nothing is downloaded.
 
-scripts/gpu-check                        all parts; ends within 10 minutes
+scripts/gpu-check                        the default parts; ends within 8 minutes
 scripts/gpu-check --only kernels sleep   some
+scripts/gpu-check --only throughput      1,000 requests with ShareGPT's lengths; within 4 minutes
+scripts/gpu-check --only cpu             the processor of the machine; within 2 minutes
 scripts/gpu-check --dry-run              on a CPU, interpreted, with tiny sizes; what only GPUs have
                                          is replaced by fakes
 
@@ -44,7 +46,11 @@ PARTS = {
 }
 """Parts in their order, and their shares of the time. What a part leaves, the next ones may use."""
 
-MINUTES = 10.0
+NAMED_PARTS = {"throughput": 220, "cpu": 110}
+"""Parts that run only when named, and their seconds."""
+
+MINUTES = 8.0
+SHARES = PARTS | NAMED_PARTS
 _POLL_S = 0.2
 _LOG_LINES = 15
 _WRITING_S = 10.0  # kept for the report
@@ -56,12 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.only and options.skip:
         parser.error("expected --only or --skip, got both")
+    if options.minutes is None:
+        options.minutes = _default_minutes(options.only)
     if options.minutes <= 0:
         parser.error(f"--minutes: expected a number above 0, got {options.minutes}")
     if options.run_part:
         return _run_part(options.run_part, options.lines, is_dry=options.dry_run)
     about = _about(is_dry=options.dry_run)
-    chosen = [p for p in PARTS if p not in options.skip and p in (options.only or PARTS)]
+    chosen = [p for p in SHARES if p not in options.skip and p in (options.only or PARTS)]
     options.out.mkdir(parents=True, exist_ok=True)
     parts, seconds = _run_parts(chosen, options)
     _write(options.out, about, parts, seconds)
@@ -73,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = list(PARTS)
+    names = list(SHARES)
     parser.add_argument(
         "--only",
         nargs="+",
@@ -87,12 +95,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder to write to")
     parser.add_argument(
-        "--minutes", type=float, default=MINUTES, help="after which parts are ended"
+        "--minutes",
+        type=float,
+        default=None,
+        help=f"after which parts are ended; default: {MINUTES:.0f}, and those of named parts",
     )
     parser.add_argument("--dry-run", action="store_true", help="run on the CPU, with fakes")
     parser.add_argument("--run-part", choices=names, help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     return parser
+
+
+def _default_minutes(chosen: Sequence[str]) -> float:
+    """Return the minutes of the chosen parts; without a choice, those of the default parts."""
+    named = [NAMED_PARTS[part] for part in chosen if part in NAMED_PARTS]
+    has_default_part = not chosen or len(named) < len(chosen)
+    return MINUTES * has_default_part + (sum(named) + _WRITING_S * bool(named)) / 60
 
 
 def _about(*, is_dry: bool) -> dict[str, Any]:
@@ -132,13 +150,13 @@ def _run_parts(
     chosen: Sequence[str], options: argparse.Namespace
 ) -> tuple[dict[str, list[Check]], dict[str, float]]:
     """Run parts in processes of their own; return the checks of all parts, and seconds."""
-    parts: dict[str, list[Check]] = {part: [] for part in PARTS}
+    parts: dict[str, list[Check]] = {part: [] for part in PARTS | dict.fromkeys(chosen)}
     seconds: dict[str, float] = {}
     start = time.monotonic()
     end = start + 60 * options.minutes - _WRITING_S
     for index, part in enumerate(chosen):
         # In a dry run, parts take other shares.
-        share = 1.0 if options.dry_run else PARTS[part] / sum(PARTS[p] for p in chosen[index:])
+        share = 1.0 if options.dry_run else SHARES[part] / sum(SHARES[p] for p in chosen[index:])
         began = time.monotonic()
         process = _Part(part, options, start, began + (end - began) * share)
         parts[part] = process.checks()
@@ -236,8 +254,10 @@ def _run_part(part: str, file: Path, *, is_dry: bool) -> int:
     from gpu_checks.families import check_families  # noqa: PLC0415
     from gpu_checks.kernels import check_kernels  # noqa: PLC0415
     from gpu_checks.models import DRY, REAL, Sizes  # noqa: PLC0415
+    from gpu_checks.processor import check_processor  # noqa: PLC0415
     from gpu_checks.running import check_graphs, check_sleep, check_syncs  # noqa: PLC0415
     from gpu_checks.speed import check_benchmark  # noqa: PLC0415
+    from gpu_checks.throughput import check_throughput  # noqa: PLC0415
 
     run: dict[str, Callable[[Recorder, Device, Sizes], None]] = {
         "environment": check_environment,
@@ -248,6 +268,8 @@ def _run_part(part: str, file: Path, *, is_dry: bool) -> int:
         "syncs": check_syncs,
         "sleep": check_sleep,
         "benchmark": check_benchmark,
+        "throughput": check_throughput,
+        "cpu": check_processor,
     }
     recorder = Recorder(part, file, is_dry=is_dry)
     run[part](recorder, open_device(is_dry=is_dry), DRY if is_dry else REAL)

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
 from hardpoint import LLM
 from hardpoint.testing import write_scripted_model
 
@@ -85,6 +89,29 @@ _MIXTURE: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
+class ThroughputSizes:
+    """How much the part `throughput` does.
+
+    Attributes:
+        num_requests: number of requests.
+        longest: maximum tokens of a prompt and of an answer.
+        num_seqs: number of sequences of a step.
+        num_streams: number of streams over HTTP.
+        profiled_steps: number of steps that the profiler sees.
+        max_model_len: maximum length of a sequence.
+        cache_bytes: size of the KV cache.
+    """
+
+    num_requests: int
+    longest: tuple[int, int]
+    num_seqs: int
+    num_streams: int
+    profiled_steps: int
+    max_model_len: int
+    cache_bytes: int
+
+
+@dataclass(frozen=True)
 class Sizes:
     """How much is done.
 
@@ -116,6 +143,8 @@ class Sizes:
         num_seqs, step_tokens: limits of its steps.
         all_tests: whether all tests of kernels run, or the first of each class and file.
         tests_s: seconds that the tests of a file may take.
+        throughput: sizes of the part `throughput`.
+        processor_loads: loads of benchmarks/offline.py in the part `cpu`.
     """
 
     qwen: Mapping[str, Any]
@@ -146,6 +175,8 @@ class Sizes:
     step_tokens: int
     all_tests: bool
     tests_s: float
+    throughput: ThroughputSizes
+    processor_loads: Sequence[str]
 
 
 REAL = Sizes(
@@ -180,6 +211,16 @@ REAL = Sizes(
     step_tokens=8192,
     all_tests=True,
     tests_s=140.0,
+    throughput=ThroughputSizes(
+        num_requests=1000,
+        longest=(1024, 1024),
+        num_seqs=256,
+        num_streams=64,
+        profiled_steps=100,
+        max_model_len=2048,
+        cache_bytes=32 << 30,
+    ),
+    processor_loads=("single", "batch", "prefill"),
 )
 
 DRY = Sizes(
@@ -214,6 +255,16 @@ DRY = Sizes(
     step_tokens=32,
     all_tests=False,
     tests_s=120.0,
+    throughput=ThroughputSizes(
+        num_requests=4,
+        longest=(5, 3),
+        num_seqs=2,
+        num_streams=2,
+        profiled_steps=2,
+        max_model_len=32,
+        cache_bytes=64 << 20,
+    ),
+    processor_loads=("short",),
 )
 
 
@@ -258,6 +309,15 @@ def write_model(folder: Path, fields: Mapping[str, Any]) -> Path:
     write_scripted_model(folder)
     (folder / "config.json").write_text(json.dumps(fields))
     return folder
+
+
+def write_words(folder: Path, count: int) -> None:
+    """Write a tokenizer with a word for each token id, so that random tokens have texts."""
+    words = Tokenizer(WordLevel({f"w{index}": index for index in range(count)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.save(str(folder / "tokenizer.json"))
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w2"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
 
 
 @contextlib.contextmanager

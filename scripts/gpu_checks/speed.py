@@ -33,7 +33,7 @@ from .device import AIMED, DATA_SHEETS, Device
 from .models import Sizes, engine, has_room, write_model
 from .recorder import Check, Recorder
 
-AIM_BANDWIDTH, AIM_TOKENS, AIM_PEAK = 0.70, 2500.0, 0.55
+AIM_BANDWIDTH, AIM_TOKENS, AIM_PEAK = 0.75, 9500.0, 0.65
 _POLL_S, _QUIET_S, _PATIENCE_S = 0.2, 3.0, 30.0
 
 

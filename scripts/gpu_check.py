@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only and options.skip:
         parser.error("expected --only or --skip, got both")
     if options.minutes is None:
-        options.minutes = _default_minutes(options.only)
+        options.minutes = default_minutes(options.only)
     if options.minutes <= 0:
         parser.error(f"--minutes: expected a number above 0, got {options.minutes}")
     if options.run_part:
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _default_minutes(chosen: Sequence[str]) -> float:
+def default_minutes(chosen: Sequence[str]) -> float:
     """Return the minutes of the chosen parts; without a choice, those of the default parts."""
     named = [NAMED_PARTS[part] for part in chosen if part in NAMED_PARTS]
     has_default_part = not chosen or len(named) < len(chosen)

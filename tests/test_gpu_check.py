@@ -306,7 +306,7 @@ def test_aims_are_judged_where_they_are_for(parts, tmp_path, monkeypatch):
 )
 def test_minutes_of_parts(parts, chosen, minutes):
     program = importlib.import_module("gpu_check")
-    assert program._default_minutes(chosen) == pytest.approx(minutes)
+    assert program.default_minutes(chosen) == pytest.approx(minutes)
 
 
 def test_lengths_have_the_sums_of_the_sample(parts):

@@ -81,8 +81,14 @@ class _Service:
         self._watchdog = _Watchdog(setup.watchdog_seconds)
         self._in_call = False
         self._has_ended = False
+        self._is_released = threading.Event()
 
     def serve(self) -> None:
+        """Run calls until there are no more and the executor has failed or closed.
+
+        Calls end at once when another worker dies. This worker waits for the executor to see that:
+        if it ended first, the executor would report it as the cause.
+        """
         num_calls = 0
         with contextlib.suppress(CallsEndedError):
             while True:
@@ -97,6 +103,7 @@ class _Service:
                     gc.collect()
                     gc.freeze()  # the model lives as long as this process
         self._watchdog.stop()
+        self._is_released.wait()
 
     def _run(self, number: int, all_answer: bool, data: memoryview) -> None:
         self._watchdog.start_call()
@@ -114,7 +121,9 @@ class _Service:
             if frame.kind is FrameKind.ABORT:
                 reason = frame.data.decode()
                 self._worker.abort(reason)
+                self._is_released.set()
         self._has_ended = True
+        self._is_released.set()
         if self._in_call and reason is None:
             self._worker.abort("the executor was closed")
 

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -226,6 +227,22 @@ def test_a_death_before_the_callback_is_registered_is_reported_to_it(opened):
     failures = []
     workers.on_failure(failures.append)
     assert "rank 1" in str(failures[0])
+
+
+def test_a_rank_does_not_end_before_the_executor_has_seen_the_death_of_another(opened, monkeypatch):
+    """The thread that watches the ranks is slow: it sees all that ended in a second at once."""
+    real = select.poll()
+
+    def poll(timeout):
+        time.sleep(1)
+        return real.poll(timeout)
+
+    slow = SimpleNamespace(register=real.register, unregister=real.unregister, poll=poll)
+    names = SimpleNamespace(poll=lambda: slow, POLLIN=select.POLLIN)
+    monkeypatch.setattr(multiproc_group, "select", names)
+    workers = opened(2)
+    with pytest.raises(EngineDeadError, match=r"rank 1 \(pid \d+\) was killed by signal 9"):
+        workers.collective_rpc("start_parts", ("1 kill",))
 
 
 def test_ranks_that_a_call_leaves_out_of_step_are_lost(opened, monkeypatch):

@@ -5,18 +5,32 @@ import os
 import foreign
 import pytest
 from hardpoint_vllm import VLLM
+from hardpoint_vllm.stand_ins import stand_ins
 from hypothesis import strategies as st
 
 from hardpoint.plugins.component import Source
-from hardpoint.testing import ComponentAdapterSuite, LogitsProcessorSuite
+from hardpoint.testing import (
+    ComponentAdapterSuite,
+    LogitsProcessorSuite,
+    OutputParserSuite,
+    OutputSample,
+)
+
+with stand_ins():
+    import vllm_parsing
 
 pytest_plugins = ["hardpoint.testing"]
 
 
+def adapted(target):
+    """Return the component that the adapter makes of an object."""
+    return VLLM.adapt(target, Source.of_module("thing", "elsewhere:Thing", "a test"))
+
+
 def component(target, **options):
-    """Return the component that the loader makes of an object."""
-    adapted = VLLM.adapt(target, Source.of_module("thing", "elsewhere:Thing", "a test"))
-    return adapted.configured(adapted.Options(**options))
+    """Return the component that the loader makes of a logits processor."""
+    made = adapted(target)
+    return made.configured(made.Options(**options))
 
 
 class TestVLLM(ComponentAdapterSuite):
@@ -29,8 +43,15 @@ class TestVLLM(ComponentAdapterSuite):
         foreign.Stepping,
         foreign.two_parameters,
         foreign.boost,
+        vllm_parsing.Pipes,
+        vllm_parsing.Arrows,
     ]
-    refused = [foreign.TwoArguments, foreign.OldApply, foreign.four_parameters]
+    refused = [
+        foreign.TwoArguments,
+        foreign.OldApply,
+        foreign.four_parameters,
+        vllm_parsing.WithoutMethod,
+    ]
     modules = ["vllm", "vllm.config", "vllm.v1.sample.logits_processor"]
 
 
@@ -87,6 +108,28 @@ class TestV2History(LogitsProcessorSuite):
     examples = 0.3
     processor = component(foreign.Echo)
     arguments = st.just({})
+
+
+class TestReasoning(OutputParserSuite):
+    parser = adapted(vllm_parsing.Pipes)
+    samples = [
+        OutputSample("I think.||Yes.", "I think.", "Yes."),
+        OutputSample("Yes.", content="Yes."),
+    ]
+
+
+class TestCalls(OutputParserSuite):
+    parser = adapted(vllm_parsing.Arrows)
+    samples = [
+        OutputSample(
+            'Wait.->now{"city": "Rome"}',
+            content="Wait.",
+            calls=[("now", {"city": "Rome"})],
+            tools={"now": {"type": "object"}},
+        ),
+        OutputSample("Yes.", content="Yes."),
+        OutputSample('->later{"a": 1}', content='->later{"a": 1}', malformed=True),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,6 @@ OTHER_KINDS = [
     ("vllm.v1.executor.abstract", "Executor", "executors"),
     ("vllm.v1.attention.backend", "AttentionBackend", "attention_backends"),
     ("vllm.v1.metrics.loggers", "StatLoggerBase", "stat_sinks"),
-    ("vllm.reasoning", "ReasoningParser", "reasoning_parsers"),
     ("vllm.model_executor.models.interfaces", "SupportsLoRA", "models"),
 ]
 

@@ -1,4 +1,4 @@
-"""The component adapter: recognizes vLLM's logits processors by base class and signature."""
+"""The component adapter: recognizes vLLM's classes by base class and signature."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hardpoint.toolkit.logits_calls import (
 from .batch_classes import V1_METHODS, VLLMV1Class
 from .callables import adapt_callable
 from .other_classes import why_not_adapted
+from .parsers import adapt_parser, form_of
 from .slot_classes import VLLMV2Class
 from .stand_ins import is_missing, stand_ins
 
@@ -28,9 +29,9 @@ _METHODS = {*V1_METHODS, "validate_params", "add_request", "apply_staged_writes"
 
 
 class VLLM(ComponentAdapter):
-    """Adapts the three generations of vLLM's logits processors, with vLLM installed or without.
+    """Adapts vLLM's logits processors and output parsers, with vLLM installed or without.
 
-    It explains vLLM's classes of other kinds, of which none is adapted.
+    Classes of other kinds are refused with the kind that replaces them.
     """
 
     contract = 1
@@ -38,7 +39,7 @@ class VLLM(ComponentAdapter):
     @classmethod
     def matches(cls, target: Any, kind: str | None) -> bool:
         """Return whether it is one of vLLM's classes, or a callable in the form of its V0."""
-        if why_not_adapted(target):
+        if form_of(target) or why_not_adapted(target):
             return True
         if kind not in (None, "logits_processors"):
             return False
@@ -53,6 +54,8 @@ class VLLM(ComponentAdapter):
         Raises:
             PluginContractError: it is of another kind, or nearly has one of the forms.
         """
+        if form_of(target):
+            return adapt_parser(target, source)
         external = ExternalProcessor(target, source)
         if inspect.isclass(target) and seems_from_vllm(target):
             return adapt_class(external)

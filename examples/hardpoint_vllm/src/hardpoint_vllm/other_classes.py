@@ -1,4 +1,4 @@
-"""vLLM's classes of other kinds than logits processors, which nothing adapts: what to write."""
+"""vLLM's classes of other kinds than those that are adapted: what to write."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ KINDS = {
         "quantizations",
         "write-a-quantization",
     ),
-    "vllm.reasoning": ("reasoning parsers", "reasoning_parsers", "write-an-output-parser"),
-    "vllm.tool_parsers": ("tool parsers", "tool_parsers", "write-an-output-parser"),
     "vllm.entrypoints": ("server extensions", "hooks", "write-a-route"),
     "vllm.lora": ("adapter resolvers", "adapter_resolvers", "write-an-adapter-resolver"),
 }
@@ -39,8 +37,8 @@ def why_not_in(module: str) -> str:
     classes, kind, page = KINDS[max(packages, key=len)]
     return (
         f"vLLM's {classes} cannot be used, with vLLM installed or without: only logits processors "
-        f"are adapted. The kind {kind} takes their place (docs/{page}.md); docs/differences.md "
-        f"lists the differences"
+        f"and output parsers are adapted. The kind {kind} takes their place (docs/{page}.md); "
+        f"docs/differences.md lists the differences"
     )
 
 

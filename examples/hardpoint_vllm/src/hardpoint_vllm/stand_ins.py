@@ -1,4 +1,4 @@
-"""Modules that stand in for vLLM's where it is not installed: names that logits processors import.
+"""Modules that stand in for vLLM's where it is not installed: names that plugins import.
 
 Many processors for vLLM import its base class, its configuration for annotations, or a helper. So
 that they load without vLLM, a component whose import fails for want of vLLM is imported again while
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from .batch_classes import ExternalBatchUpdate, MoveDirectionality
 from .objects import ExternalParams, VllmConfigFields
 from .other_classes import why_not_in
+from .protocol import MODULES as PARSER_MODULES
 from .slot_classes import DeviceField, HostField, RequestStates, StepLayout
 
 if TYPE_CHECKING:
@@ -231,6 +232,7 @@ _SLOTS = {
 }
 _PARAMS = {"SamplingParams": ExternalParams}
 MODULES: Mapping[str, Mapping[str, Any]] = {
+    **PARSER_MODULES,
     "vllm": _PARAMS,
     "vllm.sampling_params": _PARAMS,
     "vllm.config": {"VllmConfig": VllmConfigFields},
@@ -316,8 +318,8 @@ class _Module(ModuleType):
 
 def _lacking(what: str, module: str) -> str:
     return (
-        f"there is no {what}: vLLM is not installed, and only what logits processors need stands "
-        f"in for it; {why_not_in(module) or 'install vLLM, too'}"
+        f"there is no {what}: vLLM is not installed, and only what logits processors and "
+        f"output parsers need stands in for it; {why_not_in(module) or 'install vLLM, too'}"
     )
 
 

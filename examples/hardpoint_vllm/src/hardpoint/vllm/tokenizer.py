@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,14 @@ class TokenizerLike:
             return text
         ids = self.encode(text, add_special_tokens=False)
         return {"input_ids": ids, "attention_mask": [1] * len(ids)} if return_dict else ids
+
+    @functools.cache  # noqa: B019 - a tokenizer lives as long as its engine
+    def get_vocab(self) -> dict[str, int]:
+        """Return the token ids by the texts of the tokens; special tokens by their own."""
+        texts = self.convert_ids_to_tokens(range(self._tokenizer.vocab_size))
+        return {text: token for token, text in enumerate(texts)} | dict(
+            self._tokenizer.special_tokens
+        )
 
     @property
     def vocab_size(self) -> int:

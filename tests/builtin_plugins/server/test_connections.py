@@ -9,7 +9,15 @@ import time
 import msgspec
 import pytest
 from support.fake_engine import FakeEngine, HeldEngine, configured
-from support.http_bytes import ASK, HEAD, post, read_all, read_answer, read_answer_of_many
+from support.http_bytes import (
+    ASK,
+    HEAD,
+    post,
+    read_all,
+    read_answer,
+    read_answer_of_many,
+    receive,
+)
 from support.http_server import client_of, running
 from support.waiting import PATIENCE_S, wait_until
 
@@ -139,7 +147,7 @@ def read_answers(connection, count):
     """Read the answers to as many requests."""
     data = b""
     while count:
-        data += connection.recv(1 << 20)
+        data += receive(connection)
         count -= data.count(b"HTTP/1.1 200 OK")
         data = data[-14:] if not data.endswith(b"HTTP/1.1 200 OK") else b""
 
@@ -481,7 +489,7 @@ def test_a_client_that_reads_slowly_gets_all(monkeypatch):
         if len(checks) == 3:
             return
         while self._unread() >= self._unsent:
-            size += len(connection.recv(2000))
+            size += len(receive(connection, 2000))
         check(self)
         checks.append(self.transport.is_closing())
 
@@ -490,8 +498,7 @@ def test_a_client_that_reads_slowly_gets_all(monkeypatch):
         with slow_reader(server) as connection:
             wait_until(lambda: len(checks) == 3)
             while b"data: [DONE]" not in tail:
-                part = connection.recv(1 << 20)
-                assert part
+                part = receive(connection)
                 size += len(part)
                 tail = (tail + part)[-100:]
         assert checks == [False] * 3
@@ -509,7 +516,7 @@ def test_500_connections_at_once(server_of_many):
         for connection in many:
             answer = b""
             while b"data: [DONE]" not in answer:
-                answer += connection.recv(1 << 16)
+                answer += receive(connection)
             assert answer.startswith(b"HTTP/1.1 200 OK")
             assert answer.count(b"friend") == 1
         assert server_of_many.service.traffic.connections == 500

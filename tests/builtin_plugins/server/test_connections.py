@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 
+import httpx
 import msgspec
 import pytest
 from support.fake_engine import FakeEngine, HeldEngine, configured
@@ -21,6 +22,7 @@ from support.http_bytes import (
 from support.http_server import client_of, running
 from support.waiting import PATIENCE_S, wait_until
 
+from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.operations.connections import ServerConnection
 
 
@@ -233,6 +235,14 @@ def test_an_idle_connection_is_kept_for_a_while(server):
         time.sleep(0.1)
         connection.sendall(post())
         assert read_answer(connection)[0] == 200
+
+
+def test_usual_clients_and_proxies_close_an_idle_connection_first():
+    """A server that closes it may reset a request that is on its way, which is not repeated."""
+    clients = {"httpx": httpx.Limits().keepalive_expiry, "aiohttp": 15.0}
+    proxies = {"load balancers of AWS": 60.0, "upstream connections of nginx": 60.0}
+    for seconds in (clients | proxies).values():
+        assert configured().table(ServerConfig).keep_alive_seconds > seconds + 10.0
 
 
 def test_an_idle_connection_is_closed_after_a_while(hasty):

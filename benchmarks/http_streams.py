@@ -33,7 +33,8 @@ class Timeline:
     """The times of a streamed answer, by `time.perf_counter`, and its end.
 
     Attributes:
-        sent: when the request was sent.
+        sent: when the request was to be sent.
+        written: when it was written, after waiting for a connection; 0.0 if it was not.
         first, last: when the first text came, or 0.0, and the last.
         ended: when the answer ended, or the error came.
         gaps: seconds between two chunks with text.
@@ -45,6 +46,7 @@ class Timeline:
     """
 
     sent: float = 0.0
+    written: float = 0.0
     first: float = 0.0
     last: float = 0.0
     ended: float = 0.0
@@ -100,10 +102,15 @@ class Client:
             on_text: called at each chunk with text.
         """
         timeline = Timeline(sent=time.perf_counter())
+
+        async def trace(event: str, _: Any) -> None:
+            if event.endswith("send_request_headers.started"):
+                timeline.written = time.perf_counter()
+
         try:
             async with (
                 asyncio.timeout(timeout),
-                self._http.stream("POST", path, json=body) as answer,
+                self._http.stream("POST", path, json=body, extensions={"trace": trace}) as answer,
             ):
                 await _read_stream(answer, timeline, on_text)
         except TimeoutError:

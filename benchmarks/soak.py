@@ -308,7 +308,6 @@ def server(
             lines = []
             for key, one in traffic.items():
                 lines += ["[[key]]", f'name = "{key}"', f'key = "{secret_of(key)}"']
-                lines += [f'tags = {{ tenant = "{key}" }}']
                 lines += [f"requests_per_minute = {one.per_minute}"] * bool(one.per_minute)
             keys = folder / "keys.toml"
             keys.touch(0o600)

@@ -136,7 +136,8 @@ class Counts:
             is_limited: whether admission limits may reject the request.
             is_failing: whether the request uses the failing processor.
         """
-        seconds, error = timeline.ended - timeline.sent, timeline.error
+        seconds = timeline.ended - (timeline.written or timeline.sent)
+        error = timeline.error
         if (
             timeout is not None
             and seconds >= timeout

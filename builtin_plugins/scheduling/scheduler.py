@@ -365,6 +365,8 @@ class DefaultScheduler(Scheduler):
             raise PromptTooLongError.of(tokens, limits.max_model_len, generates=bool(generated))
         if outputs := request.output_token_ids:
             _check_resumed(request, limits.max_model_len)
+        if self._tracker.all_fit:
+            return
         needed = self._tracker.blocks_needed(request.num_tokens + generated)
         if needed > cache.num_usable_blocks:
             known = f"{tokens} tokens{f' and {len(outputs)} outputs' if outputs else ''}"

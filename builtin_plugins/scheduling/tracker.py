@@ -39,6 +39,7 @@ class RequestTracker:
         loaded: waiting requests that hold blocks which were filled, by id.
         pending_free: finished requests whose blocks are still read or written, by id, each with
             its unfinished transfers (LOAD, SAVE or both).
+        all_fit: whether the cache has room for every request of at most `max_model_len` tokens.
         finished_outputs: last outputs of requests that ended during planning.
         unreported_finished: ids of finished requests that no plan has reported.
         unreported_preempted: ids of preempted requests that no plan has reported.
@@ -68,6 +69,8 @@ class RequestTracker:
         self.num_preemptions = 0
         self._deadlines: list[tuple[float, int, str]] = []
         self._num_prompt_tokens = 0  # of all live requests
+        most = self.blocks_needed(self.limits.max_model_len)
+        self.all_fit = most <= self.cache.num_usable_blocks
 
     def set_policy(self, policy: SchedulingPolicy) -> None:
         """Use another policy from now on."""
@@ -222,6 +225,8 @@ class RequestTracker:
 
     def finish_if_too_long(self, request: SchedulerRequest) -> bool:
         """Finish a request that the whole cache cannot hold; return whether it was one."""
+        if self.all_fit:
+            return False
         # It would be preempted for ever.
         needed, usable = self.blocks_needed(request.num_tokens), self.cache.num_usable_blocks
         if needed <= usable:

@@ -118,7 +118,9 @@ class ServerConfig(Strict):
         body_seconds: maximum time between two parts of a request's body, and for all of it, with
             a second more for each 10000 bytes that came; also of a message of a WebSocket.
         send_seconds: maximum time that a client may leave an answer unread.
-        keep_alive_seconds: time for which an idle connection is kept.
+        keep_alive_seconds: time for which an idle connection is kept. It exceeds the idle limits of
+            usual clients and proxies, which close the connection first: otherwise, a request may
+            reach a connection that the server is closing, and is reset.
         drain_delay: time to serve on after SIGTERM while `/ready` answers 503.
         drain_seconds: time for requests to finish after that.
         workers: processes that answer requests, with the same engines and limits.
@@ -154,7 +156,7 @@ class ServerConfig(Strict):
     header_seconds: PositiveSeconds = 10.0
     body_seconds: PositiveSeconds = 30.0
     send_seconds: PositiveSeconds = 60.0
-    keep_alive_seconds: PositiveSeconds = 5.0
+    keep_alive_seconds: PositiveSeconds = 75.0
     drain_delay: Seconds = 0.0
     drain_seconds: Seconds = 30.0
     workers: Annotated[int, Meta(ge=1, le=64)] = 1

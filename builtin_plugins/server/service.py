@@ -48,6 +48,8 @@ _log = logging.getLogger("hardpoint")
 
 T = TypeVar("T")
 R = TypeVar("R")
+_TENANT = "tenant"
+"""The tag by which the policy `fair` shares the engine; a request cannot name another key's."""
 
 _CHARACTERS_PER_TOKEN = 32
 _PAUSED, _DRAIN, _LEVEL = "paused", "drain", "level of "
@@ -394,7 +396,10 @@ class Service:
         if transfer is not None:
             self._check_kv_transfer(client)
         self._check_trace(client, asked)
-        tags = {**dict(getattr(asked, "tags", None) or {}), **client.tags}
+        tags = dict(getattr(asked, "tags", None) or {})
+        if client != ANYBODY:
+            tags[_TENANT] = client.name
+        tags |= client.tags
         last = getattr(asked, "truncate_prompt_tokens", None)
         retained = {name: getattr(asked, name, None) for name in ("session", "retain_seconds")}
         adapter = _scaled(adapter, getattr(asked, "lora_scale", None))

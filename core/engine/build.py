@@ -44,7 +44,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.cache_memory import block_needs, tightest
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.kv_cache import KVEvent
+from hardpoint.plugins.kv_cache import BlockNeeds, KVEvent
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.toolkit.step_cost import StepCostFit
@@ -140,20 +140,8 @@ def build_core(
         info, size, config = _start_workers(executor, spec, config_sources, step_parts)
         launcher.close()
 
-        cache, needs = config.kv_cache, block_needs(config, info)
-        kv_cache = BlockManager(
-            size.num_blocks,
-            cache.block_size,
-            groups=needs.groups,
-            num_states=size.num_states,
-            max_step_tokens=needs.max_step_tokens,
-            prefix_caching=cache.prefix_caching,
-            hash_algorithm=cache.hash_algorithm,
-            part_keys=step_parts.block_keys,
-            eviction=eviction,
-            metadata=blocks,
-            events=kv_events.has_any,
-        )
+        needs, events = block_needs(config, info), kv_events.has_any
+        kv_cache = _build_kv_cache(config, needs, size, step_parts, blocks, eviction, events=events)
         step_parts.blocks.start()
         gates, transfers = inputs.gates(step_parts.gates), inputs.transfers(step_parts.transfers)
         scheduler = plugins.create(
@@ -164,7 +152,7 @@ def build_core(
             policy=policy.policy,
             policy_fault=policy.report_fault,
             clock=clock,
-            watermark=cache.watermark,
+            watermark=config.kv_cache.watermark,
             step_cost=fit.current,
             transfers=transfers,
             encoder_cache=step_parts.encoder_cache,
@@ -277,6 +265,32 @@ def _start_workers(
     replace = msgspec.structs.replace
     kv_cache = replace(config.kv_cache, num_blocks=size.num_blocks)
     return info, size, replace(config, max_model_len=size.max_model_len, kv_cache=kv_cache)
+
+
+def _build_kv_cache(
+    config: EngineConfig,
+    needs: BlockNeeds,
+    size: CacheSize,
+    parts: EngineHalves,
+    blocks: BlockMetadata,
+    eviction: Eviction,
+    *,
+    events: bool,
+) -> BlockManager:
+    cache = config.kv_cache
+    return BlockManager(
+        size.num_blocks,
+        cache.block_size,
+        groups=needs.groups,
+        num_states=size.num_states,
+        max_step_tokens=needs.max_step_tokens,
+        prefix_caching=cache.prefix_caching,
+        hash_algorithm=cache.hash_algorithm,
+        part_keys=parts.block_keys,
+        eviction=eviction,
+        metadata=blocks,
+        events=events,
+    )
 
 
 def _find_tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:

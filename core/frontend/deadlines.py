@@ -22,12 +22,7 @@ class Deadlines:
     """
 
     def __init__(self, clock: Callable[[], float], is_live: Callable[[str], bool]) -> None:
-        """Begin without a request.
-
-        Args:
-            clock: seconds.
-            is_live: returns whether a request of an id has not ended.
-        """
+        """Watch no request; `clock` is in seconds."""
         self._clock, self._is_live = clock, is_live
         self.is_used = False
         self._heap: list[tuple[float, str]] = []

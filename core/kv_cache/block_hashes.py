@@ -46,18 +46,17 @@ class BlockHashes:
         self.block_size = block_size
         self._part_keys = part_keys
         self._fresh = _ALGORITHMS[algorithm]()
-        self._by_request: dict[Request, list[bytes]] = {}
+        self.by_request: dict[Request, list[bytes]] = {}
 
     def of(self, request: Request, num_blocks: int) -> list[bytes]:
         """Return the hashes of at least the first `num_blocks` blocks of a request.
 
         Args:
-            request: whose tokens are hashed.
             num_blocks: at most the number of blocks that its known tokens fill.
         """
-        hashes = self._by_request.get(request)
+        hashes = self.by_request.get(request)
         if hashes is None:
-            hashes = self._by_request[request] = []
+            hashes = self.by_request[request] = []
         if len(hashes) < num_blocks:
             self._extend(request, hashes)
         return hashes
@@ -72,7 +71,6 @@ class BlockHashes:
         """Yield the hashes of the first blocks of a prompt, each computed when it is asked for.
 
         Args:
-            source: the request.
             num_blocks: at most the number of blocks that its prompt fills.
         """
         extras = self._extras(source, 0, num_blocks)
@@ -80,14 +78,10 @@ class BlockHashes:
 
     def store(self, request: Request, hashes: list[bytes]) -> None:
         """Store the hashes of a request's prompt, unless the request has hashes already."""
-        self._by_request.setdefault(request, hashes)
-
-    def drop(self, request: Request) -> None:
-        """Delete the hashes of a request."""
-        self._by_request.pop(request, None)
+        self.by_request.setdefault(request, hashes)
 
     def __len__(self) -> int:
-        return len(self._by_request)
+        return len(self.by_request)
 
     def _extend(self, request: Request, hashes: list[bytes]) -> None:
         size = self.block_size

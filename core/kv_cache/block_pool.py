@@ -30,8 +30,6 @@ class EventLog:
         """Record blocks of a request that were added to the index.
 
         Args:
-            request: whose tokens are in the blocks.
-            group: the group that the blocks are of.
             hashes: hashes of the request's blocks from its first one on.
             positions: positions of the added blocks in its table, ascending.
         """
@@ -322,7 +320,8 @@ class BlockPool:
         if self._retained.deadlines:
             deadlines, hashes = self._retained.deadlines, self._hashes
             self._retained.num_hits += sum([hashes[block] in deadlines for block in taken])
-        self._eviction.taken(taken)
+        if taken:
+            self._eviction.taken(taken)
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Remove a holder from each of these blocks, in the order in which to evict them."""
@@ -342,7 +341,8 @@ class BlockPool:
                 released.append(block)
         if self._history is not None:
             self._history.released(block_ids)
-        self._eviction.released(released)
+        if released:
+            self._eviction.released(released)
 
     def register(
         self, group: int, table: Sequence[int], hashes: Sequence[bytes], start: int, end: int
@@ -350,9 +350,6 @@ class BlockPool:
         """Add blocks of a request to the index.
 
         Args:
-            group: the group of the table.
-            table: the request's blocks.
-            hashes: hashes of the same blocks.
             start, end: first and last + 1 position in the table; null blocks are left out.
 
         Returns:

@@ -77,11 +77,9 @@ class BlockManager:
 
         Args:
             num_blocks: size of the pool; with a windowed group, one of them is the null block.
-            block_size: tokens per block.
             groups: the layers' attention groups, each with its own table per request.
             num_states: how many of the blocks are states, for the group that has such.
             max_step_tokens: most tokens of a request in a step, for `blocks_needed`; None is all.
-            prefix_caching: whether requests find cached blocks.
             hash_algorithm: "sha256" or "blake2b".
             part_keys: keys of step parts, which the hashes include; None if no part has any.
             eviction: chooses the cached blocks to reuse; by default those released first.
@@ -135,8 +133,9 @@ class BlockManager:
         Empty without prefix caching, and for a prompt that the cache has no room for. Safe in any
         thread: reads nothing that changes.
         """
-        needed = self._needs.of(len(source.prompt_token_ids))
-        if not self._caching or needed > self.num_usable_blocks:
+        if not self._caching or (length := len(source.prompt_token_ids)) < self.block_size:
+            return []
+        if self._needs.of(length) > self.num_usable_blocks:
             return []
         return self._hashes.of_prompt(source)
 
@@ -156,7 +155,8 @@ class BlockManager:
         if not self._uses_cache(request):
             return _NO_PREFIX
         size = self.block_size
-        limit = (request.num_tokens - 1) // size
+        if not (limit := (request.num_tokens - 1) // size):
+            return _NO_PREFIX
         hashes = self._hashes.of(request, limit)
         length, tables = _longest_prefix(self.groups, self.pool.index, hashes, limit, size)
         while (whole := request.source.whole_prefix(length * size) // size) < length:
@@ -276,7 +276,7 @@ class BlockManager:
             self._delayed.discard(request)
             self.pool.release(self._last_first(blocks))
         if request.status is RequestStatus.FINISHED:
-            self._hashes.drop(request)
+            self._hashes.by_request.pop(request, None)
 
     def block_ids(self, request: Request) -> BlockIds:
         """Return a request's blocks in order, one list per group; empty if it has none."""

@@ -134,7 +134,6 @@ class QuantizedWeights:
         """Return the scheme in which the model gets a weight; None if it gets numbers.
 
         Args:
-            name: name of the weight.
             stored: the scheme in which the files store it; None if they store numbers.
         """
         return self._scheme_of(name, stored) if name in self._quantizable else None

@@ -11,7 +11,7 @@ import torch
 from hardpoint.core.worker.sampling.draft_rows import DraftRows, planned_drafts
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.logprobs import prompt_logprobs
-from hardpoint.core.worker.sampling.processors import no_arguments
+from hardpoint.core.worker.sampling.processors import Converted
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.host.boundary.activity import PluginCalls
 from hardpoint.host.boundary.checked_attention import CheckedAttention
@@ -236,9 +236,11 @@ class ModelRunner:
                 return None
             return self._with_reports(ModelRunnerOutput())
         self._sampling.pipeline.observer = self.parts.observer
-        logits_of = functools.partial(self._logits, hidden)
-        output = ModelRunnerOutput(prompt_logprobs=prompt_logprobs(step, self._device, logits_of))
-        output.faults, self._broken = self._broken, {}
+        output = ModelRunnerOutput(faults=self._broken)
+        self._broken = {}
+        if any(request.params.prompt_logprobs is not None for request in step.requests):
+            logits_of = functools.partial(self._logits, hidden)
+            output.prompt_logprobs = prompt_logprobs(step, self._device, logits_of)
         if routed is not None:
             output.routed_experts = step.experts_by_request(routed)
         samples = step.samples
@@ -377,14 +379,18 @@ class ModelRunner:
 
     def _add(self, new: NewRequest, batch: InputBatch, step: int) -> None:
         source, outputs = new.source, ReadOnlyList(new.output_token_ids)
-        arguments, sampler_arguments, fault = no_arguments()
+        converted: Converted = ReadOnlyDict(), None, None
         if self._sampling is not None:
-            arguments, sampler_arguments, fault = self._sampling.arguments_of(source)
+            converted = ReadOnlyDict(), self._sampling.default_arguments, None
+            if source.plugin_args:
+                converted = self._sampling.arguments_of(source)
+        arguments, sampler_arguments, fault = converted
+        is_shared = source.params.__struct_config__.frozen  # by requests: a copy of `read_only`
         request = LogitsRequest(
             request_id=source.request_id,
             prompt_token_ids=ReadOnlyList(source.known_prompt_ids),
             output_token_ids=outputs,
-            params=read_only(source.params),
+            params=source.params if is_shared else read_only(source.params),
             stop_token_ids=ReadOnlyList(source.stop_token_ids),
             child_index=source.child_index,
             arguments=arguments,

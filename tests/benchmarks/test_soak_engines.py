@@ -8,8 +8,10 @@ from soak import print_report, slowed
 from soak_load import Counts, times_of
 
 
-def ended(text="", *, seconds=0.5, error=""):
-    return Timeline(sent=1.0, first=1.25, ended=1.0 + seconds, gaps=[0.1], error=error, text=text)
+def ended(text="", *, seconds=0.5, error="", written=1.0):
+    first, end = written + 0.25, written + seconds
+    gaps = [0.1]
+    return Timeline(1.0, written, first=first, ended=end, gaps=gaps, error=error, text=text)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +24,7 @@ def ended(text="", *, seconds=0.5, error=""):
         ("quiet", 0.3, ended("xb"), "quiet: deadline", {}, 1, 0),
         ("quiet", 0.9, ended("ab"), "quiet: whole", {}, 1, 0),  # before its deadline
         ("quiet", 0.3, ended("ab", seconds=2.0), "quiet: deadline", {}, 0, 1),
+        ("quiet", 0.3, ended("ab", written=5.0), "quiet: deadline", {}, 0, 0),  # no connection
         ("quiet", 0.3, ended(error="408 timeout"), "quiet: deadline", {}, 0, 0),
         ("quiet", 0.3, ended(error="500 x"), "quiet: lost", {"quiet: 500 x": 1}, 0, 0),
         ("quiet", None, ended(error="429 x"), "quiet: lost", {"quiet: 429 x": 1}, 0, 0),

@@ -59,9 +59,14 @@ class Stress:
 
 
 def install(seed: str) -> None:
-    """Delay thread starts, socket reads and process starts of this process."""
+    """Delay thread starts, socket reads and process starts of this process, each once.
+
+    A process that was forked from one with delays has them already, and draws others.
+    """
     _RANDOM.seed(f"{seed}:{os.getpid()}")
     start = threading.Thread.start
+    if hasattr(start, "__wrapped__"):
+        return
 
     @wraps(start)
     def start_late(thread: threading.Thread) -> None:

@@ -31,6 +31,8 @@ class _Reading:
         next_position: after the last position of each key.
         parts: what was not handed out yet, by key: first position, and values.
         num_bytes: bytes of all that was read.
+        num_draft_bytes: bytes of them for accepted drafts of the last step, before which the output
+            may end.
     """
 
     next_position: dict[str, int] = field(default_factory=dict)
@@ -38,6 +40,7 @@ class _Reading:
         default_factory=lambda: defaultdict(list)
     )
     num_bytes: int = 0
+    num_draft_bytes: int = 0
 
 
 class TapResults(RequestFilter, RequestLifecycle, BlockKey, PlanData, StepObserver):
@@ -108,12 +111,13 @@ class TapResults(RequestFilter, RequestLifecycle, BlockKey, PlanData, StepObserv
                 reading = self._readings.get(name)
                 if reading is None or name in ended or name not in computed:
                     continue
-                count = plan.num_scheduled_tokens[name]
+                certain = count = plan.num_scheduled_tokens[name]
                 if drafts := plan.draft_token_ids.get(name):
                     sampled = result.sampled_token_ids.get(name, ())
                     count -= len(drafts) + 1 - len(sampled)
-                _keep(reading, values, computed[name], count)
-                if reading.num_bytes > self._max_bytes:
+                    certain -= len(drafts)
+                _keep(reading, values, computed[name], count, certain)
+                if reading.num_bytes - reading.num_draft_bytes > self._max_bytes:
                     ended[name] = self._too_much(name)
         return ended
 
@@ -143,14 +147,16 @@ class TapResults(RequestFilter, RequestLifecycle, BlockKey, PlanData, StepObserv
         self._readings.pop(request_id, None)
 
 
-def _keep(reading: _Reading, found: list[TapValues], first: int, count: int) -> None:
+def _keep(reading: _Reading, found: list[TapValues], first: int, count: int, certain: int) -> None:
     """Keep the values of positions that were not read before.
 
     Args:
         reading: what was read before.
         first: position of the first token of the step.
-        count: tokens of the step that the request keeps.
+        count: tokens of the step that verification keeps.
+        certain: tokens of the step before the first draft.
     """
+    reading.num_draft_bytes = 0
     for values in found:
         rows = np.frombuffer(values.data, values.dtype).reshape(values.shape)[:count]
         start = max(reading.next_position.get(values.key, 0), first)
@@ -159,3 +165,4 @@ def _keep(reading: _Reading, found: list[TapValues], first: int, count: int) -> 
             reading.parts[values.key].append((start, rows))
             reading.next_position[values.key] = start + len(rows)
             reading.num_bytes += rows.nbytes
+            reading.num_draft_bytes += rows[max(first + certain - start, 0) :].nbytes

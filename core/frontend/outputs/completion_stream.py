@@ -53,7 +53,6 @@ class CompletionStream:
         Args:
             decoder: a stream of the tokenizer; None leaves the texts empty.
             interval: outputs between the first and the last wait for so many new tokens.
-            readers: complete the outputs.
         """
         self.token_ids: list[int] = []
         self.num_shown = 0

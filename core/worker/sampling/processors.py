@@ -40,11 +40,6 @@ Converted = tuple[ReadOnlyDict[str, Any], Any, RequestFault | None]
 """Arguments of processors by name, those of the sampler, and the fault if one is rejected."""
 
 
-def no_arguments() -> Converted:
-    """Return the arguments of a request in a rank that does not sample."""
-    return ReadOnlyDict(), None, None
-
-
 class RequestArguments:
     """Converts the arguments of requests."""
 
@@ -52,13 +47,13 @@ class RequestArguments:
         self._pipeline, self._sampler = pipeline, sampler
         self._key = argument_key("samplers", sampler.name)
         self._type = prepared_type(type(sampler))
-        self._defaults = self._type()
+        self.defaults = self._type()
 
     def of(self, source: EngineCoreRequest) -> Converted:
         """Convert the arguments of a request."""
         # The frontend has checked them, but a plugin's own check may fail in this process only.
         arguments: dict[str, Any] = {}
-        sampler_arguments = self._defaults
+        sampler_arguments = self.defaults
         for name, plain in source.plugin_args.items():
             path = f"plugin_args.{name}"
             if name == self._key:
@@ -87,7 +82,7 @@ class RequestArguments:
         return ReadOnlyDict(arguments), sampler_arguments, None
 
     def _rejected(self, fault: RequestFault) -> Converted:
-        return ReadOnlyDict(), self._defaults, fault
+        return ReadOnlyDict(), self.defaults, fault
 
 
 def open_runner(

@@ -148,7 +148,8 @@ class SamplingStage:
         self.sampler = sampler
         self.device = device
         self._processed_logprobs = processed_logprobs
-        self.arguments_of = RequestArguments(pipeline, sampler).of
+        arguments = RequestArguments(pipeline, sampler)
+        self.arguments_of, self.default_arguments = arguments.of, arguments.defaults
         self._rows = _StepRows((), device)
         self._raw: torch.Tensor | None = None  # of the step's rows with log-probabilities
 

@@ -74,7 +74,7 @@ class EngineHalves:
         self.encoder_cache, self.max_encoder_tokens = part_encoder_cache(parts)
         self._by_request: dict[str, list[BoundPart]] = {}
         self._asked: dict[str, dict[BoundPart, figures.ArrayForms]] = {}  # for figures
-        self._num_positions: Mapping[str, int] = {}  # computed ones of requests, with a result
+        self._num_positions: Mapping[str, tuple[int, int]] = {}  # of requests, with a result
         self._again: set[str] = set()  # ids of ended requests that others have now
         self._planned = 0  # the last step
         self._scheduler: Scheduler | None = None
@@ -342,10 +342,10 @@ class EngineHalves:
             before = self._faults.get(name := output.request_id)
             for part, forms in self._asked.get(name, {}).items():
                 found = self._checked(part, plan, "figures", figures.figures_defect, name)
-                limit = self._num_positions.get(name)
+                limit, sampled = self._num_positions.get(name, (None, 0))
                 defect = functools.partial(forms.defect, num_positions=limit)
                 arrays = self._checked(part, plan, "arrays", defect, name)
-                figures.add(output, part.name, found, arrays)
+                figures.add(output, part.name, found, arrays, limit, sampled)
             if (fault := self._faults.get(name)) is not before and output.finish_reason is not None:
                 figures.end_by(output, fault)  # no result follows that would end it
 

@@ -65,11 +65,7 @@ def _check_arguments(request: EngineCoreRequest, parts: Sequence[BoundPart]) -> 
 
 
 def figures_defect(figures: Any) -> str | None:
-    """Return the defect of figures of a request, as the end of a sentence; None if they have none.
-
-    Args:
-        figures: what figures() returned.
-    """
+    """Return the defect of figures of a request, for the end of a sentence; None without one."""
 
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float)
@@ -142,20 +138,18 @@ def _expected_positions(num_positions: int | None) -> str:
     )
 
 
-def num_positions(plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, int]:
-    """Return the number of computed positions of each request of a plan, with its result.
+def num_positions(plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, tuple[int, int]]:
+    """Return the numbers of computed positions and of sampled tokens of each request of a plan.
 
-    Those of drafts that were rejected are left out.
+    Positions of rejected drafts are left out.
     """
-    computed, drafts = plan.num_computed_tokens(), plan.draft_token_ids
-    return {
-        name: computed[name]
-        + count
-        - len(drafts.get(name, ()))
-        + max(len(result.sampled_token_ids.get(name, ())) - 1, 0)
-        for name, count in plan.num_scheduled_tokens.items()
-        if name in computed
-    }
+    numbers: dict[str, tuple[int, int]] = {}
+    computed = plan.num_computed_tokens()
+    for name in computed.keys() & plan.num_scheduled_tokens.keys():
+        new = len(result.sampled_token_ids.get(name, ()))
+        rejected = len(plan.draft_token_ids.get(name, ())) + 1 - max(new, 1)
+        numbers[name] = computed[name] + plan.num_scheduled_tokens[name] - rejected, new
+    return numbers
 
 
 def add(
@@ -163,12 +157,18 @@ def add(
     part: str,
     figures: Mapping[str, Any] | None,
     arrays: Mapping[str, PartArray] | None,
+    num_positions: int | None,
+    num_sampled: int,
 ) -> None:
-    """Add the figures and arrays of a part to an output."""
+    """Add the figures and arrays of a part to an output, which may end before accepted drafts."""
     if figures:
         output.part_figures = {**(output.part_figures or {}), part: dict(figures)}
     if arrays:
         new = {name: [array] for name, array in arrays.items()}
+        if num_positions and (surplus := num_sampled - len(output.new_token_ids)) > 0:
+            for name, array in arrays.items():
+                end = array.positions.searchsorted(num_positions - surplus)
+                new[name] = [PartArray(array.positions[:end], array.values[:end])]
         output.part_arrays = {**(output.part_arrays or {}), part: new}
 
 

@@ -36,7 +36,8 @@ class Client(Strict):
         name: for logs and statistics.
         cache_salt: hashed together with the `cache_salt` of each request, so that clients share no
             cached prompts; empty shares them.
-        tags: tags of each request; a request's own never replace them.
+        tags: tags of each request; a request's own never replace them. Without "tenant", it is
+            `name`, so that the scheduling policy `fair` has a tenant per client.
         min_priority: the smallest, which is the most important, that requests may have.
         max_priority: the largest.
         max_timeout: seconds that requests may run; also the timeout of those that have none. None

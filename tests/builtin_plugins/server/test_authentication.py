@@ -188,6 +188,16 @@ max_timeout = 5
 name = "bob"
 key = "bob-0123456789abcdef"
 kv_transfer = true
+
+[[key]]
+name = "carol"
+key = "carol-0123456789abcdef"
+tags = { tenant = "red" }
+
+[[key]]
+name = "dave"
+key = "dave-0123456789abcdef"
+tags = { tenant = "red" }
 """
 
 
@@ -217,8 +227,29 @@ def refused(server, name, **fields):
 
 def test_the_tags_of_a_key_stay(bounded):
     tags = asked(bounded, "alice", tags={"team": "blue", "job": "x"})["tags"]
-    assert tags == {"team": "red", "job": "x"}
-    assert asked(bounded, "bob", tags={"team": "blue"})["tags"] == {"team": "blue"}
+    assert tags == {"team": "red", "job": "x", "tenant": "alice"}
+    tags = asked(bounded, "bob", tags={"team": "blue"})["tags"]
+    assert tags == {"team": "blue", "tenant": "bob"}
+
+
+@pytest.mark.parametrize("tags", [{}, {"tenant": "bob"}, {"tenant": ""}])
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_requests_are_of_the_tenant_of_their_key(bounded, route, tags):
+    body = {"prompt": "x"} if route == "/v1/completions" else ASK
+    body = {"input": "x"} if route == "/v1/responses" else body
+    for name, tenant in (("alice", "alice"), ("carol", "red"), ("dave", "red")):
+        headers = {"x-api-key": f"{name}-0123456789abcdef"}
+        response = bounded.post(route, body | {"tags": tags}, headers=headers)
+        assert response.status_code == 200, response.text
+        assert bounded.engine.asked[-1][2]["tags"]["tenant"] == tenant
+
+
+def test_requests_name_their_tenant_on_a_server_without_keys():
+    with running(FakeEngine(config=configured())) as server:
+        for tags in ({"tenant": "bob"}, {}):
+            response = server.post("/v1/chat/completions", ASK | {"tags": tags})
+            assert response.status_code == 200, response.text
+            assert (server.engine.asked[-1][2]["tags"] or {}) == tags
 
 
 def test_the_priority_of_a_key_is_bounded(bounded):

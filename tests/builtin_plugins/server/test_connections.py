@@ -6,13 +6,23 @@ import socket
 import threading
 import time
 
+import httpx
 import msgspec
 import pytest
 from support.fake_engine import FakeEngine, HeldEngine, configured
-from support.http_bytes import ASK, HEAD, post, read_all, read_answer, read_answer_of_many
+from support.http_bytes import (
+    ASK,
+    HEAD,
+    post,
+    read_all,
+    read_answer,
+    read_answer_of_many,
+    receive,
+)
 from support.http_server import client_of, running
 from support.waiting import PATIENCE_S, wait_until
 
+from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.operations.connections import ServerConnection
 
 
@@ -139,7 +149,7 @@ def read_answers(connection, count):
     """Read the answers to as many requests."""
     data = b""
     while count:
-        data += connection.recv(1 << 20)
+        data += receive(connection)
         count -= data.count(b"HTTP/1.1 200 OK")
         data = data[-14:] if not data.endswith(b"HTTP/1.1 200 OK") else b""
 
@@ -225,6 +235,14 @@ def test_an_idle_connection_is_kept_for_a_while(server):
         time.sleep(0.1)
         connection.sendall(post())
         assert read_answer(connection)[0] == 200
+
+
+def test_usual_clients_and_proxies_close_an_idle_connection_first():
+    """A server that closes it may reset a request that is on its way, which is not repeated."""
+    clients = {"httpx": httpx.Limits().keepalive_expiry, "aiohttp": 15.0}
+    proxies = {"load balancers of AWS": 60.0, "upstream connections of nginx": 60.0}
+    for seconds in (clients | proxies).values():
+        assert configured().table(ServerConfig).keep_alive_seconds > seconds + 10.0
 
 
 def test_an_idle_connection_is_closed_after_a_while(hasty):
@@ -481,7 +499,7 @@ def test_a_client_that_reads_slowly_gets_all(monkeypatch):
         if len(checks) == 3:
             return
         while self._unread() >= self._unsent:
-            size += len(connection.recv(2000))
+            size += len(receive(connection, 2000))
         check(self)
         checks.append(self.transport.is_closing())
 
@@ -490,8 +508,7 @@ def test_a_client_that_reads_slowly_gets_all(monkeypatch):
         with slow_reader(server) as connection:
             wait_until(lambda: len(checks) == 3)
             while b"data: [DONE]" not in tail:
-                part = connection.recv(1 << 20)
-                assert part
+                part = receive(connection)
                 size += len(part)
                 tail = (tail + part)[-100:]
         assert checks == [False] * 3
@@ -509,7 +526,7 @@ def test_500_connections_at_once(server_of_many):
         for connection in many:
             answer = b""
             while b"data: [DONE]" not in answer:
-                answer += connection.recv(1 << 16)
+                answer += receive(connection)
             assert answer.startswith(b"HTTP/1.1 200 OK")
             assert answer.count(b"friend") == 1
         assert server_of_many.service.traffic.connections == 500

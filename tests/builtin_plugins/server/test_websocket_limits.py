@@ -6,6 +6,7 @@ import struct
 
 import pytest
 from support.fake_engine import FakeEngine, configured
+from support.http_bytes import receive, receive_head
 from support.http_server import running
 from support.waiting import wait_until
 
@@ -66,10 +67,7 @@ def opened(server, name="alice"):
             b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nx-name: " + name.encode() + b"\r\n"
             b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
         )
-        head = b""
-        while b"\r\n\r\n" not in head:
-            head += socket.recv(1)
-        assert b" 101 " in head
+        assert b" 101 " in receive_head(socket)
         yield socket
 
 
@@ -111,7 +109,7 @@ def test_small_frames_are_limited_for_all_connections_of_a_key(server, monkeypat
         other = stack.enter_context(opened(server, "bob"))
         for socket in (first, other):
             socket.sendall(frame(PING) * 20 + frame(TEXT, b"abc"))
-            while b"3" not in socket.recv(1 << 16)[-1:]:
+            while b"3" not in receive(socket)[-1:]:
                 pass
         second.sendall(frame(PING) * 20)
         assert closing(second)[0] == 1008
@@ -124,7 +122,7 @@ def test_usual_frames_are_not_small(server, monkeypatch):
         socket.sendall((parts + frame(PART)) * 2 + frame(TEXT, b"ab") * 50)
         data = b""
         while data.count(b"\x81\x012") < 50:
-            data += socket.recv(1 << 16)
+            data += receive(socket)
         assert data.count(b"82000") == 2
 
 

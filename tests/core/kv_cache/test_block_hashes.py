@@ -132,14 +132,12 @@ def test_different_keys_never_meet(one, other):
     assert not set(first) & set(second)
 
 
-def test_hashes_are_computed_once_and_dropped():
+def test_hashes_are_computed_once():
     hashes, request = BlockHashes(4), make_request(tokens=TOKENS)
     first = hashes.of(request, 3)
     assert hashes.of(request, 3) is first
     assert len(hashes) == 1
-    hashes.drop(request)
-    assert len(hashes) == 0
-    hashes.drop(request)
+    assert hashes.by_request.pop(request) == first
     assert hashes.of(request, 3) == first
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from support.http_bytes import receive
 from support.joining import HELLO, NO_PLUGINS, Head, free_address
 from support.waiting import PATIENCE_S, wait_until
 
@@ -386,7 +387,7 @@ def zmtp_connection(head):
     connection.sendall(bytes([4, len(ready)]) + ready)
     received = b""
     while b"READY" not in received:  # the head takes no message before it has sent this
-        received += connection.recv(4096)
+        received += receive(connection)
     return connection
 
 

@@ -28,7 +28,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.requests import MultiModalFeature, PartArray
-from hardpoint.plugins.requests.plan import PartData
+from hardpoint.plugins.requests.plan import NewRequest, PartData
 
 
 class Scripted(EngineHalf):
@@ -380,6 +380,27 @@ def test_arrays_of_a_request_keep_their_form():
     assert fault.message.endswith(
         "its arrays() gave rows of float64 [3] as 'x', expected float64 [2], as it gave before"
     )
+
+
+@pytest.mark.parametrize(("tokens", "positions"), [([7, 8, 9], 4), ([7, 8], 3), ([7], 2), ([], 1)])
+def test_arrays_end_with_the_output(tokens, positions):
+    """Three tokens were sampled, two of them accepted drafts; the output may end before."""
+    array = PartArray(np.arange(4), np.arange(8.0).reshape(4, 2))
+    parts = parts_of(half_of(figures={}, arrays={"x": array}))
+    parts.add(including("part0"))
+    plan = SchedulerOutput(
+        new_requests=[NewRequest(including("part0"), [], [[1]], 0)],
+        num_scheduled_tokens={"r": 4},
+        draft_token_ids={"r": [7, 8]},
+    )
+    assert not parts.result(plan, ModelRunnerOutput(sampled_token_ids={"r": [7, 8, 9]}))
+    outputs = outputs_of("r")
+    outputs[0].outputs[0].new_token_ids = tokens
+    parts.add_figures(plan, outputs)
+    (shown,) = outputs[0].outputs[0].part_arrays["part0"]["x"]
+    assert shown.positions.tolist() == list(range(positions))
+    assert shown.values.tolist() == array.values[:positions].tolist()
+    assert not faults_of(parts, "r")
 
 
 @pytest.mark.parametrize(

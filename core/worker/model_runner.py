@@ -16,6 +16,7 @@ from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.host.boundary.activity import PluginCalls
 from hardpoint.host.boundary.checked_attention import CheckedAttention
 from hardpoint.host.boundary.checked_model import CheckedModel
+from hardpoint.host.boundary.logits.processor_runner import End, Ends
 from hardpoint.host.boundary.parts.worker_parts import WorkerParts
 from hardpoint.host.system.transfers import select_rows
 from hardpoint.plugins import (
@@ -78,7 +79,7 @@ class ModelRunner:
         self._around_model: Forward | None = None
         self._kept_logits = torch.empty(0)
         self._pending: _Pending | None = None
-        self._broken: dict[str, RequestFault] = {}  # could not start; not reported yet
+        self._broken: Ends = {}  # could not start; not reported yet
         self._pooled: set[str] = set()  # requests that get no token
 
     def use_parts(self, parts: WorkerParts) -> None:
@@ -238,7 +239,8 @@ class ModelRunner:
         self._sampling.pipeline.observer = self.parts.observer
         logits_of = functools.partial(self._logits, hidden)
         output = ModelRunnerOutput(prompt_logprobs=prompt_logprobs(step, self._device, logits_of))
-        output.faults, self._broken = self._broken, {}
+        output.end(self._broken)
+        self._broken = {}
         if routed is not None:
             output.routed_experts = step.experts_by_request(routed)
         samples = step.samples
@@ -313,8 +315,10 @@ class ModelRunner:
         pipeline = self._sampling.pipeline
         advancing = [requests[row] for row in rows]
         ids = sampled.device_ids
-        output.faults |= pipeline.advance(
-            advancing, tokens, ids if len(rows) == len(requests) else select_rows(ids, rows)
+        output.end(
+            pipeline.advance(
+                advancing, tokens, ids if len(rows) == len(requests) else select_rows(ids, rows)
+            )
         )
         if sampled.observed:
             seen = [row for row in rows if row in sampled.observed]
@@ -322,7 +326,7 @@ class ModelRunner:
             for request, logprob in zip(users, logprobs, strict=True):
                 output.observed_logprobs[request.request_id] = [logprob]
             observed = [sampled.tokens[row] for row in seen]
-            output.faults |= pipeline.observe(users, observed, logprobs)
+            output.end(pipeline.observe(users, observed, logprobs))
 
     def _verify(
         self,
@@ -377,6 +381,7 @@ class ModelRunner:
 
     def _add(self, new: NewRequest, batch: InputBatch, step: int) -> None:
         source, outputs = new.source, ReadOnlyList(new.output_token_ids)
+        fault: End | None
         arguments, sampler_arguments, fault = no_arguments()
         if self._sampling is not None:
             arguments, sampler_arguments, fault = self._sampling.arguments_of(source)

@@ -177,17 +177,15 @@ class DraftRows:
             for request, token in zip(requests, tokens, strict=True):
                 append(request.request_id, token)
             pipeline.active_rows(requests)
-            output.faults |= pipeline.advance(
-                requests, tokens, to_device(tokens, self._stage.device)
-            )
+            ids = to_device(tokens, self._stage.device)
+            output.end(pipeline.advance(requests, tokens, ids))
             seen = [place for place, sampled in enumerate(now) if sampled.logprob is not None]
             if seen:
                 values = [sampled.logprob for sampled in now if sampled.logprob is not None]
-                users, ids = [requests[place] for place in seen], [tokens[place] for place in seen]
-                output.faults |= pipeline.observe(users, ids, values)
+                users, own = [requests[place] for place in seen], [tokens[place] for place in seen]
+                output.end(pipeline.observe(users, own, values))
             depth += 1
-            kept = [
-                (request, rows)
-                for request, rows in kept
-                if len(rows) > depth and request.request_id not in output.faults
-            ]
+            for request_id in output.finishes.keys() & {request.request_id for request in requests}:
+                del output.sampled_token_ids[request_id][depth:]
+            over = output.faults.keys() | output.finishes.keys()
+            kept = [k for k in kept if len(k[1]) > depth and k[0].request_id not in over]

@@ -30,10 +30,11 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.exponential_race import mixed_seed
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.plugins.sampling.sampler import TOKENS
+from hardpoint.toolkit.logits_calls.states import ObservedStates
 
 from .grammar_mask import GrammarMask
 from .logprobs import logprob_tensors, token_logprobs
-from .pipeline import LogitsPipeline, ObservedStates
+from .pipeline import LogitsPipeline
 from .processors import RequestArguments, open_runner
 
 

@@ -23,6 +23,7 @@ from hardpoint.plugins import (
     BatchLogitsProcessor,
     BatchUpdate,
     Edits,
+    Finish,
     LogitsProcessor,
     LogitsRequest,
     RequestFault,
@@ -30,6 +31,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.device import to_device
+from hardpoint.plugins.requests import FinishedError
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.sampling.logits import FollowsBatch, LogitsPlugin
 from hardpoint.plugins.sampling.phases import LogitsStage
@@ -43,6 +45,8 @@ from .rows import ProcessorRows
 
 Faults = dict[str, RequestFault]
 """Requests that cannot go on, by id."""
+End = RequestFault | Finish
+Ends = dict[str, End]
 
 
 class ProcessorError(Exception):
@@ -132,6 +136,14 @@ class ProcessorRunner:
         if self.ends_engine:
             raise PluginFaultError(message) from (None if isinstance(cause, str) else cause)
         return RequestFault(message, self.name)
+
+    def end(self, method: str, cause: BaseException) -> End:
+        """Return the end of a request by a `Finish`, or the fault; see `fault`."""
+        if not isinstance(cause, FinishedError):
+            return self.fault(method, cause)
+        if cause.finish.num_tokens is not None:
+            return self.fault(method, "Finish.num_tokens: expected None, as it gets each token")
+        return cause.finish.of(self.name)
 
     @contextmanager
     def measured(self, method: str) -> Iterator[None]:

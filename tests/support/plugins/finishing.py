@@ -1,0 +1,88 @@
+"""Plugins that end requests gracefully after some tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hardpoint.plugins import (
+    Edits,
+    Finish,
+    ModelRunnerOutput,
+    Phase,
+    Request,
+    RequestFault,
+    SchedulerOutput,
+    SchedulingPolicy,
+    SparseLogitsProcessor,
+    State,
+    StepPart,
+)
+
+BUDGET = 40
+
+
+class _NoEdits(SparseLogitsProcessor):
+    phase = Phase.BIAS
+
+    def edits(self, rows: Any) -> Edits | None:
+        return None
+
+
+class TokenBudget(_NoEdits):
+    """Ends a request with its 40th token, by a state that counts."""
+
+    contract = 1
+
+    def start(self, request: Any) -> int:
+        return len(request.output_token_ids)
+
+    def advance(self, state: int, token: int) -> int | Finish:
+        return state + 1 if state + 1 < BUDGET else Finish("budget", stop_reason=BUDGET)
+
+
+class ObservedBudget(_NoEdits):
+    """Ends a request with its 40th token, by a state that depends on logits."""
+
+    contract = 1
+
+    class State(State):
+        num_tokens: int = 0
+
+    max_state_bytes = 64
+
+    def start(self, request: Any) -> State:
+        return self.State()
+
+    def observe(self, state: Any, token: int, logprob: float) -> Any:
+        if state.num_tokens + 1 == BUDGET:
+            return Finish("budget")
+        return self.State(num_tokens=state.num_tokens + 1)
+
+
+class PartBudget(StepPart):
+    """Ends each request at 40 tokens, whatever the step."""
+
+    contract = 1
+
+    def engine_half(self, context: Any) -> Any:
+        return _Budgets()
+
+
+class _Budgets:
+    def result(
+        self, plan: SchedulerOutput, result: ModelRunnerOutput
+    ) -> dict[str, RequestFault | Finish]:
+        del result
+        return dict.fromkeys(plan.num_scheduled_tokens, Finish("budget", num_tokens=BUDGET))
+
+
+class PolicyBudget(SchedulingPolicy):
+    """Ends each request at 40 tokens."""
+
+    contract = 1
+
+    def key(self, request: Request) -> Any:
+        return request.order
+
+    def scheduled(self, request: Request, tokens: int) -> Finish | None:
+        return Finish("budget", num_tokens=BUDGET)

@@ -57,6 +57,7 @@ from hardpoint.plugins import (
     CommandContext,
     EngineConfig,
     EvictionPolicy,
+    Finish,
     LogitsProcessor,
     LogitsRequest,
     Model,
@@ -370,8 +371,10 @@ class ProcessorPipeline:
         """Return the error of the processor's update_state; None if there was none."""
         return self._runner.broken
 
-    def start(self, request: LogitsRequest, observed: Sequence[float] = ()) -> RequestFault | None:
-        """Create the states of a request that got a row; return the fault if that fails."""
+    def start(
+        self, request: LogitsRequest, observed: Sequence[float] = ()
+    ) -> RequestFault | Finish | None:
+        """Create the states of a request that got a row; return why it ends, if it does."""
         return self._pipeline.start(request, observed)
 
     def update(self, update: BatchUpdate | None) -> None:
@@ -404,8 +407,8 @@ class ProcessorPipeline:
 
     def advance(
         self, requests: Sequence[LogitsRequest], tokens: Sequence[int], processed: torch.Tensor
-    ) -> dict[str, RequestFault]:
-        """Advance the states of each request by one token; return the faults.
+    ) -> dict[str, RequestFault | Finish]:
+        """Advance the states of each request by one token; return the requests that end.
 
         Args:
             requests: requests of the last `apply`.

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
 from support.plugins.finishing import BUDGET
 
@@ -85,3 +86,44 @@ def test_budget_ends_at_exactly_its_tokens(folder, replies, kind, engine) -> Non
         name = re.sub("([a-z])([A-Z])", r"\1_\2", KINDS[kind].partition(":")[2]).lower()
         more = {"stop_reason": BUDGET} if kind == "processor" else {}
         assert completion.stop_reason == {"plugin": name, "reason": "budget", **more}
+
+
+def test_stream_ends_with_the_name_of_the_plugin(folder, replies) -> None:
+    with LLM(config=_config(folder, "processor", {})) as llm:
+        parts = [output.outputs[0] for output in llm.stream(PROMPTS[0], _greedy(200))]
+    limit = replies[0][0].outputs[0]
+    assert "".join(part.text for part in parts) == limit.text
+    assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["stop"]
+    assert parts[-1].stop_reason["plugin"] == "token_budget"
+
+
+def test_stop_token_takes_precedence(folder, replies) -> None:
+    tokens = replies[0][0].outputs[0].token_ids
+    assert tokens[-1] not in tokens[:-1]
+    params = msgspec.structs.replace(_greedy(200), stop_token_ids=[tokens[-1]])
+    with LLM(config=_config(folder, "processor", {})) as llm:
+        (output,) = llm.generate(PROMPTS[:1], params)
+    assert output.outputs[0].stop_reason == tokens[-1]
+
+
+@pytest.mark.parametrize("place", ["Gate", "Admission", "Start"])
+def test_waiting_request_ends_without_tokens(folder, place) -> None:
+    use = f"{HERE}:{place}End"
+    extra = {"scheduler": {"policy": use}} if place == "Admission" else {}
+    extra |= {} if extra else {"plugins": {"enable": [use]}}
+    params = _greedy(5)
+    with LLM(config=scripted_config(folder, extra)) as llm:
+        outputs = llm.generate(["go", "stop here", "go on"], params)
+    ends = [(o.outputs[0].finish_reason, len(o.outputs[0].token_ids)) for o in outputs]
+    assert ends == [("length", 5), ("stop", 0), ("length", 5)]
+    ended = outputs[1].outputs[0]
+    assert ended.stop_reason == {"plugin": f"{place.lower()}_end", "reason": "prompt"}
+    assert ended.error is None
+
+
+def test_wrong_end_of_a_processor_fails_its_request(folder) -> None:
+    config = scripted_config(folder, {"plugins": {"enable": [f"{HERE}:CountedEnd"]}})
+    with LLM(config=config) as llm:
+        (output,) = llm.generate(PROMPTS[:1], _greedy(3))
+    assert output.outputs[0].finish_reason == "error"
+    assert "its advance failed: Finish.num_tokens: expected None" in output.outputs[0].error

@@ -258,6 +258,19 @@ class EndsLate(Sample, SparseLogitsProcessor, contract=1):
         return None
 
 
+class EndsAt(EndsLate):
+    """Correct: ends requests that give it a number of tokens."""
+
+    class Arguments(plugins.Arguments):
+        tokens: int
+
+    def start(self, request):
+        return request.arguments[self.name].tokens - len(request.output_token_ids)
+
+    def advance(self, state, token):
+        return state - 1 if state > 1 else Finish("tokens")
+
+
 class EndsByBatch(EndsLate):
     """Ends requests the earlier, the more it has started."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hardpoint import plugins
 from hardpoint.plugins import (
     Edits,
     Finish,
@@ -33,11 +34,15 @@ class TokenBudget(_NoEdits):
 
     contract = 1
 
+    class Options(plugins.Options):
+        tokens: int = BUDGET
+
     def start(self, request: Any) -> int:
         return len(request.output_token_ids)
 
     def advance(self, state: int, token: int) -> int | Finish:
-        return state + 1 if state + 1 < BUDGET else Finish("budget", stop_reason=BUDGET)
+        tokens = self.options.tokens
+        return state + 1 if state + 1 < tokens else Finish("budget", stop_reason=tokens)
 
 
 class ObservedBudget(_NoEdits):
@@ -86,3 +91,54 @@ class PolicyBudget(SchedulingPolicy):
 
     def scheduled(self, request: Request, tokens: int) -> Finish | None:
         return Finish("budget", num_tokens=BUDGET)
+
+
+def _is_ended(prompt_token_ids: Any) -> bool:
+    return len(prompt_token_ids) == len("stop here")
+
+
+class GateEnd(StepPart):
+    """Ends some requests before they run."""
+
+    contract = 1
+
+    def engine_half(self, context: Any) -> Any:
+        return _Gate()
+
+
+class _Gate:
+    def gate(self, request: Request) -> Finish | None:
+        return Finish("prompt") if _is_ended(request.source.prompt_token_ids) else None
+
+
+class AdmissionEnd(SchedulingPolicy):
+    """Ends some requests in the queue."""
+
+    contract = 1
+
+    def key(self, request: Request) -> Any:
+        return request.order
+
+    def admit(self, request: Request, load: Any) -> Finish | None:
+        return Finish("prompt") if _is_ended(request.source.prompt_token_ids) else None
+
+
+class StartEnd(_NoEdits):
+    """Ends some requests by their prompts."""
+
+    contract = 1
+
+    def start(self, request: Any) -> Any:
+        return Finish("prompt") if _is_ended(request.prompt_token_ids) else 0
+
+
+class CountedEnd(_NoEdits):
+    """States a number of tokens, which processors may not."""
+
+    contract = 1
+
+    def start(self, request: Any) -> int:
+        return 0
+
+    def advance(self, state: int, token: int) -> Finish:
+        return Finish("late", num_tokens=3)

@@ -322,11 +322,10 @@ class ModelRunner:
         )
         if sampled.observed:
             seen = [row for row in rows if row in sampled.observed]
-            users, logprobs = [requests[row] for row in seen], [sampled.observed[r] for r in seen]
-            for request, logprob in zip(users, logprobs, strict=True):
-                output.observed_logprobs[request.request_id] = [logprob]
-            observed = [sampled.tokens[row] for row in seen]
-            output.end(pipeline.observe(users, observed, logprobs))
+            users, observed = [requests[row] for row in seen], [sampled.observed[r] for r in seen]
+            for request, distribution in zip(users, observed, strict=True):
+                output.observed_logprobs[request.request_id] = [distribution.logprob]
+            output.end(pipeline.observe(users, [sampled.tokens[row] for row in seen], observed))
 
     def _verify(
         self,

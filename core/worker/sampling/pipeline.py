@@ -21,6 +21,7 @@ from hardpoint.host.system.transfers import select_rows
 from hardpoint.plugins import BatchUpdate, LogitsRequest
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests.stats import PluginMeter
+from hardpoint.plugins.sampling import Distribution
 from hardpoint.plugins.sampling.logits import FollowsBatch
 from hardpoint.plugins.sampling.phases import MASK, MODEL
 from hardpoint.toolkit.logits_calls.states import ObservedStates, set_state
@@ -45,11 +46,13 @@ class LogitsPipeline:
         runners: Sequence[ProcessorRunner],
         device: torch.device,
         observed_states: ObservedStates | None = None,
+        sampler: ProcessorRunner | None = None,
     ) -> None:
         """Join processors.
 
         Args:
             runners: in the order in which they run.
+            sampler: keeps the states of the sampler; None without any.
             observed_states: states of requests from before; None if there are none.
         """
         self.observed_states = ObservedStates() if observed_states is None else observed_states
@@ -59,11 +62,13 @@ class LogitsPipeline:
         self._advancing: list[ProcessorRunner] = []
         self._observing: list[ProcessorRunner] = []
         self._version = 0
+        self._sampler = () if sampler is None else (sampler,)
         self.use(runners)
 
     def use(self, runners: Sequence[ProcessorRunner]) -> None:
         """Run other processors from the next step on, in the order in which they run."""
         self.runners = runners
+        self._keeping = (*runners, *self._sampler)
         # Those that follow the batch's rows, in use or not.
         self._batch_followers = [
             runner
@@ -75,7 +80,7 @@ class LogitsPipeline:
 
     def runner(self, name: str, generation: int) -> ProcessorRunner | None:
         """Return the runner of a name that requests of a generation use; None without one."""
-        for runner in self.runners:
+        for runner in self._keeping:
             if runner.name == name and runner.serves(generation):
                 return runner
         return None
@@ -162,7 +167,7 @@ class LogitsPipeline:
             self._version += 1
             self._requests = list(requests)
             used = {name for request in requests for name in request.arguments}
-            runners = [runner for runner in self.runners if runner.name in used]
+            runners = [runner for runner in self._keeping if runner.name in used]
             self._advancing = [runner for runner in runners if runner.advances]
             self._observing = [runner for runner in runners if runner.observes]
             active = [runner.active_rows(requests, self._version) for runner in runners]
@@ -204,30 +209,35 @@ class LogitsPipeline:
             if any(runner.is_used_by(request) for runner in self._observing)
         ]
 
+    @property
+    def wants_distribution(self) -> bool:
+        """Whether a processor of the last `apply` observes distributions."""
+        return any(runner.wants_distribution for runner in self._observing)
+
     def observe(
-        self, requests: Sequence[LogitsRequest], tokens: Sequence[int], logprobs: Sequence[float]
+        self, requests: Sequence[LogitsRequest], tokens: Sequence[int], seen: Sequence[Distribution]
     ) -> Ends:
         """Carry on the states that depend on logits by each request's new token.
 
         Args:
             requests: requests of the rows of `observing_rows` that got a token, their last one.
             tokens: on the host.
-            logprobs: logprobs of the tokens, as `LogitsPlugin.observe` gets them.
+            seen: distributions of the tokens.
 
         Returns:
             The requests that end.
         """
         faults: Ends = {}
         for runner in self._observing:
-            name, observe = runner.name, runner.processor.observe
+            name, observe = runner.name, runner.observe
             with runner.measured("observe"):
-                for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+                for request, token, one in zip(requests, tokens, seen, strict=True):
                     if name not in request.state or not runner.serves(request.generation):
                         continue
                     if request.request_id in faults:
                         continue
                     try:
-                        state = observe(request.state[name], token, logprob)
+                        state = observe(request.state[name], token, one)
                         self.observed_states.record(runner.processor, request, state)
                         set_state(request.state, name, state)
                     except BaseException as cause:
@@ -249,11 +259,11 @@ class LogitsPipeline:
 
     def observes(self, requests: Sequence[LogitsRequest]) -> bool:
         """Return whether a processor of one of the requests observes."""
-        observing = [runner for runner in self.runners if runner.observes]
+        observing = [runner for runner in self._keeping if runner.observes]
         return any(runner.is_used_by(request) for runner in observing for request in requests)
 
     def fork(
-        self, source: LogitsRequest, draft: int, row: int, logprob: float | None = None
+        self, source: LogitsRequest, draft: int, row: int, seen: Distribution | None = None
     ) -> LogitsRequest:
         """Return a view of a request after a draft token, with copies of its states.
 
@@ -261,7 +271,7 @@ class LogitsPipeline:
             source: the request, or its view after the drafts before.
             draft: the token.
             row: row that `fork_device_state` will fill.
-            logprob: logprob of the token, for processors that observe; None without such ones.
+            seen: distribution of the token, for processors that observe; None without such ones.
         """
         view = LogitsRequest(
             request_id=source.request_id,
@@ -281,8 +291,8 @@ class LogitsPipeline:
             runner = self._runner_of(name, source)
             processor = runner.processor
             if runner.observes:
-                assert logprob is not None, "rows of processors that observe run in turn"
-                state = processor.observe(processor.fork(state), draft, logprob)
+                assert seen is not None, "rows of processors that observe run in turn"
+                state = runner.observe(processor.fork(state), draft, seen)
             elif runner.advances:
                 state = processor.advance(processor.fork(state), draft)
             set_state(view.state, name, state)

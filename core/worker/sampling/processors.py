@@ -24,7 +24,9 @@ from hardpoint.plugins import (
     RequestFault,
     Sampler,
 )
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.toolkit.logits_calls.states import sampler_states
 from hardpoint.typed import ReadOnlyDict, prepared_type
 
 from .pipeline import LogitsPipeline
@@ -51,6 +53,8 @@ class RequestArguments:
     def __init__(self, pipeline: LogitsPipeline, sampler: Sampler) -> None:
         self._pipeline, self._sampler = pipeline, sampler
         self._key = argument_key("samplers", sampler.name)
+        has_states = pipeline.runner(self._key, 0) is not None
+        self.states_key = self._key if has_states else ""
         self._type = prepared_type(type(sampler))
         self._defaults = self._type()
 
@@ -84,6 +88,8 @@ class RequestArguments:
                 return self._rejected(RequestFault(str(cause), name))
             except BaseException as cause:
                 return self._rejected(runner.fault("Arguments", cause))
+        if self.states_key:
+            arguments[self._key] = sampler_arguments
         return ReadOnlyDict(arguments), sampler_arguments, None
 
     def _rejected(self, fault: RequestFault) -> Converted:
@@ -122,6 +128,17 @@ def open_runner(
         slow_seconds=spec.config.plugins.slow_seconds,
         since=since,
     )
+
+
+def open_states(
+    spec: WorkerSpec, sampler: Sampler, source: Source, activity: Activity
+) -> ProcessorRunner | None:
+    """Return the runner that keeps the states of a sampler; None if it has none."""
+    states = sampler_states(sampler, argument_key("samplers", sampler.name))
+    if states is None:
+        return None
+    rows = spec.config.scheduler.max_num_seqs
+    return ProcessorRunner(states, source, spec.device, rows, activity=activity)
 
 
 def processor_changes(

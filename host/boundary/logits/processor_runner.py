@@ -36,6 +36,8 @@ from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.sampling.logits import FollowsBatch, LogitsPlugin
 from hardpoint.plugins.sampling.phases import LogitsStage
 from hardpoint.plugins.sampling.rows import Added
+from hardpoint.plugins.sampling.states import takes_distribution
+from hardpoint.toolkit.logits_calls.states import observer_of
 from hardpoint.toolkit.logits_calls.tensor_checks import HandedOver
 from hardpoint.typed import ReadOnlyDict
 
@@ -98,6 +100,8 @@ class ProcessorRunner:
         self.has_state = cls.start is not LogitsPlugin.start
         self.advances = self.has_state and cls.advance is not LogitsPlugin.advance
         self.observes = cls.observe is not LogitsPlugin.observe
+        self.wants_distribution = takes_distribution(cls)
+        self.observe = observer_of(self.processor)
         # Stored, because isinstance on an abstract class takes as long as a sparse edit.
         self.is_sparse = isinstance(self.processor, SparseLogitsProcessor)
         self.is_dense = isinstance(self.processor, LogitsProcessor)
@@ -143,7 +147,7 @@ class ProcessorRunner:
             return self.fault(method, cause)
         if cause.finish.num_tokens is not None:
             return self.fault(method, "Finish.num_tokens: expected None, as it gets each token")
-        return cause.finish.of(self.name)
+        return cause.finish.of(self.source.name)
 
     @contextmanager
     def measured(self, method: str) -> Iterator[None]:

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 
-from hardpoint.plugins import Executor, Finish, LogitsRequest
+from hardpoint.plugins import (
+    Edits,
+    Executor,
+    Finish,
+    LogitsContext,
+    LogitsRequest,
+    Phase,
+    Rows,
+    Sampler,
+    SparseLogitsProcessor,
+)
 from hardpoint.plugins.requests import FinishedError
+from hardpoint.plugins.sampling import Distribution, RequestStates
 from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.plugins.sampling.states import takes_distribution
 from hardpoint.typed import ReadOnlyList, prepared
 
 NUM_VERSIONS = Executor.MAX_CONCURRENT_BATCHES + 1
 """States kept per request. Results may come as many steps late as a pipeline has batches, and the
 last one may be lost, so that a request may go on from a state that is some steps old."""
 
+_NUM_LIKELIEST = 10
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -114,3 +128,73 @@ def set_state(states: Any, name: str, state: Any) -> None:
     if type(state) is Finish:
         raise FinishedError(state)
     dict.__setitem__(states, name, state)  # of a ReadOnlyDict, too
+
+
+def observer_of(plugin: RequestStates) -> Callable[[Any, int, Distribution], Any]:
+    """Return `observe` of a plugin as a function of state, token and distribution."""
+    observe: Callable[..., Any] = plugin.observe
+    if takes_distribution(type(plugin)):
+        return lambda state, token, seen: observe(state, token, seen.logprob, distribution=seen)
+    return lambda state, token, seen: observe(state, token, seen.logprob)
+
+
+def distribution_tensors(
+    logits: torch.Tensor, chosen: torch.Tensor, *, in_full: bool
+) -> list[torch.Tensor]:
+    """Return the tensors that `distributions` needs of each row on the host.
+
+    Args:
+        logits: float32 [rows, vocab].
+        chosen: int64 [rows]; the sampled tokens.
+        in_full: whether more than logprobs is needed.
+    """
+    logprobs, ids = logits.log_softmax(-1), chosen.unsqueeze(1)
+    picked = logprobs.gather(1, ids).squeeze(1)
+    if not in_full:
+        return [picked]
+    probabilities = logprobs.double().exp()
+    # Running sums, because other sums along a row round differently for other numbers of rows.
+    below = probabilities.cumsum(-1) - probabilities
+    entropy = torch.special.entr(probabilities).cumsum(-1)[:, -1]
+    top, top_ids = logprobs.topk(min(_NUM_LIKELIEST, logits.shape[1]), dim=1)
+    return [picked, entropy, top_ids, top, below.gather(1, ids).squeeze(1)]
+
+
+def distributions(lists: Sequence[Sequence[Any]]) -> list[Distribution]:
+    """Return the distribution of each row from the numbers of `distribution_tensors`."""
+    return [Distribution(*row) for row in zip(*lists, strict=True)]
+
+
+class _SamplerStates(SparseLogitsProcessor):
+    """Keeps the states of the requests of a sampler in the pipeline of processors."""
+
+    contract = 1
+    phase = Phase.FORCE
+
+    def edits(self, rows: Rows) -> Edits | None:  # noqa: ARG002
+        return None
+
+
+def sampler_states(sampler: Sampler, name: str) -> LogitsPlugin | None:
+    """Return a processor that keeps the states of a sampler; None if it has no states.
+
+    Args:
+        name: the name under which requests have its arguments.
+    """
+    cls = type(sampler)
+    if cls.start is RequestStates.start:
+        return None
+    members = {
+        method: staticmethod(getattr(sampler, method))
+        for method in ("start", "advance", "observe", "fork")
+        if getattr(cls, method) is not getattr(RequestStates, method)
+    }
+    declared = {key: getattr(cls, key) for key in ("State", "max_state_bytes", "supports_resume")}
+    context = LogitsContext(
+        name=name,
+        options=None,
+        device=sampler.context.device,
+        vocab_size=sampler.context.vocab_size,
+        max_num_seqs=1,
+    )
+    return type("SamplerStates", (_SamplerStates,), {"contract": 1, **members, **declared})(context)

@@ -89,6 +89,7 @@ from hardpoint.plugins.text.arguments import ComponentWithArguments
 from hardpoint.process.server_extensions import server_extensions as server_extensions
 from hardpoint.process.worker_process import LaunchedWorker
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
+from hardpoint.toolkit.logits_calls.states import distributions_of
 
 from .scripted import scripted_engine, write_scripted_model
 
@@ -418,8 +419,8 @@ class ProcessorPipeline:
         faults = self._pipeline.advance(requests, tokens, torch.tensor(list(tokens)))
         rows = self._pipeline.observing_rows(requests)
         chosen = [tokens[row] for row in rows]
-        logprobs = _logprobs(processed[rows], chosen)
-        return faults | self._pipeline.observe([requests[row] for row in rows], chosen, logprobs)
+        seen = distributions_of(processed[rows], chosen)
+        return faults | self._pipeline.observe([requests[row] for row in rows], chosen, seen)
 
     def finish(self, request_id: str) -> None:
         """Forget the kept states of a request that has ended."""
@@ -441,8 +442,8 @@ class ProcessorPipeline:
             processed: the processed logits of `source`, [vocab], for a processor that observes.
         """
         self._pipeline.check_drafts()
-        logprob = None if processed is None else _logprobs(processed.unsqueeze(0), [draft])[0]
-        view = self._pipeline.fork(source, draft, scratch_row, logprob)
+        seen = None if processed is None else distributions_of(processed.unsqueeze(0), [draft])[0]
+        view = self._pipeline.fork(source, draft, scratch_row, seen)
         self._pipeline.fork_device_state([(source, view, draft)])
         return view
 
@@ -483,12 +484,6 @@ class ProcessorPipeline:
         if state:
             tokens = torch.empty(len(requests), dtype=torch.int64, device=self.device)
             state.advance(requests, lambda t: processor.advance_rows(rows, tokens, t))
-
-
-def _logprobs(processed: torch.Tensor, tokens: Sequence[int]) -> list[float]:
-    chosen = torch.tensor(list(tokens), dtype=torch.int64).unsqueeze(1)
-    values: list[float] = processed.log_softmax(-1).gather(1, chosen).squeeze(1).tolist()
-    return values
 
 
 def _plugins(policy: str) -> PluginSet:

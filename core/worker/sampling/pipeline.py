@@ -62,7 +62,7 @@ class LogitsPipeline:
         self._advancing: list[ProcessorRunner] = []
         self._observing: list[ProcessorRunner] = []
         self._version = 0
-        self._sampler = () if sampler is None else (sampler,)
+        self._sampler: Sequence[ProcessorRunner] = () if sampler is None else (sampler,)
         self.use(runners)
 
     def use(self, runners: Sequence[ProcessorRunner]) -> None:

@@ -165,6 +165,14 @@ def distributions(lists: Sequence[Sequence[Any]]) -> list[Distribution]:
     return [Distribution(*row) for row in zip(*lists, strict=True)]
 
 
+def distributions_of(logits: torch.Tensor, tokens: Sequence[int]) -> list[Distribution]:
+    """Return the distribution of each token, by the logits [tokens, vocab] that it comes from."""
+    if not tokens:
+        return []
+    tensors = distribution_tensors(logits, torch.tensor(list(tokens)), in_full=True)
+    return distributions([tensor.tolist() for tensor in tensors])
+
+
 class _SamplerStates(SparseLogitsProcessor):
     """Keeps the states of the requests of a sampler in the pipeline of processors."""
 
@@ -197,4 +205,5 @@ def sampler_states(sampler: Sampler, name: str) -> LogitsPlugin | None:
         vocab_size=sampler.context.vocab_size,
         max_num_seqs=1,
     )
-    return type("SamplerStates", (_SamplerStates,), {"contract": 1, **members, **declared})(context)
+    made: type[_SamplerStates] = type("SamplerStates", (_SamplerStates,), members | declared)
+    return made(context)

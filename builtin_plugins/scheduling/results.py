@@ -94,12 +94,12 @@ def process_results(
 
 
 def add_finishes(planned: PlannedStep, result: ModelRunnerOutput) -> None:
-    """Add the requests that the policy ends to a result, and drop tokens beyond their limits."""
+    """Add the ends by the policy to a result, and drop tokens beyond their limits."""
     live = {request.request_id: request for request in planned.still_running()}
     ends = {name: finish for name, finish in planned.finishes.items() if name in live}
-    own = ModelRunnerOutput(sampled_token_ids=result.sampled_token_ids, finishes=ends)
-    drop_tokens(own, {name: len(live[name].output_token_ids) for name in ends})
-    result.end(own.finishes)
+    part = ModelRunnerOutput(sampled_token_ids=result.sampled_token_ids, finishes=ends)
+    drop_tokens(part, {name: len(live[name].output_token_ids) for name in ends})
+    result.end(part.finishes)
 
 
 def _lacks_token(planned: PlannedStep, request: SchedulerRequest) -> bool:

@@ -81,7 +81,7 @@ class StepState(msgspec.Struct):
             self.prompt_time.spend(request.num_computed_tokens, tokens)
 
     def notify(self, policy: SchedulingPolicy, request: SchedulerRequest, tokens: int) -> None:
-        """Notify the policy of the tokens of a request, which it may end."""
+        """Notify the policy of the tokens of a request; it may end the request."""
         if (finish := policy.scheduled(request, tokens)) is not None:
             self.finishes[request.request_id] = finish.of(policy.name)
 

@@ -375,7 +375,7 @@ class ProcessorPipeline:
     def start(
         self, request: LogitsRequest, observed: Sequence[float] = ()
     ) -> RequestFault | Finish | None:
-        """Create the states of a request that got a row; return why it ends, if it does."""
+        """Create the states of a request in its row; return its end, if any."""
         return self._pipeline.start(request, observed)
 
     def update(self, update: BatchUpdate | None) -> None:
@@ -409,7 +409,7 @@ class ProcessorPipeline:
     def advance(
         self, requests: Sequence[LogitsRequest], tokens: Sequence[int], processed: torch.Tensor
     ) -> dict[str, RequestFault | Finish]:
-        """Advance the states of each request by one token; return the requests that end.
+        """Advance the states of each request by one token; return the ends of requests.
 
         Args:
             requests: requests of the last `apply`.

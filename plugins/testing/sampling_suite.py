@@ -281,14 +281,16 @@ class SamplerSuite(GeneralComponentSuite):
         def check(batch: Sequence[Row], steps: int) -> None:
             sampler, alone = self._make(), [self._make() for _ in batch]
             together = self._states(sampler, batch)
-            apart = [self._states(own, [row])[0] for own, row in zip(alone, batch, strict=True)]
+            apart = [
+                self._states(single, [row])[0] for single, row in zip(alone, batch, strict=True)
+            ]
             for step in range(steps):
                 rows = [replace(row, content=row.content + step, position=step) for row in batch]
                 logits = self._logits(rows)
                 tokens = self._sample(sampler, logits, self._settings(rows, together))
                 singles = [
-                    self._sample(own, logits[[at]], self._settings([row], [state]))[0]
-                    for at, (own, row, state) in enumerate(zip(alone, rows, apart, strict=True))
+                    self._sample(single, logits[[at]], self._settings([row], [state]))[0]
+                    for at, (single, row, state) in enumerate(zip(alone, rows, apart, strict=True))
                 ]
                 if tokens != singles:
                     raise STATES.violation(
@@ -427,9 +429,9 @@ class SamplerSuite(GeneralComponentSuite):
         if type(sampler).observe is Sampler.observe:
             pairs = zip(states, tokens, strict=True)
             return [sampler.advance(state, token) for state, token in pairs]
-        observe, seen = observer_of(sampler), distributions_of(logits.cpu(), tokens)
-        rows = zip(states, tokens, seen, strict=True)
-        return [observe(state, token, one) for state, token, one in rows]
+        observe, distributions = observer_of(sampler), distributions_of(logits.cpu(), tokens)
+        rows = zip(states, tokens, distributions, strict=True)
+        return [observe(state, token, distribution) for state, token, distribution in rows]
 
     def _settings(self, batch: Sequence[Row], states: Sequence[Any] | None = None) -> SamplingRows:
         return self._draws([r.seed for r in batch], [r.position for r in batch], batch, states)
@@ -441,7 +443,7 @@ class SamplerSuite(GeneralComponentSuite):
         batch: Sequence[Row] = (),
         states: Sequence[Any] | None = None,
     ) -> SamplingRows:
-        """Return rows; without states, those of requests that begin."""
+        """Return rows, by default with the states of new requests."""
         if states is None and self._has_states:
             fresh = [Row(0, "plain", seed, 0, greedy=False) for seed in seeds]
             states = self._states(self._make(), list(batch) or fresh)
@@ -455,7 +457,7 @@ class SamplerSuite(GeneralComponentSuite):
             seeds=torch.tensor(seeds, device=self.device),
             positions=torch.tensor(positions, device=self.device),
             given=[defaults if own is None else own for own in given],
-            kept=states or (),
+            request_states=states or (),
         )
 
     def _batch(
@@ -509,8 +511,8 @@ class SamplerSuite(GeneralComponentSuite):
             ("plain", wide, 512),
         ):
             logits = Row(7, kind, 0, 0, greedy=False).logits(vocab_size)
-            for what in ("seeds",) if self._has_states else ("seeds", "positions"):
-                yield functools.partial(self._check_frequencies, what, logits, draws)
+            for varied in ("seeds",) if self._has_states else ("seeds", "positions"):
+                yield functools.partial(self._check_frequencies, varied, logits, draws)
 
     def _check_frequencies(self, what: str, logits: torch.Tensor, draws: int) -> None:
         sampler, vocab_size = self._make(len(logits)), len(logits)

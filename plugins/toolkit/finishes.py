@@ -1,4 +1,4 @@
-"""Graceful ends of requests: what a `Finish` of a plugin does to the result and outputs of a step.
+"""Graceful ends of requests: effects of a `Finish` on the result and outputs of a step.
 
 The engine core calls it, so that schedulers need not know of it.
 """
@@ -24,7 +24,7 @@ _REPLACED = (FinishReason.LENGTH, FinishReason.ERROR)
 def take_finishes(
     ends: Mapping[str, Any], plugin: str, users: Collection[str], result: ModelRunnerOutput
 ) -> dict[str, RequestFault]:
-    """Move the graceful ends among the requests that a plugin ends into a result.
+    """Move the graceful ends by a plugin into a result, and return its faults.
 
     Args:
         ends: faults and ends by request id.
@@ -52,7 +52,7 @@ def limit_tokens(result: ModelRunnerOutput, scheduler: Scheduler) -> None:
 
 
 def drop_tokens(result: ModelRunnerOutput, num_before: Mapping[str, int]) -> None:
-    """Drop tokens of a step beyond those that requests end with, and ends that are not reached.
+    """Drop tokens beyond `Finish.num_tokens`, and ends of requests with fewer tokens.
 
     Args:
         num_before: number of output tokens before the step, by request id.
@@ -70,11 +70,11 @@ def drop_tokens(result: ModelRunnerOutput, num_before: Mapping[str, int]) -> Non
 
 
 def _num_output_tokens(result: ModelRunnerOutput, scheduler: Scheduler) -> dict[str, int]:
-    """Return the number of output tokens of the requests that end, by id; of those that live.
+    """Return the number of output tokens of live requests with a limit, by id.
 
     A request whose scheduler shows no live requests fails, if its end depends on the number.
     """
-    found: dict[str, int] = {}
+    num_tokens: dict[str, int] = {}
     for request_id, finish in list(result.finishes.items()):
         if finish.num_tokens is None:
             continue
@@ -86,14 +86,14 @@ def _num_output_tokens(result: ModelRunnerOutput, scheduler: Scheduler) -> dict[
             result.end({request_id: RequestFault(message, finish.plugin)})
             continue
         if live is not None:
-            found[request_id] = len(live.output_token_ids)
-    return found
+            num_tokens[request_id] = len(live.output_token_ids)
+    return num_tokens
 
 
 def end_requests(
     result: ModelRunnerOutput, outputs: dict[int, EngineCoreOutputs], scheduler: Scheduler
 ) -> None:
-    """End the requests of `result.finishes`, of which a scheduler has returned the outputs."""
+    """End the requests of `result.finishes`, and complete their outputs."""
     if not result.finishes:
         return
     messages = list(outputs.values())

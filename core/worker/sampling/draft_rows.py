@@ -183,8 +183,8 @@ class DraftRows:
             seen = [place for place, sampled in enumerate(now) if sampled.seen is not None]
             if seen:
                 values = [sampled.seen for sampled in now if sampled.seen is not None]
-                users, own = [requests[place] for place in seen], [tokens[place] for place in seen]
-                output.end(pipeline.observe(users, own, values))
+                chosen = [tokens[place] for place in seen]
+                output.end(pipeline.observe([requests[place] for place in seen], chosen, values))
             depth += 1
             for request_id in output.finishes.keys() & {request.request_id for request in requests}:
                 del output.sampled_token_ids[request_id][depth:]

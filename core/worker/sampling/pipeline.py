@@ -97,7 +97,7 @@ class LogitsPipeline:
         return {runner.name: runner.meter for runner in latest}
 
     def start(self, request: LogitsRequest, observed: Sequence[float] = ()) -> End | None:
-        """Build the states of a request that got its row; return why the request ends, if it does.
+        """Build the states of a request that got its row; return the end of the request, if any.
 
         Args:
             request: with its output tokens.
@@ -182,7 +182,7 @@ class LogitsPipeline:
     def advance(
         self, requests: Sequence[LogitsRequest], tokens: Sequence[int], device_ids: torch.Tensor
     ) -> Ends:
-        """Advance the states of each request by its new token; return the requests that end.
+        """Advance the states of each request by its new token; return the ends of requests.
 
         Args:
             requests: those of the last `apply` that got a token.
@@ -231,13 +231,13 @@ class LogitsPipeline:
         for runner in self._observing:
             name, observe = runner.name, runner.observe
             with runner.measured("observe"):
-                for request, token, one in zip(requests, tokens, seen, strict=True):
+                for request, token, distribution in zip(requests, tokens, seen, strict=True):
                     if name not in request.state or not runner.serves(request.generation):
                         continue
                     if request.request_id in faults:
                         continue
                     try:
-                        state = observe(request.state[name], token, one)
+                        state = observe(request.state[name], token, distribution)
                         self.observed_states.record(runner.processor, request, state)
                         set_state(request.state, name, state)
                     except BaseException as cause:

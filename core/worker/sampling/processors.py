@@ -133,7 +133,7 @@ def open_runner(
 def open_states(
     spec: WorkerSpec, sampler: Sampler, source: Source, activity: Activity
 ) -> ProcessorRunner | None:
-    """Return the runner that keeps the states of a sampler; None if it has none."""
+    """Return the runner of the states of a sampler; None if it has none."""
     states = sampler_states(sampler, argument_key("samplers", sampler.name))
     if states is None:
         return None

@@ -13,11 +13,11 @@ from hardpoint.plugins.sampling import Distribution
 
 @dataclass
 class Rows:
-    kept: list
+    current: list
     greedy: torch.Tensor
 
     def states(self):
-        return self.kept
+        return self.current
 
 
 def build(vocab_size):
@@ -46,13 +46,15 @@ def test_code_moves_into_the_interval_of_the_token(code):
     state = sampler.State(code=code, bits=0.0, seed="")
     probabilities = [0.25, 0.5, 0.25]
     token = next(t for t in range(3) if code < sum(probabilities[: t + 1]))
-    below, own = sum(probabilities[:token]), probabilities[token]
+    below, share = sum(probabilities[:token]), probabilities[token]
     logits = torch.tensor([probabilities]).log()
     (chosen,) = sampler.sample(logits, Rows([state], torch.zeros(1, dtype=torch.bool))).tolist()
-    after = sampler.observe(state, token, math.log(own), Distribution(math.log(own), below=below))
+    after = sampler.observe(
+        state, token, math.log(share), Distribution(math.log(share), below=below)
+    )
     assert chosen == token
-    assert after.code == pytest.approx((code - below) / own)
-    assert after.bits == pytest.approx(-math.log2(own))
+    assert after.code == pytest.approx((code - below) / share)
+    assert after.bits == pytest.approx(-math.log2(share))
 
 
 def test_code_that_is_used_up_is_drawn_again():

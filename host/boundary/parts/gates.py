@@ -73,7 +73,7 @@ class PartGates:
         return None
 
     def move_finishes(self, result: ModelRunnerOutput) -> None:
-        """Move the requests that gates have ended gracefully into a result."""
+        """Move the graceful ends by gates into a result."""
         result.finishes.update(self._finishes)
         self._finishes.clear()
 

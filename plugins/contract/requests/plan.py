@@ -164,7 +164,7 @@ class RequestFault(msgspec.Struct, frozen=True):
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """A graceful end of a request, which a plugin returns instead of its usual result.
+    """A graceful end of a request, returned by a plugin instead of its usual result.
 
     The request ends with the tokens that it has, `finish_reason` "stop" and a `stop_reason` that
     is a mapping: "plugin", "reason" and, if it is set, "stop_reason". A stop token or an error in
@@ -204,7 +204,7 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 class FinishedError(Exception):
-    """Passes a `Finish` through calls that return something else."""
+    """Passes a `Finish` through calls with other results."""
 
     def __init__(self, finish: Finish) -> None:
         super().__init__(finish.reason)
@@ -260,7 +260,7 @@ class ModelRunnerOutput:
     finishes: dict[str, Finish] = field(default_factory=dict)
 
     def end(self, ends: Mapping[str, RequestFault | Finish]) -> None:
-        """Add requests that end: by a fault, or gracefully with the tokens that were added."""
+        """Add ends of requests: faults, and graceful ends after the tokens of the step."""
         for request_id, end in ends.items():
             if isinstance(end, RequestFault):
                 self.faults[request_id] = end

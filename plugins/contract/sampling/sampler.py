@@ -50,7 +50,7 @@ class SamplingRows(Generic[ArgumentsT_co]):
         seeds: int64 [rows]; the request's seed, mixed with its completion index.
         positions: int64 [rows]; output position of the token to choose, 0 for the first.
         given: each row's arguments for the sampler.
-        kept: each row's state, of a sampler with `start`.
+        request_states: each row's state, of a sampler with `start`.
         columns: the tensors that `tensor` has made, by name; kept while the rows stay the same.
     """
 
@@ -61,11 +61,11 @@ class SamplingRows(Generic[ArgumentsT_co]):
     positions: torch.Tensor
     given: Sequence[ArgumentsT_co] = ()
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    kept: Sequence[Any] = ()
+    request_states: Sequence[Any] = ()
 
     def states(self) -> Sequence[Any]:
         """Return each row's state, of a sampler with `start`; read it only."""
-        return self.kept
+        return self.request_states
 
     def arguments(self) -> Sequence[ArgumentsT_co]:
         """Return each row's arguments; the defaults for a request that gives none."""

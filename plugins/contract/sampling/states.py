@@ -1,4 +1,4 @@
-"""States of requests in the worker that samples, of logits processors and samplers."""
+"""States of requests, kept for logits processors and samplers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .rows import LogitsRequest
 
 
 class Distribution(NamedTuple):
-    """The distribution that a token was drawn from: that of its logits after all processors.
+    """The distribution of a sampled token: its logits after all processors.
 
     Attributes:
         logprob: natural logarithm of the probability of the token.
@@ -31,7 +31,7 @@ class Distribution(NamedTuple):
 
 
 class RequestStates:
-    """State of each request: what `start` returns, and `advance` or `observe` carries on.
+    """State of each request, begun by `start` and carried on by `advance` or `observe`.
 
     Attributes:
         State: the type of state that depends on logits: a subclass of `hardpoint.plugins.State`,

@@ -43,11 +43,11 @@ OPTIONAL_METHODS = (
 """Methods that a policy need not define."""
 
 
-def _none_text_or_end(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:
-    return value if type(value) is Finish else NONE_OR_TEXT.check(value, handed, given)
+def _none_text_or_end(value: Any, *arguments: Sequence[Any]) -> Any:
+    return value if type(value) is Finish else NONE_OR_TEXT.check(value, *arguments)
 
 
-def _none_or_end(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Any:  # noqa: ARG001
+def _none_or_end(value: Any, *_: Sequence[Any]) -> Any:
     return value if type(value) is Finish else None  # policies of before returned anything
 
 

@@ -1,4 +1,4 @@
-"""States of requests that logits processors keep, in the worker that samples."""
+"""States of requests, kept for logits processors and samplers."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def observer_of(plugin: RequestStates) -> Callable[[Any, int, Distribution], Any
 def distribution_tensors(
     logits: torch.Tensor, chosen: torch.Tensor, *, in_full: bool
 ) -> list[torch.Tensor]:
-    """Return the tensors that `distributions` needs of each row on the host.
+    """Return the tensors of the distribution of each row, for `distributions`.
 
     Args:
         logits: float32 [rows, vocab].
@@ -166,7 +166,7 @@ def distributions(lists: Sequence[Sequence[Any]]) -> list[Distribution]:
 
 
 def distributions_of(logits: torch.Tensor, tokens: Sequence[int]) -> list[Distribution]:
-    """Return the distribution of each token, by the logits [tokens, vocab] that it comes from."""
+    """Return the distribution of each token, from its row of logits [tokens, vocab]."""
     if not tokens:
         return []
     tensors = distribution_tensors(logits, torch.tensor(list(tokens)), in_full=True)
@@ -184,7 +184,7 @@ class _SamplerStates(SparseLogitsProcessor):
 
 
 def sampler_states(sampler: Sampler, name: str) -> LogitsPlugin | None:
-    """Return a processor that keeps the states of a sampler; None if it has no states.
+    """Return a processor for the states of a sampler; None if it has no states.
 
     Args:
         name: the name under which requests have its arguments.

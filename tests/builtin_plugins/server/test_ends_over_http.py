@@ -1,4 +1,4 @@
-"""A request that a plugin ends, as each dialect shows it."""
+"""Graceful ends of requests by plugins, in each dialect."""
 
 from __future__ import annotations
 

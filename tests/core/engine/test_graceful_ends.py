@@ -1,4 +1,4 @@
-"""Requests that a plugin ends gracefully, by returning a `Finish`."""
+"""Graceful ends of requests, by a `Finish` of a plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samplers with states of requests, and distributions that plugins observe."""
+"""Samplers with states of requests, and observed distributions."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def _params(**fields):
 
 
 def _jobs(name):
-    own = {"mirostat": {"tau": 0.5}, "every_third": {"tokens": 9}}[name]
+    arguments = {"mirostat": {"tau": 0.5}, "every_third": {"tokens": 9}}[name]
     return [
         ("seeded", [1, 2, 3], _params()),
         ("several", [4] * 30, _params(n=2, seed=8)),
-        ("own", [5] * 9, _params(plugin_args={name: own})),
+        ("own", [5] * 9, _params(plugin_args={name: arguments})),
         ("greedy", [6], _params(temperature=0.0, logprobs=2)),
     ]
 

@@ -1,4 +1,4 @@
-"""Plugins that end requests gracefully after some tokens."""
+"""Plugins with graceful ends of requests."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class StartEnd(_NoEdits):
 
 
 class CountedEnd(_NoEdits):
-    """States a number of tokens, which processors may not."""
+    """States a number of tokens, against the rule for processors."""
 
     contract = 1
 

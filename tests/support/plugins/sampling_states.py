@@ -1,4 +1,4 @@
-"""Samplers with states of requests, and a processor that observes distributions."""
+"""Samplers with states of requests, and a processor for distributions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hardpoint.plugins import Edits, Finish, Phase, Sampler, SparseLogitsProcess
 
 
 class Mirostat(Sampler):
-    """Draws among the tokens below a surprise, which follows the surprise of the sampled ones."""
+    """Draws among the tokens below a surprise, adapted to the surprise of earlier tokens."""
 
     contract = 1
     max_state_bytes = 64
@@ -32,8 +32,8 @@ class Mirostat(Sampler):
         logprobs = logits.log_softmax(-1)
         limits = [[-state.limit * math.log(2)] for state in rows.states()]
         limit = torch.minimum(torch.tensor(limits), logprobs.amax(-1, keepdim=True))
-        kept = logits.masked_fill(logprobs < limit, -math.inf)
-        return self.context.ops.draw(kept, rows.seeds, rows.positions, rows.greedy)
+        left = logits.masked_fill(logprobs < limit, -math.inf)
+        return self.context.ops.draw(left, rows.seeds, rows.positions, rows.greedy)
 
     def observe(self, state: Any, token: int, logprob: float) -> Any:
         surprise = -logprob / math.log(2)
@@ -62,7 +62,7 @@ class EveryThird(Sampler):
 
 
 class EntropyStop(SparseLogitsProcessor):
-    """Ends a request where the distribution of the next token is flat."""
+    """Ends a request after a token with a flat distribution."""
 
     contract = 1
     phase = Phase.BIAS

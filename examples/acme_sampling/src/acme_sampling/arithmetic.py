@@ -51,7 +51,7 @@ class Arithmetic(Sampler):
         return self.State(code=code, bits=0.0, seed=f"{seed} {request.child_index}")
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """Return the token whose interval has the row's code, int64 [rows]."""
+        """Return the token with the row's code in its interval, int64 [rows]."""
         states: list[Arithmetic.State] = list(rows.states())
         codes = torch.tensor([[state.code] for state in states], dtype=torch.float64)
         upper = logits.log_softmax(-1).double().exp().cumsum(-1)

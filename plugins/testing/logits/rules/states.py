@@ -231,10 +231,10 @@ def _end_alone(subject: Subject, case: RequestCase, numbers: list[int], seed: in
         except FinishedError:
             advanced = True
         if drafted != advanced and subject.cls.supports_drafts:
-            words = "a draft ends the request, and the same token does not"
+            problem = "a draft ends the request, and the same token does not"
             if advanced:
-                words = "a token ends the request, and the same token as a draft does not"
-            raise Violation(f"after {fixture.outputs[0]}, {words}; for {case}", ENDS_ADVICE)
+                problem = "a token ends the request, and the same token as a draft does not"
+            raise Violation(f"after {fixture.outputs[0]}, {problem}; for {case}", ENDS_ADVICE)
         if advanced:
             return place
         if place == seed % len(numbers) and not subject.observes:  # it is preempted

@@ -8,6 +8,7 @@ from enum import Enum
 
 from hardpoint.plugins import (
     CachedPrefix,
+    Finish,
     FinishReason,
     NewRequest,
     PauseState,
@@ -185,6 +186,10 @@ def _admit(
             f"request {request.request_id!r} is in the queue with status {request.status.name}"
         )
     reason = _reason_to_wait(tracker, request, step, ask_policy=ask_policy)
+    if isinstance(reason, Finish):
+        finish = reason.of(tracker.policy.name)
+        tracker.finish_in_planning(request, FinishReason.STOP, stop_reason=finish.shown)
+        return _Outcome.FINISHED
     if reason is not None:
         step.waiting[request.request_id] = reason
         return _Outcome.SET_ASIDE
@@ -206,15 +211,15 @@ def _admit(
 
 def _reason_to_wait(
     tracker: RequestTracker, request: SchedulerRequest, step: StepState, *, ask_policy: bool
-) -> WaitReason | None:
-    """Return why a request must wait, budget and blocks aside."""
+) -> WaitReason | Finish | None:
+    """Return why a request must wait or ends, budget and blocks aside."""
     gates = tracker.context.gates
     if gates is not None and (lack := gates.lacks(request)) is not None:
         return lack
     if ask_policy and "admit" in tracker.policy_hooks:
         message = tracker.policy.admit(request, tracker.load(step.now, step.budget))
         if message is not None:
-            return wait_reasons.held_back(message)
+            return message if isinstance(message, Finish) else wait_reasons.held_back(message)
     return None
 
 
@@ -332,7 +337,7 @@ def _start(
     resumed = request.num_preemptions > 0  # the status does not show it if KV was loaded since
     request.num_computed_tokens = computed
     if "scheduled" in tracker.policy_hooks:
-        tracker.policy.scheduled(request, tokens)
+        step.notify(tracker.policy, request, tokens)
     tracker.start_running(request, step.now)
     step.admitted[request_id] = request
     step.assign(request, tokens)

@@ -16,6 +16,7 @@ from hardpoint.plugins import (
     RequestFault,
     RequestStatus,
 )
+from hardpoint.toolkit.finishes import drop_tokens
 
 from .encoder import encoder_cache, free_computed_features
 from .live_request import SchedulerRequest
@@ -90,6 +91,15 @@ def process_results(
         if output is not None:
             outputs[request.client_index].append(output)
     return outputs
+
+
+def add_finishes(planned: PlannedStep, result: ModelRunnerOutput) -> None:
+    """Add the ends by the policy to a result, and drop tokens beyond their limits."""
+    live = {request.request_id: request for request in planned.still_running()}
+    ends = {name: finish for name, finish in planned.finishes.items() if name in live}
+    part = ModelRunnerOutput(sampled_token_ids=result.sampled_token_ids, finishes=ends)
+    drop_tokens(part, {name: len(live[name].output_token_ids) for name in ends})
+    result.end(part.finishes)
 
 
 def _lacks_token(planned: PlannedStep, request: SchedulerRequest) -> bool:

@@ -33,7 +33,7 @@ from .admission import AdmissionOptions, admit_waiting, has_started, poll_blocke
 from .encoder import check_features
 from .live_request import SchedulerRequest
 from .prompt_time import PrefillMeter
-from .results import DraftCounts, lose_plan, process_results
+from .results import DraftCounts, add_finishes, lose_plan, process_results
 from .running import schedule_running
 from .step import PlannedStep, StepState, make_plan, make_record
 from .tracker import OutputsByClient, RequestTracker
@@ -155,7 +155,7 @@ class DefaultScheduler(Scheduler):
             schedule_running(tracker, step, self.context.options.max_slowdown)
         if "scheduled" in tracker.policy_hooks:
             for request_id, running in step.running.items():
-                tracker.policy.scheduled(running, step.tokens[request_id])
+                step.notify(tracker.policy, running, step.tokens[request_id])
         admit_waiting(tracker, step, self._pause, self._options)
         if self._limits.max_waiting_tokens is not None:
             self._record_prefill(step)
@@ -171,6 +171,8 @@ class DefaultScheduler(Scheduler):
         """Append sampled tokens and finish requests; return outputs by client index."""
         tracker, now = self._tracker, self.context.clock()
         planned = self._planned[plan.step]
+        if planned.finishes:
+            add_finishes(planned, result)
         if result.invalid_block_ids or result.kv_loaded or result.kv_saved:
             process_transfers(tracker, result, list(self._planned.values()), now)
         outputs = process_results(tracker, planned, result, self._drafts, now)
@@ -336,7 +338,9 @@ class DefaultScheduler(Scheduler):
                 request.last_step = step.number
         preemptions = [request.num_preemptions for request in requests]
         may_load = self.context.transfers is not None
-        self._planned[step.number] = PlannedStep(plan, requests, preemptions, may_load)
+        self._planned[step.number] = PlannedStep(
+            plan, requests, preemptions, may_load, step.finishes
+        )
         self._last_step, self._num_added_at_last_step = step, self._num_added
 
     def _is_paused(self, request: SchedulerRequest) -> bool:

@@ -9,9 +9,11 @@ import msgspec
 
 from hardpoint.plugins import (
     CachedRequests,
+    Finish,
     NewRequest,
     RequestStatus,
     SchedulerOutput,
+    SchedulingPolicy,
     StepRecord,
     WaitReason,
 )
@@ -47,6 +49,7 @@ class StepState(msgspec.Struct):
         timed_out: ids of the requests whose deadline has passed.
         waiting: reasons of the requests that were considered and got no tokens, by id.
         admission_stopped: why no further request was admitted.
+        finishes: requests that the policy ends with the result of the step, by id.
     """
 
     number: int
@@ -68,6 +71,7 @@ class StepState(msgspec.Struct):
     timed_out: list[str] = []
     waiting: dict[str, WaitReason] = {}
     admission_stopped: WaitReason | None = None
+    finishes: dict[str, Finish] = {}
 
     def assign(self, request: SchedulerRequest, tokens: int) -> None:
         """Give tokens to a request."""
@@ -75,6 +79,11 @@ class StepState(msgspec.Struct):
         self.budget -= tokens
         if self.prompt_time is not None:
             self.prompt_time.spend(request.num_computed_tokens, tokens)
+
+    def notify(self, policy: SchedulingPolicy, request: SchedulerRequest, tokens: int) -> None:
+        """Notify the policy of the tokens of a request; it may end the request."""
+        if (finish := policy.scheduled(request, tokens)) is not None:
+            self.finishes[request.request_id] = finish.of(policy.name)
 
     def withdraw(self, request: SchedulerRequest) -> list[int]:
         """Undo everything that the step scheduled for a running request.
@@ -115,12 +124,14 @@ class PlannedStep(msgspec.Struct):
         preemptions: `num_preemptions` of each request when it was planned; results of a request
             that was preempted since are void.
         may_load: whether a step part may load tokens in the step.
+        finishes: requests that the policy ends with the result, by id.
     """
 
     plan: SchedulerOutput
     requests: list[SchedulerRequest]
     preemptions: list[int]
     may_load: bool = False
+    finishes: dict[str, Finish] = {}
 
     def certain_before(self) -> dict[str, int]:
         """Return how many tokens of each request were computed before, if the plan is lost."""

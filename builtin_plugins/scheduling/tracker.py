@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 from hardpoint.plugins import (
     EngineCoreEventType,
@@ -204,12 +205,17 @@ class RequestTracker:
             heapq.heapify(self._deadlines)
 
     def finish_now(
-        self, request: SchedulerRequest, reason: FinishReason, error: str | None = None
+        self,
+        request: SchedulerRequest,
+        reason: FinishReason,
+        error: str | None = None,
+        stop_reason: dict[str, Any] | None = None,
     ) -> EngineCoreOutput:
         """Finish a request without new tokens; return its last output."""
         output = EngineCoreOutput(
             request_id=request.request_id,
             finish_reason=reason,
+            stop_reason=stop_reason,
             error=error,
             events=request.events,
         )
@@ -217,10 +223,14 @@ class RequestTracker:
         return output
 
     def finish_in_planning(
-        self, request: SchedulerRequest, reason: FinishReason, error: str | None = None
+        self,
+        request: SchedulerRequest,
+        reason: FinishReason,
+        error: str | None = None,
+        stop_reason: dict[str, Any] | None = None,
     ) -> None:
         """Finish a request while a step is planned; the next `update` returns its output."""
-        output = self.finish_now(request, reason, error)
+        output = self.finish_now(request, reason, error, stop_reason)
         self.finished_outputs[request.client_index].append(output)
 
     def finish_if_too_long(self, request: SchedulerRequest) -> bool:

@@ -16,6 +16,7 @@ from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.host.boundary.activity import PluginCalls
 from hardpoint.host.boundary.checked_attention import CheckedAttention
 from hardpoint.host.boundary.checked_model import CheckedModel
+from hardpoint.host.boundary.logits.processor_runner import End, Ends
 from hardpoint.host.boundary.parts.worker_parts import WorkerParts
 from hardpoint.host.system.transfers import select_rows
 from hardpoint.plugins import (
@@ -78,7 +79,7 @@ class ModelRunner:
         self._around_model: Forward | None = None
         self._kept_logits = torch.empty(0)
         self._pending: _Pending | None = None
-        self._broken: dict[str, RequestFault] = {}  # could not start; not reported yet
+        self._broken: Ends = {}  # could not start; not reported yet
         self._pooled: set[str] = set()  # requests that get no token
 
     def use_parts(self, parts: WorkerParts) -> None:
@@ -236,7 +237,8 @@ class ModelRunner:
                 return None
             return self._with_reports(ModelRunnerOutput())
         self._sampling.pipeline.observer = self.parts.observer
-        output = ModelRunnerOutput(faults=self._broken)
+        output = ModelRunnerOutput()
+        output.end(self._broken)
         self._broken = {}
         if any(request.params.prompt_logprobs is not None for request in step.requests):
             logits_of = functools.partial(self._logits, hidden)
@@ -315,16 +317,17 @@ class ModelRunner:
         pipeline = self._sampling.pipeline
         advancing = [requests[row] for row in rows]
         ids = sampled.device_ids
-        output.faults |= pipeline.advance(
-            advancing, tokens, ids if len(rows) == len(requests) else select_rows(ids, rows)
+        output.end(
+            pipeline.advance(
+                advancing, tokens, ids if len(rows) == len(requests) else select_rows(ids, rows)
+            )
         )
         if sampled.observed:
             seen = [row for row in rows if row in sampled.observed]
-            users, logprobs = [requests[row] for row in seen], [sampled.observed[r] for r in seen]
-            for request, logprob in zip(users, logprobs, strict=True):
-                output.observed_logprobs[request.request_id] = [logprob]
-            observed = [sampled.tokens[row] for row in seen]
-            output.faults |= pipeline.observe(users, observed, logprobs)
+            users, observed = [requests[row] for row in seen], [sampled.observed[r] for r in seen]
+            for request, distribution in zip(users, observed, strict=True):
+                output.observed_logprobs[request.request_id] = [distribution.logprob]
+            output.end(pipeline.observe(users, [sampled.tokens[row] for row in seen], observed))
 
     def _verify(
         self,
@@ -382,9 +385,9 @@ class ModelRunner:
         converted: Converted = ReadOnlyDict(), None, None
         if self._sampling is not None:
             converted = ReadOnlyDict(), self._sampling.default_arguments, None
-            if source.plugin_args:
+            if source.plugin_args or self._sampling.states_key:
                 converted = self._sampling.arguments_of(source)
-        arguments, sampler_arguments, fault = converted
+        arguments, sampler_arguments, end = converted
         is_shared = source.params.__struct_config__.frozen  # by requests: a copy of `read_only`
         request = LogitsRequest(
             request_id=source.request_id,
@@ -406,11 +409,11 @@ class ModelRunner:
         if self._sampling is None:
             return
         if source.params.routed_experts and self.model.routed_experts is None:
-            fault = fault or RequestFault("routed_experts: the model is no mixture of experts")
-        fault = fault or self._sampling.pipeline.start(request, source.observed_before)
-        if fault is not None:
+            end = end or RequestFault("routed_experts: the model is no mixture of experts")
+        end = end or self._sampling.pipeline.start(request, source.observed_before)
+        if end is not None:
             dict.clear(arguments)  # no processor runs for it until it is reported and removed
-            self._broken[request.request_id] = fault
+            self._broken[request.request_id] = end
 
     def _logits(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return float32 logits of chosen rows; they may be overwritten by the next call."""

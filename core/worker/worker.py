@@ -21,7 +21,6 @@ from hardpoint.core.weights.planned_model import (
 )
 from hardpoint.core.weights.shares import check_parallelism
 from hardpoint.core.weights.worker_spec import WorkerSpec
-from hardpoint.core.worker.sampling.pipeline import ObservedStates
 from hardpoint.core.worker.sampling.processors import processor_changes
 from hardpoint.core.worker.sampling.sampling_stage import open_stage
 from hardpoint.errors import CommunicationAbortedError
@@ -51,6 +50,7 @@ from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placem
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import KVBlocks
 from hardpoint.toolkit.kv_blocks.identity import block_identity
+from hardpoint.toolkit.logits_calls.states import ObservedStates
 
 from .input_batch import InputBatch
 from .loaded_model import ReloadedModel, measure, naming_memory, open_parts, share_of_memory

@@ -139,13 +139,14 @@ class Boundary:
                 calls.seconds += clock() - began
                 cells[0] = outer
 
-        def scheduled(request: Any, tokens: int) -> None:
+        def scheduled(request: Any, tokens: int) -> Any:
             """Do as `call` does, in half the time: for each running request and step."""
             outer, cells[0], began = cells[0], number, clock()
             try:
-                function(request if adapt is None else adapt(request), tokens)
+                value = function(request if adapt is None else adapt(request), tokens)
+                return None if value is None or check is None else check(value, (), ())
             except BaseException as cause:
-                self._failed(name, _call_text(name, first, (request,)), cause)
+                return self._failed(name, _call_text(name, first, (request,)), cause)
             finally:
                 calls.seconds += clock() - began
                 cells[0] = outer

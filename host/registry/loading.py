@@ -27,6 +27,7 @@ from hardpoint.plugins.component.wrapper import Wrapper
 from hardpoint.plugins.output_parser import OutputParser, Role
 from hardpoint.plugins.params import SamplingParams
 from hardpoint.plugins.sampling.logits import BatchLogitsProcessor, LogitsPlugin
+from hardpoint.plugins.sampling.states import RequestStates, takes_distribution
 from hardpoint.plugins.server.hooks import hookimpl
 from hardpoint.plugins.text.arguments import ComponentWithArguments
 
@@ -247,6 +248,8 @@ def _check_class(target: Any, kind: PluginKind, source: Source, hint: str) -> No
     _check_attributes(target, source)
     if issubclass(target, LogitsPlugin):
         _check_logits_plugin(target, source)
+    elif issubclass(target, RequestStates):
+        _check_states(target, source)
     if issubclass(target, OutputParser):
         _check_roles(target, kind, source)
 
@@ -265,11 +268,15 @@ def _check_roles(target: type[OutputParser], kind: PluginKind, source: Source) -
 
 
 def _check_logits_plugin(target: type[LogitsPlugin], source: Source) -> None:
+    _check_states(target, source)
     for field in target.params_fields:
         if field not in SamplingParams.__struct_fields__:
             raise PluginContractError(
                 f"{source}: its params_fields name {field!r}, which SamplingParams does not have"
             )
+
+
+def _check_states(target: type[RequestStates], source: Source) -> None:
     _check_observe(target, source)
     if target.advance is not LogitsPlugin.advance and target.start is LogitsPlugin.start:
         raise PluginContractError(
@@ -277,7 +284,7 @@ def _check_logits_plugin(target: type[LogitsPlugin], source: Source) -> None:
         )
 
 
-def _check_observe(target: type[LogitsPlugin], source: Source) -> None:
+def _check_observe(target: type[RequestStates], source: Source) -> None:
     state = target.State
     is_declared = inspect.isclass(state) and issubclass(state, (typed.State, bytes))
     if target.observe is LogitsPlugin.observe:
@@ -305,6 +312,10 @@ def _check_observe(target: type[LogitsPlugin], source: Source) -> None:
         raise PluginContractError(
             f"{source}: it has observe, so its max_state_bytes must be an int >= 1, "
             f"got {target.max_state_bytes!r}"
+        )
+    if takes_distribution(target) and target.supports_resume:
+        raise PluginContractError(
+            f"{source}: its observe takes the distribution; expected supports_resume = False"
         )
 
 

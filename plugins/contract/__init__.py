@@ -65,6 +65,7 @@ from .requests.params import (
 from .requests.plan import BlockIds as BlockIds
 from .requests.plan import (
     CachedRequests,
+    Finish,
     GrammarBitmask,
     ModelRunnerOutput,
     NewRequest,
@@ -164,6 +165,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "RequestError",
     # Requests and outputs: stable
     "CompletionOutput",
+    "Finish",
     "FinishReason",
     "Logprob",
     "RepetitionDetection",

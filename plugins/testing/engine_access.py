@@ -57,6 +57,7 @@ from hardpoint.plugins import (
     CommandContext,
     EngineConfig,
     EvictionPolicy,
+    Finish,
     LogitsProcessor,
     LogitsRequest,
     Model,
@@ -88,6 +89,7 @@ from hardpoint.plugins.text.arguments import ComponentWithArguments
 from hardpoint.process.server_extensions import server_extensions as server_extensions
 from hardpoint.process.worker_process import LaunchedWorker
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
+from hardpoint.toolkit.logits_calls.states import distributions_of
 
 from .scripted import scripted_engine, write_scripted_model
 
@@ -370,8 +372,10 @@ class ProcessorPipeline:
         """Return the error of the processor's update_state; None if there was none."""
         return self._runner.broken
 
-    def start(self, request: LogitsRequest, observed: Sequence[float] = ()) -> RequestFault | None:
-        """Create the states of a request that got a row; return the fault if that fails."""
+    def start(
+        self, request: LogitsRequest, observed: Sequence[float] = ()
+    ) -> RequestFault | Finish | None:
+        """Create the states of a request in its row; return its end, if any."""
         return self._pipeline.start(request, observed)
 
     def update(self, update: BatchUpdate | None) -> None:
@@ -404,8 +408,8 @@ class ProcessorPipeline:
 
     def advance(
         self, requests: Sequence[LogitsRequest], tokens: Sequence[int], processed: torch.Tensor
-    ) -> dict[str, RequestFault]:
-        """Advance the states of each request by one token; return the faults.
+    ) -> dict[str, RequestFault | Finish]:
+        """Advance the states of each request by one token; return the ends of requests.
 
         Args:
             requests: requests of the last `apply`.
@@ -415,8 +419,8 @@ class ProcessorPipeline:
         faults = self._pipeline.advance(requests, tokens, torch.tensor(list(tokens)))
         rows = self._pipeline.observing_rows(requests)
         chosen = [tokens[row] for row in rows]
-        logprobs = _logprobs(processed[rows], chosen)
-        return faults | self._pipeline.observe([requests[row] for row in rows], chosen, logprobs)
+        seen = distributions_of(processed[rows], chosen)
+        return faults | self._pipeline.observe([requests[row] for row in rows], chosen, seen)
 
     def finish(self, request_id: str) -> None:
         """Forget the kept states of a request that has ended."""
@@ -438,8 +442,8 @@ class ProcessorPipeline:
             processed: the processed logits of `source`, [vocab], for a processor that observes.
         """
         self._pipeline.check_drafts()
-        logprob = None if processed is None else _logprobs(processed.unsqueeze(0), [draft])[0]
-        view = self._pipeline.fork(source, draft, scratch_row, logprob)
+        seen = None if processed is None else distributions_of(processed.unsqueeze(0), [draft])[0]
+        view = self._pipeline.fork(source, draft, scratch_row, seen)
         self._pipeline.fork_device_state([(source, view, draft)])
         return view
 
@@ -480,12 +484,6 @@ class ProcessorPipeline:
         if state:
             tokens = torch.empty(len(requests), dtype=torch.int64, device=self.device)
             state.advance(requests, lambda t: processor.advance_rows(rows, tokens, t))
-
-
-def _logprobs(processed: torch.Tensor, tokens: Sequence[int]) -> list[float]:
-    chosen = torch.tensor(list(tokens), dtype=torch.int64).unsqueeze(1)
-    values: list[float] = processed.log_softmax(-1).gather(1, chosen).squeeze(1).tolist()
-    return values
 
 
 def _plugins(policy: str) -> PluginSet:

@@ -6,15 +6,23 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import strategies as st
 
-from hardpoint.plugins import Sampler, SamplerContext, SamplingRows
+from hardpoint.plugins import (
+    Finish,
+    LogitsRequest,
+    Sampler,
+    SamplerContext,
+    SamplingParams,
+    SamplingRows,
+)
 from hardpoint.plugins.component import Component
+from hardpoint.toolkit.logits_calls.states import distributions_of, observer_of
 
 from .component_suite import GeneralComponentSuite
 from .engine_access import logits_ops
@@ -46,6 +54,13 @@ FREQUENCIES = Rule(
     "frequencies: tokens are drawn with the probabilities of the logits",
     "draw token i with probability softmax(logits)[i], for example as the argmax of logits plus "
     "Gumbel noise; override probabilities() of the suite if another distribution is meant",
+)
+
+
+STATES = Rule(
+    "states: states belong to one request, and a fork shares nothing with its original",
+    "keep what start returns in the state alone, and nothing in the sampler; let fork copy "
+    "everything that advance changes (the default is copy.deepcopy)",
 )
 
 
@@ -231,6 +246,8 @@ class SamplerSuite(GeneralComponentSuite):
         """Pairs of draws of neighbouring seeds and positions are independent, so seed + 1 does not
         repeat what the seed drew a token later.
         """
+        if self._has_states:
+            pytest.skip("it has start: what it draws at other positions depends on its states")
         side = 64
         logits = torch.full((self.vocab_size,), -math.inf)
         logits[:4] = 0.0
@@ -253,6 +270,45 @@ class SamplerSuite(GeneralComponentSuite):
                     f"among four equally likely tokens, {what} drew the same one in {equal:.0%} of "
                     f"{int(pairs.sum())} cases, {float((share**2).sum()):.0%} expected ({excess})"
                 )
+
+    def test_states(self) -> None:
+        """If it has `start`: a request that runs alone gets the tokens that it gets in a batch, and
+        a fork of its state leaves the state as it is.
+        """
+        if not self._has_states:
+            pytest.skip("it has no start: it keeps no states of requests")
+
+        def check(batch: Sequence[Row], steps: int) -> None:
+            sampler, alone = self._make(), [self._make() for _ in batch]
+            together = self._states(sampler, batch)
+            apart = [
+                self._states(single, [row])[0] for single, row in zip(alone, batch, strict=True)
+            ]
+            for step in range(steps):
+                rows = [replace(row, content=row.content + step, position=step) for row in batch]
+                logits = self._logits(rows)
+                tokens = self._sample(sampler, logits, self._settings(rows, together))
+                singles = [
+                    self._sample(single, logits[[at]], self._settings([row], [state]))[0]
+                    for at, (single, row, state) in enumerate(zip(alone, rows, apart, strict=True))
+                ]
+                if tokens != singles:
+                    raise STATES.violation(
+                        f"in step {step} the rows got the tokens {tokens} in a batch, and "
+                        f"{singles} alone"
+                    )
+                before = snapshot(together)
+                forks = [sampler.fork(state) for state in together]
+                self._carry_on(sampler, forks, logits, tokens)
+                if snapshot(together) != before:
+                    raise STATES.violation(f"a fork that went on changed the states in step {step}")
+                together = self._carry_on(sampler, together, logits, tokens)
+                apart = self._carry_on(sampler, apart, logits, tokens)
+                if any(isinstance(state, Finish) for state in together):
+                    return
+
+        batch = st.lists(_rows(self._drawn_arguments(self.vocab_size)), min_size=1, max_size=3)
+        self._search(STATES.text, 40, check, batch=batch, steps=st.integers(1, 8))
 
     def test_unusable_rows(self) -> None:
         """A row of NaN, +inf or nothing but -inf raises nothing and changes no other row; NaN and
@@ -346,12 +402,51 @@ class SamplerSuite(GeneralComponentSuite):
     def _logits(self, batch: Sequence[Row]) -> torch.Tensor:
         return torch.stack([row.logits(self.vocab_size) for row in batch]).to(self.device)
 
-    def _settings(self, batch: Sequence[Row]) -> SamplingRows:
-        return self._draws([r.seed for r in batch], [r.position for r in batch], batch)
+    @property
+    def _has_states(self) -> bool:
+        return self.sampler.start is not Sampler.start
+
+    def _states(self, sampler: Sampler, batch: Sequence[Row]) -> list[Any]:
+        """Return the states of requests without outputs."""
+        defaults = self._prepared({}, self.vocab_size)
+        states = []
+        for number, row in enumerate(batch):
+            request = LogitsRequest(
+                request_id=f"r{number}",
+                prompt_token_ids=[row.content % self.vocab_size],
+                output_token_ids=[],
+                params=SamplingParams(seed=row.seed, temperature=0.0 if row.greedy else 1.0),
+                stop_token_ids=[],
+                sampler_arguments=defaults if row.arguments is None else row.arguments,
+            )
+            states.append(sampler.start(request))
+        return states
+
+    def _carry_on(
+        self, sampler: Sampler, states: Sequence[Any], logits: torch.Tensor, tokens: Sequence[int]
+    ) -> list[Any]:
+        """Return the states after a token of each."""
+        if type(sampler).observe is Sampler.observe:
+            pairs = zip(states, tokens, strict=True)
+            return [sampler.advance(state, token) for state, token in pairs]
+        observe, distributions = observer_of(sampler), distributions_of(logits.cpu(), tokens)
+        rows = zip(states, tokens, distributions, strict=True)
+        return [observe(state, token, distribution) for state, token, distribution in rows]
+
+    def _settings(self, batch: Sequence[Row], states: Sequence[Any] | None = None) -> SamplingRows:
+        return self._draws([r.seed for r in batch], [r.position for r in batch], batch, states)
 
     def _draws(
-        self, seeds: Sequence[int], positions: Sequence[int], batch: Sequence[Row] = ()
+        self,
+        seeds: Sequence[int],
+        positions: Sequence[int],
+        batch: Sequence[Row] = (),
+        states: Sequence[Any] | None = None,
     ) -> SamplingRows:
+        """Return rows, by default with the states of new requests."""
+        if states is None and self._has_states:
+            fresh = [Row(0, "plain", seed, 0, greedy=False) for seed in seeds]
+            states = self._states(self._make(), list(batch) or fresh)
         greedy = [row.greedy for row in batch] or [False] * len(seeds)
         defaults = self._prepared({}, self.vocab_size)
         given = [row.arguments for row in batch] or [None] * len(seeds)
@@ -362,6 +457,7 @@ class SamplerSuite(GeneralComponentSuite):
             seeds=torch.tensor(seeds, device=self.device),
             positions=torch.tensor(positions, device=self.device),
             given=[defaults if own is None else own for own in given],
+            request_states=states or (),
         )
 
     def _batch(
@@ -398,7 +494,7 @@ class SamplerSuite(GeneralComponentSuite):
         for what, seeds, positions in (
             ("64 seeds at one position", other, same),
             ("one seed at 64 positions", same, other),
-        ):
+        )[: 1 if self._has_states else 2]:
             tokens = set(self._sample(self._make(), logits, self._draws(seeds, positions)))
             if len(tokens) == 1:
                 raise SEEDS.violation(
@@ -415,8 +511,8 @@ class SamplerSuite(GeneralComponentSuite):
             ("plain", wide, 512),
         ):
             logits = Row(7, kind, 0, 0, greedy=False).logits(vocab_size)
-            for what in ("seeds", "positions"):
-                yield functools.partial(self._check_frequencies, what, logits, draws)
+            for varied in ("seeds",) if self._has_states else ("seeds", "positions"):
+                yield functools.partial(self._check_frequencies, varied, logits, draws)
 
     def _check_frequencies(self, what: str, logits: torch.Tensor, draws: int) -> None:
         sampler, vocab_size = self._make(len(logits)), len(logits)

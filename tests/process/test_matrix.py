@@ -47,7 +47,7 @@ from hardpoint.testing import ScriptedClock, scripted_config, write_scripted_mod
 Level = Mapping[str, Any]
 
 HERE = "support.broken.processors"
-PROCESSORS = [f"{HERE}:{name}" for name in ("Bias", "Counter", "Observer")]
+PROCESSORS = [f"{HERE}:{name}" for name in ("Bias", "Counter", "Observer", "EndsAt")]
 OF_THE_BATCH = f"{HERE}:BatchBias"
 RANKS = {"executor": {"use": "multiproc"}}
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -161,6 +161,7 @@ REQUEST: dict[str, dict[str, Level]] = {
         "length": {"max_tokens": 21},
         "token": {"max_tokens": 30, "stop_token_ids": list(range(0, 256, 9)), "min_tokens": 4},
         "string": {"max_tokens": 30, "stop": ["5", "e", "\\"]},
+        "plugin": {"max_tokens": 30, "plugin_args": {"ends_at": {"tokens": 17}}},
     },
     "fork": {"none": {}, "half way": {}},
 }

@@ -314,7 +314,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     message: AnswerMessage
     logprobs: ChoiceLogprobs | None = None
     finish_reason: str | None
-    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    stop_reason: int | str | dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
@@ -332,7 +332,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     delta: AnswerMessage
     logprobs: ChoiceLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    stop_reason: int | str | dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET

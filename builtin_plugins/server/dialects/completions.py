@@ -224,7 +224,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     text: str
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    stop_reason: int | str | dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: list[Any] | msgspec.UnsetType | None = msgspec.UNSET

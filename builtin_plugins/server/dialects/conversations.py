@@ -138,7 +138,7 @@ class ResponseDone(msgspec.Struct):
 
     turn: int | None
     finish_reason: str | None
-    stop_reason: int | str | None
+    stop_reason: int | str | dict[str, Any] | None
     usage: Usage
     type: Literal["response.done"] = "response.done"
 

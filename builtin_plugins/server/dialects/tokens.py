@@ -169,7 +169,7 @@ class GeneratedChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int]
     logprobs: ChoiceLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    stop_reason: int | str | dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET

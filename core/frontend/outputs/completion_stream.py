@@ -87,13 +87,16 @@ class CompletionStream:
         """The number of tokens so far."""
         return len(self.token_ids) + (self.num_shown if self._delta else 0)
 
-    def push(self, token_ids: list[int], finish_reason: FinishReason | None) -> list[int]:
+    def push(
+        self, token_ids: list[int], finish_reason: FinishReason | None, *, is_shown: bool = False
+    ) -> list[int]:
         """Take new tokens.
 
         Args:
             token_ids: in order.
             finish_reason: why the engine ended the completion, if it did. The text of a stop token
                 is left out unless `include_stop_str_in_output`.
+            is_shown: whether the text of the last token is shown in any case.
 
         Returns:
             The tokens up to the one that completes a stop string: all, if none was found. The first
@@ -103,7 +106,7 @@ class CompletionStream:
             PluginFaultError: the tokenizer failed.
         """
         if self._decoder is not None:
-            has_text = finish_reason is not FinishReason.STOP or self._keep_stop
+            has_text = is_shown or finish_reason is not FinishReason.STOP or self._keep_stop
             decoded = token_ids if has_text else token_ids[:-1]
             if not self._is_watched:
                 if piece := self.decode(decoded):

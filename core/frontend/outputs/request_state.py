@@ -174,7 +174,7 @@ class RequestState:
             None if params.prompt_logprobs is None else []
         )
         self._flaw_of, self._answer = validate, ""  # the answer so far, of deltas
-        self._stop_reason: int | str | None = None
+        self._stop_reason: int | str | dict[str, Any] | None = None
         self._error: str | None = None
         self._error_kind: str | None = None
         self._num_cached_tokens: int | None = None
@@ -224,7 +224,8 @@ class RequestState:
         stream = self._stream or self._begin(output)
         for reader in stream.readers:
             reader.update(output)
-        new = stream.push(output.new_token_ids, output.finish_reason)
+        is_shown = isinstance(output.stop_reason, dict)  # no token has ended it
+        new = stream.push(output.new_token_ids, output.finish_reason, is_shown=is_shown)
         if stream.stop_string is not None:
             self._stopped_by(stream.stop_string, has_tokens=bool(new))
         if output.logprobs and self._logprobs is not None:

@@ -13,6 +13,7 @@ from hardpoint.host.registry.blame import raise_unless_fault
 from hardpoint.plugins import LogitsRequest, ModelRunnerOutput, RequestFault, SchedulerOutput
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests import TokenLogprobs
+from hardpoint.plugins.sampling import Distribution
 
 from .grammar_mask import GrammarMask
 from .sampling_stage import SamplingStage
@@ -38,10 +39,10 @@ def planned_drafts(
 
 
 class _Sampled(NamedTuple):
-    """A sampled token, its logprob if a processor observes it, and its entry if that is wanted."""
+    """A sampled token, its distribution if a plugin observes it, its entry if that is wanted."""
 
     token: int
-    logprob: float | None
+    seen: Distribution | None
     entry: TokenLogprobs | None
 
 
@@ -95,9 +96,9 @@ class DraftRows:
             mask = self._mask and self._mask.rows(at)
         result = self._stage.run(logits, list(views.values()), recompute, mask)
         for place, (row, view) in enumerate(views.items()):
-            logprob, entry = result.observed.get(place), result.logprobs.get(place)
+            seen, entry = result.observed.get(place), result.logprobs.get(place)
             fault = result.faults.get(view.request_id)
-            self._sampled[row] = fault or _Sampled(result.tokens[place], logprob, entry)
+            self._sampled[row] = fault or _Sampled(result.tokens[place], seen, entry)
         return [self._token(row) for row in rows]
 
     def _fork(self, rows: Sequence[tuple[int, int]]) -> dict[tuple[int, int], LogitsRequest]:
@@ -114,9 +115,9 @@ class DraftRows:
             self._views.pop((index, depth), None)
             if source is None:
                 continue
-            logprob = before.logprob if isinstance(before, _Sampled) else None
+            seen = before.seen if isinstance(before, _Sampled) else None
             try:
-                view = pipeline.fork(source, draft, pipeline.batch_size + scratch, logprob)
+                view = pipeline.fork(source, draft, pipeline.batch_size + scratch, seen)
             except BaseException as cause:  # it fails again when the token is kept
                 raise_unless_fault(cause)
                 continue
@@ -168,7 +169,7 @@ class DraftRows:
             output.sampled_token_ids[request.request_id] = [one.token for one in sampled]
             if entries := [one.entry for one in sampled if one.entry is not None]:
                 output.logprobs[request.request_id] = entries
-            if logprobs := [one.logprob for one in sampled if one.logprob is not None]:
+            if logprobs := [one.seen.logprob for one in sampled if one.seen is not None]:
                 output.observed_logprobs[request.request_id] = logprobs
         depth = 0
         while kept:
@@ -177,17 +178,15 @@ class DraftRows:
             for request, token in zip(requests, tokens, strict=True):
                 append(request.request_id, token)
             pipeline.active_rows(requests)
-            output.faults |= pipeline.advance(
-                requests, tokens, to_device(tokens, self._stage.device)
-            )
-            seen = [place for place, sampled in enumerate(now) if sampled.logprob is not None]
+            ids = to_device(tokens, self._stage.device)
+            output.end(pipeline.advance(requests, tokens, ids))
+            seen = [place for place, sampled in enumerate(now) if sampled.seen is not None]
             if seen:
-                values = [sampled.logprob for sampled in now if sampled.logprob is not None]
-                users, ids = [requests[place] for place in seen], [tokens[place] for place in seen]
-                output.faults |= pipeline.observe(users, ids, values)
+                values = [sampled.seen for sampled in now if sampled.seen is not None]
+                chosen = [tokens[place] for place in seen]
+                output.end(pipeline.observe([requests[place] for place in seen], chosen, values))
             depth += 1
-            kept = [
-                (request, rows)
-                for request, rows in kept
-                if len(rows) > depth and request.request_id not in output.faults
-            ]
+            for request_id in output.finishes.keys() & {request.request_id for request in requests}:
+                del output.sampled_token_ids[request_id][depth:]
+            over = output.faults.keys() | output.finishes.keys()
+            kept = [k for k in kept if len(k[1]) > depth and k[0].request_id not in over]

@@ -2,118 +2,32 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
-import msgspec
 import torch
 
 from hardpoint.errors import PluginContractError
-from hardpoint.host.boundary.logits.processor_runner import ActiveRows, Faults, ProcessorRunner
+from hardpoint.host.boundary.logits.processor_runner import (
+    ActiveRows,
+    End,
+    Ends,
+    Faults,
+    ProcessorRunner,
+)
 from hardpoint.host.boundary.logits.rows import ProcessorRows
 from hardpoint.host.boundary.parts.worker_parts import LogitsObserver
 from hardpoint.host.registry.blame import raise_unless_fault
 from hardpoint.host.system.transfers import select_rows
-from hardpoint.plugins import BatchUpdate, Executor, LogitsRequest, RequestFault
+from hardpoint.plugins import BatchUpdate, LogitsRequest
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests.stats import PluginMeter
-from hardpoint.plugins.sampling.logits import FollowsBatch, LogitsPlugin
+from hardpoint.plugins.sampling import Distribution
+from hardpoint.plugins.sampling.logits import FollowsBatch
 from hardpoint.plugins.sampling.phases import MASK, MODEL
-from hardpoint.typed import ReadOnlyDict, ReadOnlyList, prepared
+from hardpoint.toolkit.logits_calls.states import ObservedStates, set_state
+from hardpoint.typed import ReadOnlyDict, ReadOnlyList
 
 from .grammar_mask import GrammarMask
-
-_set_state: Callable[[Any, str, Any], None] = dict.__setitem__  # of a ReadOnlyDict, too
-
-
-NUM_VERSIONS = Executor.MAX_CONCURRENT_BATCHES + 1
-"""States kept per request. Results may come as many steps late as a pipeline has batches, and the
-last one may be lost, so that a request may go on from a state that is some steps old."""
-
-_encode = msgspec.msgpack.Encoder().encode
-
-
-class _Version(NamedTuple):
-    """A state as msgpack, and the number of output tokens after which it is that."""
-
-    num_tokens: int
-    state: bytes
-
-
-class ObservedStates:
-    """States that depend on logits, which outlive a preemption: the newest ones, by request."""
-
-    def __init__(self) -> None:
-        self._versions: dict[str, dict[str, deque[_Version]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._versions)
-
-    def start(
-        self, processor: LogitsPlugin, request: LogitsRequest, observed: Sequence[float] = ()
-    ) -> Any:
-        """Return the state of a request that enters the batch: a new one, or that of its tokens.
-
-        Args:
-            processor: whose state it is.
-            request: with its output tokens.
-            observed: logprobs of the tokens that another engine has sampled.
-
-        Raises:
-            LookupError: the request has other output tokens, and no state after them is kept.
-            TypeError, ValueError: the state that `start` returned is not as declared.
-        """
-        by_name = self._versions.setdefault(request.request_id, {})
-        num_tokens = len(request.output_token_ids)
-        if not num_tokens or (processor.name not in by_name and len(observed) == num_tokens):
-            state = _observed(processor, request, observed if num_tokens else ())
-            by_name[processor.name] = deque(maxlen=NUM_VERSIONS)
-            self.record(processor, request, state)
-            return state
-        versions = by_name.get(processor.name, ())
-        kept = [version for version in versions if version.num_tokens <= num_tokens]
-        if not kept or kept[-1].num_tokens != num_tokens:
-            raise LookupError(f"no state after {num_tokens} output tokens is kept")
-        by_name[processor.name] = deque(kept, NUM_VERSIONS)  # later tokens were dropped
-        return msgspec.msgpack.decode(kept[-1].state, type=prepared(processor.State))
-
-    def record(self, processor: LogitsPlugin, request: LogitsRequest, state: Any) -> None:
-        """Keep the state of a request after its output tokens.
-
-        Raises:
-            TypeError: it is not of the declared type.
-            ValueError: it is larger than declared.
-        """
-        if not isinstance(state, processor.State):
-            raise TypeError(
-                f"expected a state of type {processor.State.__name__}, got {type(state).__name__}"
-            )
-        encoded = _encode(state)
-        if len(encoded) > processor.max_state_bytes:
-            raise ValueError(
-                f"expected a state of at most max_state_bytes ({processor.max_state_bytes}), "
-                f"got {len(encoded)} bytes"
-            )
-        version = _Version(len(request.output_token_ids), encoded)
-        self._versions[request.request_id][processor.name].append(version)
-
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget requests that have ended; unknown ids are ignored."""
-        if self._versions:
-            for request_id in request_ids:
-                self._versions.pop(request_id, None)
-
-
-def _observed(processor: LogitsPlugin, request: LogitsRequest, logprobs: Sequence[float]) -> Any:
-    """Return the state after tokens with these logprobs, as if each had been sampled here."""
-    if not logprobs:
-        return processor.start(request)
-    state = processor.start(replace(request, output_token_ids=ReadOnlyList()))
-    for token, logprob in zip(request.output_token_ids, logprobs, strict=True):
-        state = processor.observe(processor.advance(state, token), token, logprob)
-    return state
 
 
 class LogitsPipeline:
@@ -132,11 +46,13 @@ class LogitsPipeline:
         runners: Sequence[ProcessorRunner],
         device: torch.device,
         observed_states: ObservedStates | None = None,
+        sampler: ProcessorRunner | None = None,
     ) -> None:
         """Join processors.
 
         Args:
             runners: in the order in which they run.
+            sampler: keeps the states of the sampler; None without any.
             observed_states: states of requests from before; None if there are none.
         """
         self.observed_states = ObservedStates() if observed_states is None else observed_states
@@ -146,11 +62,13 @@ class LogitsPipeline:
         self._advancing: list[ProcessorRunner] = []
         self._observing: list[ProcessorRunner] = []
         self._version = 0
+        self._sampler: Sequence[ProcessorRunner] = () if sampler is None else (sampler,)
         self.use(runners)
 
     def use(self, runners: Sequence[ProcessorRunner]) -> None:
         """Run other processors from the next step on, in the order in which they run."""
         self.runners = runners
+        self._keeping = (*runners, *self._sampler)
         # Those that follow the batch's rows, in use or not.
         self._batch_followers = [
             runner
@@ -162,7 +80,7 @@ class LogitsPipeline:
 
     def runner(self, name: str, generation: int) -> ProcessorRunner | None:
         """Return the runner of a name that requests of a generation use; None without one."""
-        for runner in self.runners:
+        for runner in self._keeping:
             if runner.name == name and runner.serves(generation):
                 return runner
         return None
@@ -178,8 +96,8 @@ class LogitsPipeline:
         latest = sorted(self.runners, key=lambda runner: runner.since)
         return {runner.name: runner.meter for runner in latest}
 
-    def start(self, request: LogitsRequest, observed: Sequence[float] = ()) -> RequestFault | None:
-        """Build the states of a request that got its row; return the fault if that fails.
+    def start(self, request: LogitsRequest, observed: Sequence[float] = ()) -> End | None:
+        """Build the states of a request that got its row; return the end of the request, if any.
 
         Args:
             request: with its output tokens.
@@ -191,13 +109,13 @@ class LogitsPipeline:
                 with runner.measured("start"):
                     if runner.observes:
                         state = self.observed_states.start(runner.processor, request, observed)
-                        _set_state(request.state, name, state)
+                        set_state(request.state, name, state)
                     elif runner.has_state:
-                        _set_state(request.state, name, runner.processor.start(request))
+                        set_state(request.state, name, runner.processor.start(request))
                     if runner.has_device_state:
                         runner.device_state.start(request)
             except BaseException as cause:
-                return runner.fault("start", cause)
+                return runner.end("start", cause)
         return None
 
     def update(
@@ -249,7 +167,7 @@ class LogitsPipeline:
             self._version += 1
             self._requests = list(requests)
             used = {name for request in requests for name in request.arguments}
-            runners = [runner for runner in self.runners if runner.name in used]
+            runners = [runner for runner in self._keeping if runner.name in used]
             self._advancing = [runner for runner in runners if runner.advances]
             self._observing = [runner for runner in runners if runner.observes]
             active = [runner.active_rows(requests, self._version) for runner in runners]
@@ -263,8 +181,8 @@ class LogitsPipeline:
 
     def advance(
         self, requests: Sequence[LogitsRequest], tokens: Sequence[int], device_ids: torch.Tensor
-    ) -> Faults:
-        """Advance the states of each request by its new token; return the faults.
+    ) -> Ends:
+        """Advance the states of each request by its new token; return the ends of requests.
 
         Args:
             requests: those of the last `apply` that got a token.
@@ -273,7 +191,7 @@ class LogitsPipeline:
         """
         if requests != self._requests:
             self._requests = []  # some grew and some did not: the rows' version has to change
-        faults: Faults = {}
+        faults: Ends = {}
         for runner in self._advancing:
             self._advance_host(runner, requests, tokens, faults)
         for runner in self._batch_followers:
@@ -291,34 +209,39 @@ class LogitsPipeline:
             if any(runner.is_used_by(request) for runner in self._observing)
         ]
 
+    @property
+    def wants_distribution(self) -> bool:
+        """Whether a processor of the last `apply` observes distributions."""
+        return any(runner.wants_distribution for runner in self._observing)
+
     def observe(
-        self, requests: Sequence[LogitsRequest], tokens: Sequence[int], logprobs: Sequence[float]
-    ) -> Faults:
+        self, requests: Sequence[LogitsRequest], tokens: Sequence[int], seen: Sequence[Distribution]
+    ) -> Ends:
         """Carry on the states that depend on logits by each request's new token.
 
         Args:
             requests: requests of the rows of `observing_rows` that got a token, their last one.
             tokens: on the host.
-            logprobs: logprobs of the tokens, as `LogitsPlugin.observe` gets them.
+            seen: distributions of the tokens.
 
         Returns:
-            The faults.
+            The requests that end.
         """
-        faults: Faults = {}
+        faults: Ends = {}
         for runner in self._observing:
-            name, observe = runner.name, runner.processor.observe
+            name, observe = runner.name, runner.observe
             with runner.measured("observe"):
-                for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+                for request, token, distribution in zip(requests, tokens, seen, strict=True):
                     if name not in request.state or not runner.serves(request.generation):
                         continue
                     if request.request_id in faults:
                         continue
                     try:
-                        state = observe(request.state[name], token, logprob)
+                        state = observe(request.state[name], token, distribution)
                         self.observed_states.record(runner.processor, request, state)
-                        _set_state(request.state, name, state)
+                        set_state(request.state, name, state)
                     except BaseException as cause:
-                        faults[request.request_id] = runner.fault("observe", cause)
+                        faults[request.request_id] = runner.end("observe", cause)
         return faults
 
     def check_drafts(self) -> None:
@@ -336,11 +259,11 @@ class LogitsPipeline:
 
     def observes(self, requests: Sequence[LogitsRequest]) -> bool:
         """Return whether a processor of one of the requests observes."""
-        observing = [runner for runner in self.runners if runner.observes]
+        observing = [runner for runner in self._keeping if runner.observes]
         return any(runner.is_used_by(request) for runner in observing for request in requests)
 
     def fork(
-        self, source: LogitsRequest, draft: int, row: int, logprob: float | None = None
+        self, source: LogitsRequest, draft: int, row: int, seen: Distribution | None = None
     ) -> LogitsRequest:
         """Return a view of a request after a draft token, with copies of its states.
 
@@ -348,7 +271,7 @@ class LogitsPipeline:
             source: the request, or its view after the drafts before.
             draft: the token.
             row: row that `fork_device_state` will fill.
-            logprob: logprob of the token, for processors that observe; None without such ones.
+            seen: distribution of the token, for processors that observe; None without such ones.
         """
         view = LogitsRequest(
             request_id=source.request_id,
@@ -368,11 +291,11 @@ class LogitsPipeline:
             runner = self._runner_of(name, source)
             processor = runner.processor
             if runner.observes:
-                assert logprob is not None, "rows of processors that observe run in turn"
-                state = processor.observe(processor.fork(state), draft, logprob)
+                assert seen is not None, "rows of processors that observe run in turn"
+                state = runner.observe(processor.fork(state), draft, seen)
             elif runner.advances:
                 state = processor.advance(processor.fork(state), draft)
-            _set_state(view.state, name, state)
+            set_state(view.state, name, state)
         return view
 
     def fork_device_state(self, forks: Sequence[tuple[LogitsRequest, LogitsRequest, int]]) -> None:
@@ -399,7 +322,7 @@ class LogitsPipeline:
         runner: ProcessorRunner,
         requests: Sequence[LogitsRequest],
         tokens: Sequence[int],
-        faults: Faults,
+        faults: Ends,
     ) -> None:
         name, advance = runner.name, runner.processor.advance
         with runner.measured("advance"):
@@ -409,9 +332,9 @@ class LogitsPipeline:
                     continue
                 if not faults or request.request_id not in faults:
                     try:
-                        _set_state(state, name, advance(state[name], token))
+                        set_state(state, name, advance(state[name], token))
                     except BaseException as cause:
-                        faults[request.request_id] = runner.fault("advance", cause)
+                        faults[request.request_id] = runner.end("advance", cause)
 
     def _advance_device(
         self, runner: ProcessorRunner, requests: Sequence[LogitsRequest], device_ids: torch.Tensor

@@ -9,7 +9,7 @@ from typing import Any
 from hardpoint import typed
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.host.boundary.activity import Activity
-from hardpoint.host.boundary.logits.processor_runner import ProcessorRunner
+from hardpoint.host.boundary.logits.processor_runner import End, ProcessorRunner
 from hardpoint.host.live import generations
 from hardpoint.host.live.change import LiveChange
 from hardpoint.host.registry.blame import describe, raise_unless_fault
@@ -24,7 +24,9 @@ from hardpoint.plugins import (
     RequestFault,
     Sampler,
 )
+from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.toolkit.logits_calls.states import sampler_states
 from hardpoint.typed import ReadOnlyDict, prepared_type
 
 from .pipeline import LogitsPipeline
@@ -36,7 +38,7 @@ _ELSEWHERE = {
 }
 """Kinds whose components get their arguments elsewhere."""
 
-Converted = tuple[ReadOnlyDict[str, Any], Any, RequestFault | None]
+Converted = tuple[ReadOnlyDict[str, Any], Any, End | None]
 """Arguments of processors by name, those of the sampler, and the fault if one is rejected."""
 
 
@@ -46,6 +48,8 @@ class RequestArguments:
     def __init__(self, pipeline: LogitsPipeline, sampler: Sampler) -> None:
         self._pipeline, self._sampler = pipeline, sampler
         self._key = argument_key("samplers", sampler.name)
+        has_states = pipeline.runner(self._key, 0) is not None
+        self.states_key = self._key if has_states else ""
         self._type = prepared_type(type(sampler))
         self.defaults = self._type()
 
@@ -79,6 +83,8 @@ class RequestArguments:
                 return self._rejected(RequestFault(str(cause), name))
             except BaseException as cause:
                 return self._rejected(runner.fault("Arguments", cause))
+        if self.states_key:
+            arguments[self._key] = sampler_arguments
         return ReadOnlyDict(arguments), sampler_arguments, None
 
     def _rejected(self, fault: RequestFault) -> Converted:
@@ -117,6 +123,17 @@ def open_runner(
         slow_seconds=spec.config.plugins.slow_seconds,
         since=since,
     )
+
+
+def open_states(
+    spec: WorkerSpec, sampler: Sampler, source: Source, activity: Activity
+) -> ProcessorRunner | None:
+    """Return the runner of the states of a sampler; None if it has none."""
+    states = sampler_states(sampler, argument_key("samplers", sampler.name))
+    if states is None:
+        return None
+    rows = spec.config.scheduler.max_num_seqs
+    return ProcessorRunner(states, source, spec.device, rows, activity=activity)
 
 
 def processor_changes(

@@ -29,12 +29,14 @@ from hardpoint.plugins.component.behaviour import UnusableError
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.exponential_race import mixed_seed
 from hardpoint.plugins.requests import TokenLogprobs
+from hardpoint.plugins.sampling import Distribution
 from hardpoint.plugins.sampling.sampler import TOKENS
+from hardpoint.toolkit.logits_calls import states
 
 from .grammar_mask import GrammarMask
 from .logprobs import logprob_tensors, token_logprobs
-from .pipeline import LogitsPipeline, ObservedStates
-from .processors import RequestArguments, open_runner
+from .pipeline import LogitsPipeline
+from .processors import RequestArguments, open_runner, open_states
 
 
 @dataclass
@@ -46,8 +48,7 @@ class Sampled:
         device_ids: the same on the device, int64 [rows].
         bad_rows: rows whose chosen logit is not finite, those of requests with a fault left out.
         logprobs: by row, where the request asks for them.
-        observed: the token's logprob under the processed logits, by row, where a processor of the
-            request observes it.
+        observed: the distribution of the token, by row, where a plugin of the request observes it.
         faults: requests that cannot go on, by id.
     """
 
@@ -55,7 +56,7 @@ class Sampled:
     device_ids: torch.Tensor
     bad_rows: Sequence[int] = ()
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    observed: dict[int, float] = field(default_factory=dict)
+    observed: dict[int, Distribution] = field(default_factory=dict)
     faults: Faults = field(default_factory=dict)
 
 
@@ -68,7 +69,11 @@ class _StepRows:
         given: the tokens that each of these names.
     """
 
-    def __init__(self, requests: Sequence[LogitsRequest], device: torch.device) -> None:
+    def __init__(
+        self, requests: Sequence[LogitsRequest], device: torch.device, key: str = ""
+    ) -> None:
+        """Prepare the rows; `key` names the states of the sampler, if it has any."""
+        self._key = key
         self._requests = list(requests)
         self._device = device
         greedy = [r.params.greedy for r in requests]
@@ -105,6 +110,7 @@ class _StepRows:
             to_device(np.fromiter(lengths, np.int64, count), self._device),
             self._arguments,
             self._columns,
+            [request.state.get(self._key) for request in self._requests] if self._key else (),
         )
 
     def of_logprobs(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -150,6 +156,7 @@ class SamplingStage:
         self._processed_logprobs = processed_logprobs
         arguments = RequestArguments(pipeline, sampler)
         self.arguments_of, self.default_arguments = arguments.of, arguments.defaults
+        self.states_key = arguments.states_key
         self._rows = _StepRows((), device)
         self._raw: torch.Tensor | None = None  # of the step's rows with log-probabilities
 
@@ -172,7 +179,7 @@ class SamplingStage:
             PluginFaultError: the sampler failed, or a plugin whose faults end the engine.
         """
         if not self._rows.are_of(requests):
-            self._rows = _StepRows(requests, self.device)
+            self._rows = _StepRows(requests, self.device, self.states_key)
         if self._rows.with_logprobs and not self._processed_logprobs:
             part = self._rows.of_logprobs(logits)
             self._raw = part.clone() if part is logits else part
@@ -270,9 +277,9 @@ class SamplingStage:
         rows, observing = self._rows, self.pipeline.observing_rows(requests)
         wanted = [chosen, picked]
         if observing:
-            logprobs = select_rows(logits, observing).log_softmax(-1)
-            ids = select_rows(chosen, observing).unsqueeze(1)
-            wanted.append(logprobs.gather(1, ids).squeeze(1))
+            rows_logits, ids = select_rows(logits, observing), select_rows(chosen, observing)
+            in_full = self.pipeline.wants_distribution
+            wanted += (seen := states.distribution_tensors(rows_logits, ids, in_full=in_full))
         if rows.with_logprobs:
             source = rows.of_logprobs(logits) if self._raw is None else self._raw
             chosen_ids, counts = rows.of_logprobs(chosen), rows.logprob_counts
@@ -285,7 +292,9 @@ class SamplingStage:
         ]
         choice = Sampled(tokens, chosen, bad_rows)
         if observing:
-            choice.observed.update(zip(observing, more.pop(0), strict=True))
+            values = states.distributions(more[: len(seen)])
+            choice.observed.update(zip(observing, values, strict=True))
+            del more[: len(seen)]
         if rows.with_logprobs:
             chosen_there = [tokens[row] for row in rows.with_logprobs]
             entries = token_logprobs(more, chosen_there, rows.logprob_counts, rows.given)
@@ -317,7 +326,7 @@ class SamplingStage:
 
 
 def open_stage(
-    spec: WorkerSpec, ops: Ops, activity: Activity, observed_states: ObservedStates
+    spec: WorkerSpec, ops: Ops, activity: Activity, observed_states: states.ObservedStates
 ) -> SamplingStage:
     """Build the logits processors and the sampler of a worker.
 
@@ -338,7 +347,8 @@ def open_stage(
     sampler = spec.plugins.create(
         entry, SamplerContext, device=spec.device, vocab_size=spec.model_config.vocab_size, ops=ops
     )
-    pipeline = LogitsPipeline(runners, spec.device, observed_states)
+    keeping = open_states(spec, sampler, entry.source, activity)
+    pipeline = LogitsPipeline(runners, spec.device, observed_states, keeping)
     if spec.num_draft_tokens:
         pipeline.check_drafts()
     return SamplingStage(

@@ -3,6 +3,7 @@
 import math
 
 from acme_sampling import TopA
+from acme_sampling.arithmetic import Arithmetic
 from acme_sampling.dry import Dry
 from acme_sampling.mirostat import Mirostat
 from acme_sampling.top_n_sigma import TopNSigma
@@ -53,6 +54,11 @@ class TestMirostat(LogitsProcessorSuite):
         tau=st.floats(0, 20, exclude_min=True),
         eta=st.floats(0, 1, exclude_min=True),
     )
+
+
+class TestArithmetic(SamplerSuite):
+    sampler = Arithmetic
+    examples = 0.3
 
 
 class TestTopNSigma(SamplerSuite):

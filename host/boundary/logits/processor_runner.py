@@ -23,6 +23,7 @@ from hardpoint.plugins import (
     BatchLogitsProcessor,
     BatchUpdate,
     Edits,
+    Finish,
     LogitsProcessor,
     LogitsRequest,
     RequestFault,
@@ -30,10 +31,13 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.device import to_device
+from hardpoint.plugins.requests import FinishedError
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.sampling.logits import FollowsBatch, LogitsPlugin
 from hardpoint.plugins.sampling.phases import LogitsStage
 from hardpoint.plugins.sampling.rows import Added
+from hardpoint.plugins.sampling.states import takes_distribution
+from hardpoint.toolkit.logits_calls.states import observer_of
 from hardpoint.toolkit.logits_calls.tensor_checks import HandedOver
 from hardpoint.typed import ReadOnlyDict
 
@@ -43,6 +47,8 @@ from .rows import ProcessorRows
 
 Faults = dict[str, RequestFault]
 """Requests that cannot go on, by id."""
+End = RequestFault | Finish
+Ends = dict[str, End]
 
 
 class ProcessorError(Exception):
@@ -94,6 +100,8 @@ class ProcessorRunner:
         self.has_state = cls.start is not LogitsPlugin.start
         self.advances = self.has_state and cls.advance is not LogitsPlugin.advance
         self.observes = cls.observe is not LogitsPlugin.observe
+        self.wants_distribution = takes_distribution(cls)
+        self.observe = observer_of(self.processor)
         # Stored, because isinstance on an abstract class takes as long as a sparse edit.
         self.is_sparse = isinstance(self.processor, SparseLogitsProcessor)
         self.is_dense = isinstance(self.processor, LogitsProcessor)
@@ -132,6 +140,14 @@ class ProcessorRunner:
         if self.ends_engine:
             raise PluginFaultError(message) from (None if isinstance(cause, str) else cause)
         return RequestFault(message, self.name)
+
+    def end(self, method: str, cause: BaseException) -> End:
+        """Return the end of a request by a `Finish`, or the fault; see `fault`."""
+        if not isinstance(cause, FinishedError):
+            return self.fault(method, cause)
+        if cause.finish.num_tokens is not None:
+            return self.fault(method, "Finish.num_tokens: expected None, as it gets each token")
+        return cause.finish.of(self.source.name)
 
     @contextmanager
     def measured(self, method: str) -> Iterator[None]:

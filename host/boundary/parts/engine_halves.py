@@ -27,6 +27,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.requests.plan import PartData
 from hardpoint.plugins.scheduling.step_record import WaitReason
+from hardpoint.toolkit.finishes import take_finishes
 from hardpoint.toolkit.kv_blocks.start import BlockStart
 
 from . import figures, returns
@@ -79,10 +80,8 @@ class EngineHalves:
         self._planned = 0  # the last step
         self._scheduler: Scheduler | None = None
         self._faults: dict[str, RequestFault] = {}
-        self.gates, self.transfers = (
-            PartGates(self._by_request.get),
-            part_transfers(parts, self._faults),
-        )
+        self.gates = PartGates(self._by_request.get)
+        self.transfers = part_transfers(parts, self._faults)
 
     def _bind(self, parts: Sequence[BoundPart]) -> None:
         self._parts = tuple(parts)
@@ -323,9 +322,10 @@ class EngineHalves:
             reports, result.part_reports = result.part_reports, part.own_reports(result)
             found = self._checked(part, plan, "result", defect, plan, result) or {}
             result.part_reports = reports
-            ended = {name: fault for name, fault in found.items() if name in part.users} | ended
+            ended = take_finishes(found, part.name, part.users, result) | ended
         for name in self._faults.keys() & plan.num_scheduled_tokens.keys():
             ended.setdefault(name, self._faults.pop(name))
+        self.gates.move_finishes(result)
         return ended
 
     def publish(self, plan: SchedulerOutput, outputs: Mapping[int, EngineCoreOutputs]) -> None:

@@ -17,6 +17,8 @@ from hardpoint.host.registry.blame import faults_as
 from hardpoint.plugins import (
     BlockIds,
     EngineCoreRequest,
+    Finish,
+    ModelRunnerOutput,
     Request,
     RequestFault,
     WaitingFor,
@@ -36,6 +38,7 @@ class PartGates:
     def __init__(self, parts_of: Callable[[str], Sequence[BoundPart] | None]) -> None:
         """Ask the parts that `parts_of` returns for the id of a request; None if it uses none."""
         self._parts_of = parts_of
+        self._finishes: dict[str, Finish] = {}  # of requests that a gate has ended
         self._used: dict[str, Counter[str]] = {}  # by part
         self._num_passed: dict[str, int] = {}  # parts of each request whose gate it has passed
         self._costs: dict[str, _Costs] = {}  # of each request
@@ -53,8 +56,11 @@ class PartGates:
         for place in range(self._num_passed.get(request.request_id, 0), len(parts)):
             part = parts[place]
             if part.overrides("gate"):
-                reason = _as_reason(part, call_for(part, "gate", request))
-                if reason is not None:
+                reason = call_for(part, "gate", request)
+                if isinstance(reason, Finish):
+                    self._finishes[request.request_id] = reason.of(part.name)
+                    raise RequestError(f"it ends: {reason.reason}")
+                if (reason := _as_reason(part, reason)) is not None:
                     return reason
             self._num_passed[request.request_id] = place + 1
         for part, cost in self._cost_of(request):
@@ -65,6 +71,11 @@ class PartGates:
                         f"{part.capacity.get(name, 0)}"
                     )
         return None
+
+    def move_finishes(self, result: ModelRunnerOutput) -> None:
+        """Move the graceful ends by gates into a result."""
+        result.finishes.update(self._finishes)
+        self._finishes.clear()
 
     def lacks(self, request: Request) -> WaitReason | None:
         """Return which resource has no room for a request; None if all have."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from hardpoint.errors import shown
 from hardpoint.plugins import (
+    Finish,
     GrammarBitmask,
     RequestFault,
     SchedulerOutput,
@@ -157,7 +158,7 @@ def result_defect(faults: Any, users: Collection[str]) -> str | None:
     if not isinstance(faults, Mapping):
         return f"gave {shown(faults)}, expected a mapping"
     for name, fault in faults.items():
-        if name not in users or not isinstance(fault, RequestFault):
+        if name not in users or not isinstance(fault, RequestFault | Finish):
             return f"gave {shown(fault)} for request {name!r}"
     return None
 
@@ -182,9 +183,9 @@ def reason_defect(reason: Any) -> str | None:
     Args:
         reason: what gate() returned.
     """
-    if reason is None or isinstance(reason, str | WaitReason):
+    if reason is None or isinstance(reason, str | WaitReason | Finish):
         return None
-    return f"gave {shown(reason)}, expected a reason or None"
+    return f"gave {shown(reason)}, expected a reason, a Finish or None"
 
 
 def shown_reason(part: str, reason: WaitReason | str | None) -> WaitReason | None:

@@ -30,19 +30,21 @@ from .params import (
     RepetitionDetection,
     RequestOutputKind,
     SamplingParams,
-    ids_after_embeddings,
 )
 from .params import Prompt as Prompt
 from .params import Retention as Retention
+from .params import ids_after_embeddings as ids_after_embeddings
 from .plan import BlockIds as BlockIds
 from .plan import (
     CachedRequests,
+    Finish,
     GrammarBitmask,
     ModelRunnerOutput,
     NewRequest,
     RequestFault,
     SchedulerOutput,
 )
+from .plan import FinishedError as FinishedError
 from .plan import PartData as PartData
 from .plan import SampledTokens as SampledTokens
 from .request import (
@@ -103,6 +105,7 @@ __all__ = [
     "EngineCoreOutputs",
     "EngineCoreRequest",
     "EngineReport",
+    "Finish",
     "FinishReason",
     "FinishedRequest",
     "Format",
@@ -149,6 +152,5 @@ __all__ = [
     "ToolCall",
     "TriggeredTagsFormat",
     "WeightRun",
-    "ids_after_embeddings",
     "walk_formats",
 ]

@@ -73,7 +73,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
     Attributes:
         new_token_ids: empty while the prompt is being computed.
         stop_reason: the stop token id that ended it, if in `stop_token_ids`; the stop string if the
-            engine matches stop strings.
+            engine matches stop strings; a mapping if a plugin returned a `Finish`.
         prompt_logprobs: logprobs of the prompt positions computed since the last output; None at
             the prompt's first position.
         error: with FinishReason.ERROR, what failed, and in which plugin or model.
@@ -102,7 +102,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
     request_id: str
     new_token_ids: list[int] = []
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
+    stop_reason: int | str | dict[str, Any] | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
@@ -210,7 +210,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
             there are none, here and in the sum.
         finish_reason: "stop", "tool_calls", "length", "abort", "error", "repetition" or "timeout";
             None while running.
-        stop_reason: the stop string or stop token id that ended it, if one did.
+        stop_reason: the stop string or stop token id that ended it; of a plugin that ended it, a
+            mapping with its name as "plugin" and its "reason".
         error: with "error", what failed, and in which plugin or model.
         error_kind: with "error", the name of the error's class, if the engine refused the request
             or died.
@@ -239,7 +240,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
     cumulative_logprob: float | None = None
     logprobs: list[Mapping[int, Logprob]] | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    stop_reason: int | str | dict[str, Any] | None = None
     error: str | None = None
     error_kind: str | None = None
     metrics: RequestMetrics | None = None

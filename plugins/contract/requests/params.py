@@ -25,7 +25,6 @@ __all__ = [
     "RepetitionDetection",
     "RequestOutputKind",
     "SamplingParams",
-    "ids_after_embeddings",
 ]
 
 TokenId = Annotated[int, Meta(ge=0)]

@@ -13,6 +13,7 @@ from .params import EngineCoreRequest
 
 __all__ = [
     "CachedRequests",
+    "Finish",
     "GrammarBitmask",
     "ModelRunnerOutput",
     "NewRequest",
@@ -162,6 +163,54 @@ class RequestFault(msgspec.Struct, frozen=True):
     plugin: str | None = None
 
 
+class Finish(msgspec.Struct, frozen=True):
+    """A graceful end of a request, returned by a plugin instead of its usual result.
+
+    The request ends with the tokens that it has, `finish_reason` "stop" and a `stop_reason` that
+    is a mapping: "plugin", "reason" and, if it is set, "stop_reason". A stop token or an error in
+    the same step takes precedence.
+
+    Attributes:
+        reason: short text for programs, such as "budget".
+        stop_reason: further data of the plugin: text or a number.
+        num_tokens: number of output tokens at which the request ends: with fewer it goes on, and
+            tokens of the step beyond it are dropped. None: the request ends with all tokens of
+            the step. Logits processors and samplers, which get each token in turn, have none.
+        plugin: name of the plugin; set by the engine.
+    """
+
+    reason: str
+    stop_reason: int | str | None = None
+    num_tokens: int | None = None
+    plugin: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, str) or not self.reason:
+            raise TypeError(f"Finish.reason: expected text, got {self.reason!r}")
+        if not isinstance(self.stop_reason, int | str | None):
+            raise TypeError(
+                f"Finish.stop_reason: expected text, a number or None, got {self.stop_reason!r}"
+            )
+
+    def of(self, plugin: str) -> Finish:
+        """Return the end with the name of its plugin."""
+        return msgspec.structs.replace(self, plugin=plugin)
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The `stop_reason` of outputs."""
+        shown: dict[str, Any] = {"plugin": self.plugin, "reason": self.reason}
+        return shown if self.stop_reason is None else {**shown, "stop_reason": self.stop_reason}
+
+
+class FinishedError(Exception):
+    """Passes a `Finish` through calls with other results."""
+
+    def __init__(self, finish: Finish) -> None:
+        super().__init__(finish.reason)
+        self.finish = finish
+
+
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """The result of a step.
@@ -189,6 +238,9 @@ class ModelRunnerOutput:
         part_faults: why the worker half of a step part failed, by the part's name.
         is_cache_uncertain: whether one of them failed in the layers of the step, so that keys and
             values that were written may be wrong.
+        finishes: requests that plugins end gracefully with the tokens of the step. The engine ends
+            them after `Scheduler.update`, which need not read it. A request that got no token is in
+            `faults`, too.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -205,3 +257,15 @@ class ModelRunnerOutput:
     part_faults: dict[str, str] = field(default_factory=dict)
     is_cache_uncertain: bool = False
     observed_logprobs: dict[str, list[float]] = field(default_factory=dict)
+    finishes: dict[str, Finish] = field(default_factory=dict)
+
+    def end(self, ends: Mapping[str, RequestFault | Finish]) -> None:
+        """Add ends of requests: faults, and graceful ends after the tokens of the step."""
+        for request_id, end in ends.items():
+            if isinstance(end, RequestFault):
+                self.faults[request_id] = end
+                self.finishes.pop(request_id, None)
+            elif request_id not in self.faults:
+                self.finishes[request_id] = end
+                if request_id not in self.sampled_token_ids:
+                    self.faults[request_id] = RequestFault(f"it ends: {end.reason}", end.plugin)

@@ -36,6 +36,8 @@ from .sampler import (
     SamplerContext,
 )
 from .sampler import SamplingRows as SamplingRows
+from .states import Distribution as Distribution
+from .states import RequestStates as RequestStates
 
 __all__ = [
     "ActivationTap",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from hardpoint import typed
 from hardpoint.plugins.component.base import Context
 from hardpoint.plugins.model.forward import TensorSpec
 from hardpoint.plugins.model.logits_ops import LogitsOps, Op
@@ -18,6 +16,7 @@ from hardpoint.plugins.text.arguments import ComponentWithArguments
 
 from .phases import Phase
 from .rows import BatchUpdate, LogitsRequest, Rows
+from .states import RequestStates
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +66,7 @@ class LogitsContext(Context["LogitsPlugin"]):
     tokenizer: str = ""
 
 
-class LogitsPlugin(ComponentWithArguments):
+class LogitsPlugin(RequestStates, ComponentWithArguments):
     """Base of every form of logits processor. Derive from one of the forms, not from this.
 
     A request uses the processor if it gives arguments for it: under `plugin_args[name]`, or by
@@ -85,13 +84,8 @@ class LogitsPlugin(ComponentWithArguments):
         reads: what it looks at. Only the conformance kit reads it so far: this engine waits for
             token ids in every step. One that plans steps ahead will wait only where an active
             processor needs them.
-        State: the type of state that depends on logits: a subclass of `hardpoint.plugins.State`,
-            or bytes.
-        max_state_bytes: its greatest size as msgpack; a larger one is a fault of its request.
         supports_drafts: whether rows may stand for draft tokens; without it, speculation is
             refused, naming the processor.
-        supports_resume: whether another engine may go on with a request that uses it; without it,
-            that is refused, naming the processor.
 
     State. `apply` and `edits` never change it: they may be called twice for a step, or for rows
     that stand for draft tokens. Host state that depends on tokens alone is built by `start` and
@@ -106,10 +100,7 @@ class LogitsPlugin(ComponentWithArguments):
     after: ClassVar[tuple[str, ...]] = ()
     params_fields: ClassVar[tuple[str, ...]] = ()
     reads: ClassVar[Reads] = Reads.HOST_IDS
-    max_state_bytes: ClassVar[int] = 0
     supports_drafts: ClassVar[bool] = True
-    supports_resume: ClassVar[bool] = True
-    State: ClassVar[type[Any]] = typed.State
 
     context: LogitsContext
 
@@ -121,42 +112,6 @@ class LogitsPlugin(ComponentWithArguments):
         must have a default.
         """
         return cls.Arguments is LogitsPlugin.Arguments
-
-    def start(self, request: LogitsRequest) -> Any:  # noqa: ARG002
-        """Return this request's state, from its prompt and the outputs so far.
-
-        Called when a request enters the batch, also when it re-enters after preemption, or comes
-        from another engine with outputs. With `observe`, it is called without any, when the request
-        enters the first time; `observe` follows for outputs that came from another engine.
-        """
-        return None
-
-    def advance(self, state: Any, token: int) -> Any:  # noqa: ARG002
-        """Return the state after one more accepted output token; may modify it in place.
-
-        Called once per accepted token, before the next `apply` or `edits`.
-        """
-        return state
-
-    def observe(self, state: Any, token: int, logprob: float) -> Any:  # noqa: ARG002
-        """Return the state after one more accepted output token.
-
-        Called once per accepted token, in order, after it was sampled and before the next `apply`
-        or `edits`. The engine keeps the state while a request is preempted or paused: it goes on
-        from the state after the tokens that it then has. A token that is sampled and dropped
-        leaves no trace. For state in device tensors there is no such method.
-
-        Args:
-            state: after the tokens before; what `start` returned, for the first one.
-            token: the accepted one.
-            logprob: the natural logarithm of its probability under the logits that it was drawn
-                from, after all processors.
-        """
-        return state
-
-    def fork(self, state: Any) -> Any:
-        """Return a copy of `state` to advance over draft tokens."""
-        return copy.deepcopy(state)
 
     def device_state(self) -> Mapping[str, TensorSpec]:
         """Return the specs of the device tensors of each request, by name."""

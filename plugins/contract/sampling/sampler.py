@@ -14,6 +14,8 @@ from hardpoint.plugins.component.type_variables import ArgumentsT_co
 from hardpoint.plugins.model.logits_ops import LogitsOps
 from hardpoint.plugins.text.arguments import ComponentWithArguments, argument_column
 
+from .states import RequestStates
+
 if TYPE_CHECKING:
     import torch
 
@@ -48,6 +50,7 @@ class SamplingRows(Generic[ArgumentsT_co]):
         seeds: int64 [rows]; the request's seed, mixed with its completion index.
         positions: int64 [rows]; output position of the token to choose, 0 for the first.
         given: each row's arguments for the sampler.
+        request_states: each row's state, of a sampler with `start`.
         columns: the tensors that `tensor` has made, by name; kept while the rows stay the same.
     """
 
@@ -58,6 +61,11 @@ class SamplingRows(Generic[ArgumentsT_co]):
     positions: torch.Tensor
     given: Sequence[ArgumentsT_co] = ()
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    request_states: Sequence[Any] = ()
+
+    def states(self) -> Sequence[Any]:
+        """Return each row's state, of a sampler with `start`; read it only."""
+        return self.request_states
 
     def arguments(self) -> Sequence[ArgumentsT_co]:
         """Return each row's arguments; the defaults for a request that gives none."""
@@ -92,10 +100,12 @@ def _tokens(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> torch.Te
 TOKENS = Returned("int64 token ids, one for each row of logits, on their device", _tokens)
 
 
-class Sampler(ComponentWithArguments):
+class Sampler(RequestStates, ComponentWithArguments):
     """Chooses the next token of every row.
 
-    A request gives it arguments under `plugin_args[name]`; `rows.arguments()` has them.
+    A request gives it arguments under `plugin_args[name]`; `rows.arguments()` has them. A sampler
+    with state of requests has `start`, and `advance` or `observe`; `rows.states()` has the states,
+    and `start` finds the arguments as `request.sampler_arguments`.
 
     Attributes:
         draws: whether rows that are not greedy get what `LogitsOps.draw` gives, so that traces can
@@ -110,10 +120,10 @@ class Sampler(ComponentWithArguments):
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """Return the chosen token ids.
 
-        The token of a row must depend only on the row's logits, seed, position and arguments, so
-        that a request gets the same tokens alone and in any batch. A token at -inf must not be
-        chosen. Where a plugin has damaged a row, NaN and +inf win, as in `argmax`, and a row of
-        nothing but -inf gets any token: the engine finds the plugin by the chosen logit.
+        The token of a row must depend only on the row's logits, seed, position, arguments and
+        state, so that a request gets the same tokens alone and in any batch. A token at -inf must
+        not be chosen. Where a plugin has damaged a row, NaN and +inf win, as in `argmax`, and a row
+        of nothing but -inf gets any token: the engine finds the plugin by the chosen logit.
 
         Args:
             logits: float32 [rows, vocab], after every processor; must not be changed.

@@ -16,11 +16,14 @@ from hardpoint.plugins.component.behaviour import (
     HASHABLE,
     LAST_OF_FIRST,
     NONE_OR_TEXT,
+    NOTHING,
     ONE_OF_FIRST,
     ORDERED,
+    Returned,
     notifies,
     returns,
 )
+from hardpoint.plugins.requests.plan import Finish
 from hardpoint.plugins.requests.request import Request
 from hardpoint.plugins.text.arguments import ComponentWithArguments
 
@@ -38,6 +41,18 @@ OPTIONAL_METHODS = (
     "finished",
 )
 """Methods that a policy need not define."""
+
+
+def _none_text_or_end(value: Any, *arguments: Sequence[Any]) -> Any:
+    return value if type(value) is Finish else NONE_OR_TEXT.check(value, *arguments)
+
+
+def _none_or_end(value: Any, *_: Sequence[Any]) -> Any:
+    return value if type(value) is Finish else None  # policies of before returned anything
+
+
+_NONE_TEXT_OR_END = Returned("None, text that is not empty, or a `Finish`", _none_text_or_end)
+_NONE_OR_END = Returned("None or a `Finish`; anything else counts as None", _none_or_end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +148,13 @@ class SchedulingPolicy(ComponentWithArguments):
         """
         return 0
 
-    @returns(NONE_OR_TEXT, otherwise=ADMITTED)
-    def admit(self, request: Request, load: Load) -> str | None:  # noqa: ARG002
+    @returns(_NONE_TEXT_OR_END, otherwise=ADMITTED)
+    def admit(self, request: Request, load: Load) -> str | Finish | None:  # noqa: ARG002
         """Return None to admit a waiting request, or the reason to hold it back in this step.
 
-        Later requests may be admitted first. A policy cannot keep the engine idle: if nothing runs,
-        the first request that it holds back is admitted anyway.
+        A `Finish` ends the request with the tokens that it has. Later requests may be admitted
+        first. A policy cannot keep the engine idle: if nothing runs, the first request that it
+        holds back is admitted anyway.
         """
         return None
 
@@ -160,11 +176,13 @@ class SchedulingPolicy(ComponentWithArguments):
         in order of arrival; for those with status RUNNING no call of `key` follows.
         """
 
-    @notifies
-    def scheduled(self, request: Request, tokens: int) -> None:
+    @returns(_NONE_OR_END, otherwise=NOTHING)
+    def scheduled(self, request: Request, tokens: int) -> Finish | None:
         """Handle the assignment of a step's tokens to a request, drafts included.
 
-        `request.num_computed_tokens` does not include them yet.
+        `request.num_computed_tokens` does not include them yet. A `Finish` ends the request with
+        the result of the step. Steps before it may be under way: its `num_tokens` makes the end
+        exact.
         """
 
     @notifies

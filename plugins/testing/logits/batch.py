@@ -9,9 +9,12 @@ import torch
 
 from hardpoint.plugins import (
     BatchUpdate,
+    Finish,
     LogitsRequest,
     Move,
+    RequestFault,
 )
+from hardpoint.plugins.requests import FinishedError
 from hardpoint.plugins.sampling.rows import Added, Moved
 from hardpoint.testing.engine_access import ProcessorFailedError, ProcessorPipeline
 from hardpoint.testing.suite import Violation
@@ -98,6 +101,9 @@ class BatchFixture:
             tokens: one per request; see `allowed_tokens`.
             requests: those that get one; all if empty.
             logits: [requests, vocab] of the step; None is zeros.
+
+        Raises:
+            FinishedError: the processor ends one of them.
         """
         chosen = list(requests) or self.requests
         if logits is None:
@@ -106,8 +112,16 @@ class BatchFixture:
         tokens = allowed_tokens(self.pipeline, processed, tokens)
         for request, token in zip(chosen, tokens, strict=True):
             self.outputs[self.requests.index(request)].append(token)
-        advance_requests(self.pipeline, chosen, tokens, processed)
+        ends = advance_requests(self.pipeline, chosen, tokens, processed)
         self.update(None)
+        for finish in ends.values():
+            raise FinishedError(finish)
+
+
+ENDS_ADVICE = (
+    "let advance and observe return a Finish by the state and the token alone, so that a request "
+    "ends at the same token in any batch, after a preemption and over drafts"
+)
 
 
 def run_alone(
@@ -128,8 +142,11 @@ def run_alone(
 
 
 def start_request(pipeline: ProcessorPipeline, request: LogitsRequest) -> None:
-    """Start a request; raise a Violation if that fails."""
-    if (fault := pipeline.start(request)) is not None:
+    """Start a request; raise a Violation if that fails, and FinishedError if it ends."""
+    fault = pipeline.start(request)
+    if isinstance(fault, Finish):
+        raise FinishedError(fault)
+    if fault is not None:
         raise Violation(
             f"start or start_row failed: {fault.message}",
             "start and start_row must accept every request that prepare accepts, with any outputs",
@@ -157,14 +174,20 @@ def advance_requests(
     requests: Sequence[LogitsRequest],
     tokens: Sequence[int],
     processed: torch.Tensor,
-) -> None:
-    """Advance the requests' states by one token each; raise a Violation if that fails."""
-    for fault in pipeline.advance(requests, tokens, processed).values():
+) -> dict[str, Finish]:
+    """Advance the requests' states by one token each; raise a Violation if that fails.
+
+    Returns:
+        The requests that the processor ends.
+    """
+    ends = pipeline.advance(requests, tokens, processed)
+    for fault in (end for end in ends.values() if isinstance(end, RequestFault)):
         raise Violation(
             f"advance, advance_rows or observe failed: {fault.message}",
             "advance and advance_rows must accept every token of the vocabulary, and observe "
             "every token that may be sampled; a state must be as State and max_state_bytes declare",
         )
+    return {name: end for name, end in ends.items() if isinstance(end, Finish)}
 
 
 def check_update_state(pipeline: ProcessorPipeline) -> None:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from hardpoint.plugins import LogitsRequest
+from hardpoint.plugins import Finish, LogitsRequest
+from hardpoint.plugins.requests import FinishedError
 from hardpoint.testing.engine_access import create_batch
 from hardpoint.testing.suite import Violation, short_repr
 
 from .batch import (
+    ENDS_ADVICE,
     LOGITS_KINDS,
     BatchFixture,
     advance_requests,
@@ -111,23 +113,36 @@ class SimulatedBatch:
         """
         tokens = [_token(entry, self.subject.vocab_size) for entry in sampled]
         tokens = allowed_tokens(self.pipeline, processed, tokens)
+        ended: dict[str, Finish] = {}
         for row, (entry, token) in enumerate(zip(sampled, tokens, strict=True)):
             self._batch.append(str(entry.number), token)
             if entry.alone is not None:
-                entry.alone.advance([token], logits=logits[row : row + 1])
+                try:
+                    entry.alone.advance([token], logits=logits[row : row + 1])
+                except FinishedError as end:
+                    ended[str(entry.number)] = end.finish
         requests = [entry.request for entry in sampled if entry.request is not None]
-        advance_requests(self.pipeline, requests, tokens, processed)
+        ends = advance_requests(self.pipeline, requests, tokens, processed)
+        if self.pipeline.observes and ends != ended:
+            raise Violation(f"it ends {ends} in a batch, and {ended} alone", ENDS_ADVICE)
+        for entry in [entry for entry in sampled if str(entry.number) in ends]:
+            self.running.remove(entry)
+            self._drop(entry)
+            self.pipeline.finish(str(entry.number))
 
     def _remove_requests(self, step: HistoryStep) -> None:
         for name, number in step.events:
             if name in ("finish", "preempt") and self.running:
                 entry = self.running.pop(number % len(self.running))
-                self._batch.remove(frozenset({str(entry.number)}))
-                entry.request = None
+                self._drop(entry)
                 if name == "preempt":
                     self.waiting.append(entry)
                 else:
                     self.pipeline.finish(str(entry.number))
+
+    def _drop(self, entry: _HistoryRequest) -> None:
+        self._batch.remove(frozenset({str(entry.number)}))
+        entry.request = None
 
     def _add_requests(self, step: HistoryStep, cases: Sequence[RequestCase]) -> None:
         for name, number in step.events:

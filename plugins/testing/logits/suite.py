@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -17,6 +18,7 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
+from hardpoint.plugins.requests import FinishedError
 from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.testing.component_suite import LIVE, check_live_change
 from hardpoint.testing.engine_access import plugin_name
@@ -238,6 +240,19 @@ class LogitsProcessorSuite(GeneralSuite):
             seed=_SEEDS,
         )
 
+    def test_ends(self) -> None:
+        """If `advance` or `observe` returns a `Finish`: the request ends at the same token alone,
+        in a batch, after a preemption, and where the token is a draft.
+        """
+        self._search_cases(
+            "ends: a request ends at the same token in any batch, and over drafts",
+            20,
+            states.check_ends,
+            cases=self._several_users(),
+            tokens=drawn_tokens(self.vocab_size, min_size=1, max_size=5),
+            seed=_SEEDS,
+        )
+
     def test_deterministic(self) -> None:
         """Two new instances give equal results for equal inputs."""
         self._search_cases(
@@ -394,7 +409,11 @@ class LogitsProcessorSuite(GeneralSuite):
         check: Callable[..., None],
         **strategies: st.SearchStrategy[Any],
     ) -> None:
-        self._search(rule, examples, partial(check, self._subject), **strategies)
+        def check_until_end(**drawn: Any) -> None:
+            with contextlib.suppress(FinishedError):  # test_ends checks where requests end
+                check(self._subject, **drawn)
+
+        self._search(rule, examples, check_until_end, **strategies)
 
     def _nothing_drawn(self) -> Violation:
         rejections = self._rejections

@@ -13,11 +13,11 @@ from support.internals import core_of, worker_of
 from support.plugins.observing import Follows, TwoBatches
 
 from hardpoint import PluginError, SamplingParams
-from hardpoint.core.worker.sampling.pipeline import NUM_VERSIONS, ObservedStates
 from hardpoint.errors import PluginContractError
 from hardpoint.plugins import BatchLogitsProcessor, LogitsContext, LogitsProcessor, Phase, State
 from hardpoint.testing import scripted_engine
 from hardpoint.testing.engine_access import check_plugin_class
+from hardpoint.toolkit.logits_calls.states import NUM_VERSIONS, ObservedStates
 
 HERE = "support.plugins.observing"
 ENABLE = {"plugins": {"enable": [f"{HERE}:Follows", f"{HERE}:Bytes"]}}

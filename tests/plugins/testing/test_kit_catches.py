@@ -77,6 +77,8 @@ BROKEN = [
         "fork": "let fork copy everything that advance changes",
         "drafts": "after the drafts",
     }),
+    (broken.EndsByBatch, None, {"ends": "it ends after \\d+ tokens, and alone"}),
+    (broken.DraftsGoOn, None, {"ends": "the same token as a draft does not"}),
     (broken.LooksPastDrafts, ANY, {"drafts": "of the row itself"}),
     (broken.DeviceForgets, None, {
         "advance": "likewise start_row and advance_rows",
@@ -142,7 +144,7 @@ CRASHING = {"PrepareCrashes", "RejectsAll", "FailsToBuild", "PreparesNothing", "
 }  # fmt: skip
 
 RIGHT = [(broken.Bias, ANY), (broken.Counter, SCALE), (broken.BatchBias, ANY)]
-RIGHT += [(broken.DeviceCounter, None), (broken.Observer, ANY)]
+RIGHT += [(broken.DeviceCounter, None), (broken.Observer, ANY), (broken.EndsLate, None)]
 
 
 def attributes(cls, given, **more):

@@ -59,6 +59,8 @@ SAMPLERS = [
     (samplers.AddsSeedAndPosition, "independence", "seeds", "seed s at p . 1 and seed s"),
     (samplers.Multinomial, "unusable_rows", "exceptions", "RuntimeError: probability tensor conta"),
     (samplers.HidesNan, "unusable_rows", "unusable rows", "row that contains NaN it chose token"),
+    (samplers.SharesStates, "states", "states", "a fork that went on changed the states in step"),
+    (samplers.CountsTogether, "states", "states", r"got the tokens \[.*\] in a batch, and"),
     (samplers.EditsLogits, "reads_only", "reads only", "sample changed the logits"),
     (samplers.SeedsTheGlobalGenerator, "reads_only", "reads", "changed torch's global random st"),
     (samplers.Hoards, "memory", "memory", r"grew from \d+ to \d+ elements in 100 steps"),
@@ -413,6 +415,7 @@ RIGHT = [
     nightly(OpsSuite, {"ops": ops.Kept}),
     (OpsSuite, {"ops": ops.Codes, "sizes": (50,), "rows": (3,), "vocab_sizes": (999,)}),
     (SamplerSuite, {"sampler": samplers.Gumbel}),
+    (SamplerSuite, {"sampler": samplers.Alternating}),
 ]
 
 

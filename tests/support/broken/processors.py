@@ -10,6 +10,7 @@ from hardpoint import plugins
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     Edits,
+    Finish,
     LogitsProcessor,
     Move,
     Op,
@@ -240,6 +241,54 @@ class Sticky(Bias):
 class ForgetsOutputs(Counter):
     def start(self, request):
         return []
+
+
+class EndsLate(Sample, SparseLogitsProcessor, contract=1):
+    """Correct: ends a request after some tokens."""
+
+    phase = Phase.BIAS
+
+    def start(self, request):
+        return len(request.output_token_ids)
+
+    def advance(self, state, token):
+        return state + 1 if state + 1 < 12 else Finish("late", stop_reason=token)
+
+    def edits(self, rows):
+        return None
+
+
+class EndsAt(EndsLate):
+    """Correct: ends requests that give it a number of tokens."""
+
+    class Arguments(plugins.Arguments):
+        tokens: int
+
+    def start(self, request):
+        return request.arguments[self.name].tokens - len(request.output_token_ids)
+
+    def advance(self, state, token):
+        return state - 1 if state > 1 else Finish("tokens")
+
+
+class EndsByBatch(EndsLate):
+    """Ends requests the earlier, the more it has started."""
+
+    started = 0
+
+    def start(self, request):
+        self.started += 1
+        return super().start(request)
+
+    def advance(self, state, token):
+        return state + 1 if state + self.started < 12 else Finish("late")
+
+
+class DraftsGoOn(EndsLate):
+    """Forgets how many tokens there are in each fork."""
+
+    def fork(self, state):
+        return 0
 
 
 class SharesForks(Counter):

@@ -167,3 +167,31 @@ class Slow(Gumbel):
     def sample(self, logits, rows):
         spend(0.2)
         return super().sample(logits, rows)
+
+
+class Alternating(Gumbel):
+    """Right: every second token of a request is the likeliest."""
+
+    def start(self, request):
+        return [len(request.output_token_ids)]
+
+    def advance(self, state, token):
+        state[0] += 1
+        return state
+
+    def sample(self, logits, rows):
+        is_best = torch.tensor([state[0] % 2 == 1 for state in rows.states()])
+        return torch.where(is_best, logits.argmax(-1), super().sample(logits, rows))
+
+
+class SharesStates(Alternating):
+    def fork(self, state):
+        return state
+
+
+class CountsTogether(Alternating):
+    """Counts the tokens of all requests in one state."""
+
+    def start(self, request):
+        self.total = getattr(self, "total", [0])
+        return self.total

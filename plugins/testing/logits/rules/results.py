@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hardpoint.plugins import BatchLogitsProcessor, Phase
+from hardpoint.plugins.requests import FinishedError
 from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.testing.logits.batch import (
     LOGITS_KINDS,
@@ -28,7 +29,7 @@ class Effects:
 
     Attributes:
         ran: it was called.
-        changed: a logit changed.
+        changed: a logit changed, or a request ended.
         used_state: it read its state, or declares none.
     """
 
@@ -49,8 +50,12 @@ class Effects:
             EndOfSearchError: all was seen.
         """
         batch = BatchFixture(self._subject, cases)
-        for token in tokens:
-            batch.advance([case.token(token) for case in cases])
+        try:
+            for token in tokens:
+                batch.advance([case.token(token) for case in cases])
+        except FinishedError:
+            self.ran = self.changed = self.used_state = True
+            raise EndOfSearchError from None
         kind = LOGITS_KINDS[seed % len(LOGITS_KINDS)]
         logits = make_logits(seed, len(cases), self._subject.vocab_size, kind)
         before = batch.pipeline.num_steps

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from hardpoint.plugins import LogitsRequest
+import torch
+
+from hardpoint.plugins import LogitsRequest, RequestFault
+from hardpoint.plugins.requests import FinishedError
 from hardpoint.testing.logits.batch import (
+    ENDS_ADVICE,
     LOGITS_KINDS,
     BatchFixture,
     allowed_tokens,
@@ -19,6 +24,7 @@ from hardpoint.testing.logits.subject import MAX_ROWS, RequestCase, Subject
 from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import Violation, short_repr
 
+_MOST_TOKENS = 48  # in which a request may end
 _RESUME_ADVICE = (
     "let observe depend on its arguments alone, for apply never ran there; or set supports_resume "
     "to False"
@@ -139,6 +145,8 @@ def check_observed_drafts(
         (token,) = allowed_tokens(batch.pipeline, result.unsqueeze(0), [draft])
         try:
             source = batch.pipeline.draft_view(source, token, MAX_ROWS + depth, result)
+        except FinishedError:
+            raise
         except Exception as cause:
             raise Violation(
                 f"fork, or observe on a forked state, raised {type(cause).__name__}: {cause}",
@@ -164,7 +172,8 @@ def check_resumed(subject: Subject, case: RequestCase, tokens: list[int], seed: 
     elsewhere = BatchFixture(subject, [])
     request = case.request(subject, "r0", list(batch.outputs[0]), 0)
     if (fault := elsewhere.pipeline.start(request, observed)) is not None:
-        raise Violation(f"in another engine, {fault.message}", _RESUME_ADVICE)
+        problem = fault.message if isinstance(fault, RequestFault) else f"it ends: {fault.reason}"
+        raise Violation(f"in another engine, {problem}", _RESUME_ADVICE)
     was, now = _state_of(batch, batch.requests[0]), _state_of(elsewhere, request)
     if was != now:
         raise Violation(
@@ -172,6 +181,66 @@ def check_resumed(subject: Subject, case: RequestCase, tokens: list[int], seed: 
             f"{short_repr(was)}, for {case}",
             _RESUME_ADVICE,
         )
+
+
+def check_ends(subject: Subject, cases: list[RequestCase], tokens: list[int], seed: int) -> None:
+    """Check that a request ends at the same token alone, in a batch, and over drafts.
+
+    Alone it is preempted once, if the processor does not observe.
+    """
+    numbers = [tokens[place % len(tokens)] for place in range(_MOST_TOKENS)]
+    batch = BatchFixture(subject, cases)
+    together = dict.fromkeys(range(len(cases)), len(numbers))
+    running = list(range(len(cases)))
+    for place, number in enumerate(numbers):
+        for row in list(running):
+            try:
+                batch.advance([cases[row].token(number)], [batch.requests[row]])
+            except FinishedError:
+                together[row] = place
+                running.remove(row)
+    for row, case in enumerate(cases):
+        alone = _end_alone(subject, case, numbers, seed)
+        if alone != together[row]:
+            where = [
+                f"after {n} tokens" if n < len(numbers) else "never" for n in (together[row], alone)
+            ]
+            raise Violation(
+                f"in a batch of {len(cases)}, it ends {where[0]}, and alone, over drafts and after "
+                f"a preemption, {where[1]}; for {case}",
+                ENDS_ADVICE,
+            )
+
+
+def _end_alone(subject: Subject, case: RequestCase, numbers: list[int], seed: int) -> int:
+    fixture = BatchFixture(subject, [case])
+    for place, number in enumerate(numbers):
+        (request,), token = fixture.requests, case.token(number)
+        logits = torch.zeros(1, subject.vocab_size)
+        processed = fixture.process(logits)
+        (token,) = allowed_tokens(fixture.pipeline, processed, [token])
+        drafted = advanced = False
+        if subject.cls.supports_drafts:
+            try:
+                shown = processed[0] if subject.observes else None
+                fixture.pipeline.draft_view(request, token, MAX_ROWS, shown)
+            except FinishedError:
+                drafted = True
+        try:
+            fixture.advance([token])
+        except FinishedError:
+            advanced = True
+        if drafted != advanced and subject.cls.supports_drafts:
+            problem = "a draft ends the request, and the same token does not"
+            if advanced:
+                problem = "a token ends the request, and the same token as a draft does not"
+            raise Violation(f"after {fixture.outputs[0]}, {problem}; for {case}", ENDS_ADVICE)
+        if advanced:
+            return place
+        if place == seed % len(numbers) and not subject.observes:  # it is preempted
+            outputs = tuple(fixture.outputs[0])
+            fixture = BatchFixture(subject, [replace(case, outputs=outputs)])
+    return len(numbers)
 
 
 def check_swaps(
@@ -211,6 +280,8 @@ def _draft_rows(batch: BatchFixture, drafts: Sequence[Sequence[int]]) -> list[Lo
             for token in tokens:
                 rows.append(batch.pipeline.draft_view(rows[-1], token, next(scratch)))
         return rows
+    except FinishedError:
+        raise
     except Exception as cause:
         raise Violation(
             f"fork, or advance on a forked state, raised {type(cause).__name__}: {cause}",

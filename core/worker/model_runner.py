@@ -191,7 +191,7 @@ class ModelRunner:
             return self._calls.run("forward", lambda: self.model.forward(inputs()))
         if self.on_forward is not None:
             self.on_forward()
-        around = ForwardStep(inputs, step.packed, needs_model=needs_model)
+        around = ForwardStep(inputs, step.packed, step, needs_model=needs_model)
         return self._calls.run("forward", self._around_model, around)
 
     def _inputs(

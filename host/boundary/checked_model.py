@@ -201,7 +201,7 @@ class CheckedModel:
         return self._model.classify(pooled)
 
     def encode_media(self, modality: str, items: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the embeddings of media, [length, hidden_size] of each.
+        """Return the embeddings of media, [length, a multiple of hidden_size] of each.
 
         Raises:
             PluginFaultError: the model returned something else.
@@ -213,7 +213,7 @@ class CheckedModel:
             not isinstance(found, Sequence)
             or len(found) != len(items)
             or not all(isinstance(one, torch.Tensor) and one.dim() == 2 for one in found)
-            or not all(one.shape[1] == size and one.device == device for one in found)
+            or not all(one.shape[1] % size == 0 and one.device == device for one in found)
         ):
             expected = f"{len(items)} tensors [length, {size}] on {device}"
             raise self._wrong("encode_media", found, expected)

@@ -6,13 +6,14 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from hardpoint.plugins import ModelConfig, ModelContext, ModelError, ModelFiles
+from hardpoint.builtin_plugins.models.vision.layers import Tensors
+from hardpoint.builtin_plugins.models.vision.settings import ProcessorSettings, read_processor
+from hardpoint.plugins import ModelConfig, ModelContext, ModelFiles
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedMatrix
 from hardpoint.plugins.requests import MediaFormat
@@ -20,7 +21,7 @@ from hardpoint.toolkit.hf_config import ConfigFields, short
 from hardpoint.toolkit.layers import PackedLayer, RMSNorm
 
 from . import processor as image_processor
-from .siglip import SiglipTower, Tensors
+from .siglip import SiglipTower
 from .text import Gemma3
 
 _TEXT = "language_model."
@@ -57,14 +58,11 @@ class Gemma3Images(MediaFormat):
         patches = (size // vision.whole("patch_size", 16)) ** 2
         widths = vision.whole("hidden_size", 768), vision.whole("intermediate_size", 3072)
         self.encode_bytes = 4 * patches * (8 * widths[0] + 2 * widths[1])
+        settings = self._pixels = ProcessorSettings(processor, _BILINEAR, (0.5,) * 3, (0.5,) * 3)
         self._check(ConfigFields(processor, "image processor"), processor, size)
-        self.mean, self.std = (
-            tuple(map(float, processor.get(name) or (0.5, 0.5, 0.5)))
-            for name in ("image_mean", "image_std")
-        )
-        self.factor = ConfigFields(processor, "image processor").number("rescale_factor", 1 / 255)
         self.processor, self.processor_settings = image_processor.__file__, {"size": size}
-        self.settings = json.dumps(["gemma3", _VERSION, size, self.factor, self.mean, self.std])
+        numbers = settings.factor, settings.mean, settings.std
+        self.settings = json.dumps(["gemma3", _VERSION, size, *numbers])
 
     def _check(self, fields: ConfigFields, processor: Mapping[str, Any], size: int) -> None:
         """Refuse settings of the image processor that are not supported.
@@ -74,24 +72,13 @@ class Gemma3Images(MediaFormat):
         """
         if processor.get("do_pan_and_scan"):
             raise fields.error("do_pan_and_scan", "expected false (one image for each), got true")
-        for name in ("do_resize", "do_rescale", "do_normalize"):
-            if not fields.flag(name, True):
-                raise fields.error(name, "expected true, got false")
         given = fields.table("size") or {"height": size, "width": size}
         if (given.get("height"), given.get("width")) != (size, size):
             raise fields.error("size", f"expected {size} x {size}, got {short(given)}")
-        if (resample := processor.get("resample", _BILINEAR)) != _BILINEAR:
-            raise fields.error("resample", f"expected 2 (bilinear), got {short(resample)}")
-        for name in ("image_mean", "image_std"):
-            values = processor.get(name) or [0.5] * 3
-            if not isinstance(values, list) or len(values) != 3 or not all(map(_is_number, values)):
-                raise fields.error(name, f"expected three numbers, got {short(values)}")
 
     def numbers(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return float32 [3, size, size] for what the processor made, as a tensor."""
-        x = (pixels.double() * self.factor).float()
-        x = (x - x.new_tensor(self.mean)) / x.new_tensor(self.std)
-        return x.permute(2, 0, 1).contiguous()
+        return self._pixels.normalized(pixels)
 
 
 class Gemma3WithImages(Gemma3):
@@ -116,7 +103,7 @@ class Gemma3WithImages(Gemma3):
         Raises:
             ModelError: a setting of the image processor is not supported.
         """
-        return Gemma3Images(config, {} if files is None else _processor(files.path))
+        return Gemma3Images(config, {} if files is None else read_processor(files.path))
 
     def __init__(self, context: ModelContext) -> None:
         """Create the layers; those of images are in the ranks that embed tokens alone.
@@ -188,24 +175,5 @@ class Gemma3WithImages(Gemma3):
         return [*own, *super()._layers()]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
 def _stored(name: str) -> str:
     return _TEXT + name if name.startswith(_OWN) else name
-
-
-def _processor(folder: Path) -> dict[str, Any]:
-    for name in ("processor_config.json", "preprocessor_config.json"):
-        path = folder / name
-        if path.is_file():
-            try:
-                found = json.loads(path.read_text())
-            except ValueError as cause:
-                raise ModelError(f"{folder.name}/{name}: expected JSON: {cause}") from cause
-            if isinstance(found, dict) and name.startswith("processor"):
-                found = found.get("image_processor")
-            if isinstance(found, dict):
-                return found
-    return {}

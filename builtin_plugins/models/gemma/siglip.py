@@ -2,70 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from hardpoint.builtin_plugins.models.encoders.encoder import ACTIVATIONS, LayerNorm
+from hardpoint.builtin_plugins.models.encoders.encoder import LayerNorm
+from hardpoint.builtin_plugins.models.vision.layers import Affine, Tensors, activation
 from hardpoint.plugins import ModelContext
-from hardpoint.toolkit.hf_config import ConfigFields, short
+from hardpoint.toolkit.hf_config import ConfigFields
 from hardpoint.toolkit.layers import PackedLayer
 
 _MAX_LAYERS = 1 << 10
-
-
-class Tensors:
-    """Tensors of a checkpoint as they are, in the dtype of the model."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], context: ModelContext) -> None:
-        """`shapes` are by Hugging Face name."""
-        self._shapes, self._context = dict(shapes), context
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a tensor."""
-        return self._tensors[name]
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return their shapes."""
-        return dict(self._shapes)
-
-    def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Load one."""
-        self._tensors[name] = tensor.to(self._context.device, self._context.dtype, copy=True)
-
-    def packed(self) -> dict[str, torch.Tensor]:
-        """Return them."""
-        return dict(self._tensors)
-
-    def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load them.
-
-        Raises:
-            KeyError, ValueError: one is missing, or not what it should be.
-        """
-        for name, shape in self._shapes.items():
-            tensor = tensors[name]
-            if tensor.shape != shape or tensor.dtype != self._context.dtype:
-                raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}")
-            self._tensors[name] = tensor.to(self._context.device)
-
-
-class Affine(Tensors):
-    """A linear layer with a bias, whole in each rank."""
-
-    def __init__(self, name: str, rows: int, columns: int, context: ModelContext) -> None:
-        """`name` is the Hugging Face name without `.weight`."""
-        self._names = f"{name}.weight", f"{name}.bias"
-        super().__init__({self._names[0]: (rows, columns), self._names[1]: (rows,)}, context)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product with x [..., columns]."""
-        weight, bias = self._names
-        return F.linear(x, self[weight], self[bias])
 
 
 @dataclass(frozen=True)
@@ -123,7 +73,7 @@ class SiglipTower:
                 "num_attention_heads",
                 f"expected a divisor of hidden_size {self.hidden}, got {self._heads}",
             )
-        self._activation = _activation(fields, config)
+        self._activation = activation(fields, config, "gelu_pytorch_tanh")
         self._context = context
         embeddings = f"{name}.embeddings"
         shape = (self.hidden, self._channels, self._patch, self._patch)
@@ -185,14 +135,3 @@ class SiglipTower:
             Affine(f"{name}.mlp.fc1", self._intermediate, size, context),
             Affine(f"{name}.mlp.fc2", size, self._intermediate, context),
         )
-
-
-def _activation(
-    fields: ConfigFields, config: Mapping[str, Any]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    name = config.get("hidden_act", "gelu_pytorch_tanh")
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise fields.error(
-            "hidden_act", f"expected one of {', '.join(ACTIVATIONS)}, got {short(name)}"
-        )
-    return ACTIVATIONS[name]

@@ -19,7 +19,7 @@ from hardpoint.plugins.step_part import (
 )
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 
-from .messages import EncoderItem, EncoderStep, Span
+from .messages import EncoderItem, EncoderStep, PlacedItem, Span
 
 
 class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, EncoderBudget):
@@ -69,19 +69,21 @@ class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, E
         assert media is not None
         if feature.modality not in media.modalities:
             return f"modality: expected {', '.join(media.modalities)}, got {feature.modality!r}"
-        if feature.offset < earliest or feature.length != media.num_tokens:
-            return (
-                f"expected {media.num_tokens} tokens from position {earliest} on, got "
-                f"{feature.length} from {feature.offset} on"
-            )
-        tokens = token_ids[feature.offset : feature.end]
-        if len(tokens) != feature.length or any(token != media.token_id for token in tokens):
-            return f"expected the token {media.token_id} at all of its positions"
         if feature.sees_itself != media.sees_itself:
             return f"sees_itself: expected {media.sees_itself}, got {feature.sees_itself}"
         is_array = isinstance(data, np.ndarray) and data.dtype == np.uint8
-        if not is_array or data.shape != media.item_shape:
+        if not is_array or not media.accepts(data.shape, data.size):
             return f"data: expected a uint8 array {list(media.item_shape)}"
+        tokens = list(media.token_ids(data))
+        if feature.offset < earliest or feature.length != len(tokens):
+            return (
+                f"expected {len(tokens)} tokens from position {earliest} on, got "
+                f"{feature.length} from {feature.offset} on"
+            )
+        if list(token_ids[feature.offset : feature.end]) != tokens:
+            distinct = dict.fromkeys(tokens)
+            label = "the token" if len(distinct) == 1 else "the tokens"
+            return f"expected {label} {', '.join(map(str, distinct))} at all of its positions"
         return None
 
     def refused(self, request_id: str) -> None:
@@ -95,7 +97,7 @@ class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, E
     def begin(self, plan: SchedulerOutput) -> bytes | None:
         """Return the data of a step for workers; None if it has no media."""
         self._in_workers.difference_update(plan.freed_encoder_inputs)
-        spans = self._spans(plan)
+        spans, placed = self._spans(plan), self._placed(plan)
         wanted: dict[str, MultiModalFeature] = {}
         for request_id, indices in plan.encoder_inputs.items():
             for index in indices:
@@ -106,13 +108,28 @@ class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, E
             if missing:
                 by_identifier = {f.identifier: f for f in self._kept[request_id]}
                 wanted |= {identifier: by_identifier[identifier] for identifier in sorted(missing)}
-        if not (spans or wanted or plan.freed_encoder_inputs):
+        if not (spans or wanted or plan.freed_encoder_inputs or placed):
             return None
         self._in_workers |= wanted.keys()
         if wanted:
             self._encoding[plan.step] = wanted.keys()
         freed = list(plan.freed_encoder_inputs)
-        return msgspec.msgpack.encode(EncoderStep(freed, list(_items(wanted.values())), spans))
+        items = list(_items(wanted.values()))
+        return msgspec.msgpack.encode(EncoderStep(freed, items, spans, placed))
+
+    def _placed(self, plan: SchedulerOutput) -> dict[str, list[PlacedItem]]:
+        """Return the positions of media of requests that workers do not have."""
+        if self._media is None or self._media.position_axes == 1:
+            return {}
+        names = [new.source.request_id for new in plan.new_requests]
+        return {
+            name: [
+                PlacedItem(feature.offset, self._media.positions(feature.data).tolist())
+                for feature in self._kept[name]
+            ]
+            for name in names
+            if name in self._kept
+        }
 
     def _spans(self, plan: SchedulerOutput) -> dict[str, list[Span]]:
         users = [name for name in plan.num_scheduled_tokens if name in self._kept]

@@ -36,6 +36,18 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
     count: int
 
 
+class PlacedItem(msgspec.Struct, array_like=True, frozen=True):
+    """Positions of the tokens of an image in a request, of a model with several axes.
+
+    Attributes:
+        offset: prompt position of its first token.
+        positions: position of each of its tokens from the first one on, by axis.
+    """
+
+    offset: int
+    positions: list[list[int]]
+
+
 class EncoderStep(msgspec.Struct, array_like=True, frozen=True):
     """Media of a step: items to encode, and tokens to embed.
 
@@ -43,8 +55,10 @@ class EncoderStep(msgspec.Struct, array_like=True, frozen=True):
         freed: identifiers whose embeddings are dropped first.
         items: what is encoded.
         spans: tokens that get embeddings, by request.
+        placed: images of requests that workers do not have, if the model has several axes.
     """
 
     freed: list[str] = []
     items: list[EncoderItem] = []
     spans: dict[str, list[Span]] = {}
+    placed: dict[str, list[PlacedItem]] = {}

@@ -15,7 +15,8 @@ from hardpoint.toolkit.encoder_cache import encoder_budget
 
 from .engine_half import EncodedRequests
 from .placing import MediaPrompts
-from .worker_half import EncoderWorker
+from .positions import PositionsWorker
+from .worker_half import EncoderWorker, encoder_worker
 
 if TYPE_CHECKING:
     from hardpoint.plugins.step_part.components import ComponentFactory
@@ -61,13 +62,15 @@ class Encoders(StepPart):
         media = self._format(context.components)
         return EncodedRequests(self.name, media, self._budget(media))
 
-    def worker_half(self, context: WorkerHalfContext) -> EncoderWorker | None:
+    def worker_half(self, context: WorkerHalfContext) -> EncoderWorker | PositionsWorker | None:
         """Return the half that encodes, in the ranks that embed tokens."""
         media = self._format(context.components)
-        parallel = self.context.config.parallel
-        if media is None or context.rank >= parallel.world_size // parallel.pipeline:
+        if media is None:
             return None
-        return EncoderWorker(context, media, self._budget(media))
+        parallel = self.context.config.parallel
+        if context.rank < parallel.world_size // parallel.pipeline:
+            return encoder_worker(context, media, self._budget(media))
+        return PositionsWorker(media.position_axes) if media.position_axes > 1 else None
 
     def _format(self, components: ComponentFactory) -> MediaFormat | None:
         """Return how the model's prompts have media; None if it takes none.

@@ -118,7 +118,7 @@ class MediaPrompts(FrontendHalf):
                 f"{_FIELD}.image: expected one image for each {found.placeholder} of the prompt, "
                 f"got {len(images)} images and {len(places)} placeholders"
             )
-        if found.token_id in token_ids:
+        if found.token_id != found.placeholder_id and found.token_id in token_ids:
             raise RequestError(
                 f"prompt: expected no token {found.token_id}, which stands for a part of an image, "
                 f"got one at position {list(token_ids).index(found.token_id)}"
@@ -137,16 +137,18 @@ class MediaPrompts(FrontendHalf):
             result += token_ids[position:place]
             self._add_around(result, media.around)
             result += media.begin_ids
+            item = np.frombuffer(image.data, np.uint8).reshape(image.shape or media.item_shape)
+            tokens = media.token_ids(item)
             features.append(
                 MultiModalFeature(
                     media.identifier(image.content_hash),
                     len(result),
-                    media.num_tokens,
+                    len(tokens),
                     sees_itself=media.sees_itself,
-                    data=np.frombuffer(image.data, np.uint8).reshape(media.item_shape),
+                    data=item,
                 )
             )
-            result += [media.token_id] * media.num_tokens
+            result += tokens
             result += media.end_ids
             position = self._add_around(result, media.around, token_ids, place + 1)
         return result + list(token_ids[position:]), features

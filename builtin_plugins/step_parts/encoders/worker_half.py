@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -10,14 +10,24 @@ import numpy as np
 
 from hardpoint.plugins import SchedulerOutput
 from hardpoint.plugins.requests import MediaFormat
-from hardpoint.plugins.step_part import InputEmbeddings, WorkerMemory, WorkerStep
+from hardpoint.plugins.step_part import (
+    ForwardWrapper,
+    InputEmbeddings,
+    ResidualStream,
+    WorkerMemory,
+    WorkerStep,
+)
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
-from .messages import EncoderItem, EncoderStep
+from .messages import EncoderItem, EncoderStep, Span
+from .positions import RequestPositions
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
+    from hardpoint.plugins.model.forward import Branch, Forward
     from hardpoint.plugins.step_part.worker_data import StepRows
 
 
@@ -31,15 +41,17 @@ class EncoderWorker(WorkerStep, InputEmbeddings, WorkerMemory):
         """Keep nothing yet; `budget` is the most tokens of embeddings."""
         assert context.loaded is not None, "it is a half of a worker"
         self._device, self._model = context.device, context.loaded.model
-        self._length, self._size = media.num_tokens, context.hidden_size
+        self._media, self._size = media, context.hidden_size
+        self._width = context.hidden_size * (1 + media.extra_layers)
         self._budget, self._encode_bytes = budget, media.encode_bytes
         self._embeddings: dict[str, torch.Tensor] = {}
         self._step = EncoderStep()
         self._failed: Exception | None = None
+        self._positions = RequestPositions(media.position_axes)
 
     def memory(self) -> Mapping[str, int]:
         """Return the bytes of embeddings, and of what the encoder computes for one image."""
-        embeddings = self._budget * self._size * 4
+        embeddings = self._budget * self._width * 4
         return {"embeddings of images": embeddings, "the encoder": self._encode_bytes}
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
@@ -49,6 +61,7 @@ class EncoderWorker(WorkerStep, InputEmbeddings, WorkerMemory):
         step = msgspec.msgpack.decode(data, type=EncoderStep)
         for identifier in step.freed:
             self._embeddings.pop(identifier, None)
+        self._positions.add(step.placed)
         self._step, self.wants_layers, self._failed = step, bool(step.spans), None
         try:
             for item in step.items:
@@ -65,11 +78,14 @@ class EncoderWorker(WorkerStep, InputEmbeddings, WorkerMemory):
 
         array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(item.data, np.uint8)
         numbers = torch.from_numpy(array.reshape(item.shape).copy()).to(self._device)
-        (embeddings,) = self._model.encode_media(item.modality, [numbers])
-        if embeddings.shape != (self._length, self._size):
+        (embeddings,) = self._model.encode_media(
+            item.modality, [self._media.encoder_input(numbers)]
+        )
+        count = len(self._media.token_ids(array.reshape(item.shape)))
+        if embeddings.shape != (count, self._width):
             raise ValueError(
                 f"the model's encode_media() gave {list(embeddings.shape)} for one item, expected "
-                f"{[self._length, self._size]}"
+                f"{[count, self._width]}"
             )
         return embeddings
 
@@ -78,11 +94,19 @@ class EncoderWorker(WorkerStep, InputEmbeddings, WorkerMemory):
         if self._failed is not None:
             raise self._failed
         changed = embedded.clone()
+        for tokens, embeddings in self._spans(rows):
+            changed[tokens] = embeddings[:, : self._size]
+        return changed
+
+    def _spans(self, rows: StepRows) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the tokens of the step that get embeddings, with all embeddings of each."""
         for request_id, start in zip(rows.request_ids, rows.starts, strict=False):
             for span in self._step.spans.get(request_id, ()):
-                found = self._embeddings[span.identifier][span.start : span.start + span.count]
-                changed[start + span.first : start + span.first + span.count] = found
-        return changed
+                first = start + span.first
+                yield slice(first, first + span.count), self._embeddings_of(span)
+
+    def _embeddings_of(self, span: Span) -> torch.Tensor:
+        return self._embeddings[span.identifier][span.start : span.start + span.count]
 
     def weights_changed(self) -> None:
         """Forget embeddings of earlier weights: the engine's half sends their media again."""
@@ -91,3 +115,53 @@ class EncoderWorker(WorkerStep, InputEmbeddings, WorkerMemory):
     def close(self) -> None:
         """Forget all embeddings."""
         self._embeddings.clear()
+
+
+class PlacedEncoderWorker(EncoderWorker, ForwardWrapper):
+    """Encodes media of a model whose tokens have positions with several axes."""
+
+    changes_inputs = True
+
+    def around_model(self, forward: Forward) -> Forward:
+        """Return `forward` with the positions replaced before it."""
+        return self._positions.around(forward)
+
+    def finished(self, request_ids: Collection[str]) -> None:
+        """Forget the positions of requests that have ended."""
+        self._positions.remove(request_ids)
+
+
+class DeepEncoderWorker(PlacedEncoderWorker, ResidualStream):
+    """Encodes media of a model that adds embeddings after its first decoder layers, too."""
+
+    def __init__(self, context: WorkerHalfContext, media: MediaFormat, budget: int) -> None:
+        """Keep nothing yet."""
+        super().__init__(context, media, budget)
+        self._extra = self.layers = range(media.extra_layers)
+
+    def added(
+        self,
+        layer: int,
+        branch: Branch,
+        residual: torch.Tensor,
+        delta: torch.Tensor,
+        rows: StepRows,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the output of a layer with the embeddings of media added to it."""
+        if branch != "mlp" or layer not in self._extra:
+            return None
+        columns = slice((1 + layer) * self._size, (2 + layer) * self._size)
+        changed = delta.clone()
+        for tokens, embeddings in self._spans(rows):
+            changed[tokens] += embeddings[:, columns]
+        return residual, changed
+
+
+def encoder_worker(context: WorkerHalfContext, media: MediaFormat, budget: int) -> EncoderWorker:
+    """Return the worker half for a model's media."""
+    cls = EncoderWorker
+    if media.extra_layers:
+        cls = DeepEncoderWorker
+    elif media.position_axes > 1:
+        cls = PlacedEncoderWorker
+    return cls(context, media, budget)

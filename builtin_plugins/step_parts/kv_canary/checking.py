@@ -125,10 +125,10 @@ class CanaryWorker(WorkerStep, HiddenStates, ForwardWrapper, CacheObserver):
 
     def _write(self, packed: PackedInputs) -> None:
         spans = pairwise(packed.starts.tolist())
-        tokens, positions = packed.token_ids.cpu().numpy(), packed.positions.cpu().numpy()
-        written = np.zeros_like(positions)
-        for sequence, (first, end) in zip(self._step, spans, strict=False):  # `hidden` checks it
-            start = int(positions[first])
+        tokens, lens = packed.token_ids.cpu().numpy(), packed.lens.tolist()
+        written = np.zeros_like(tokens)
+        for sequence, (first, end), length in zip(self._step, spans, lens, strict=False):
+            start = length - (end - first)  # `hidden` checks it
             known = min(start, sequence.chain.length)
             sums = sequence.chain.sums_of(tokens[first:end], known)
             written[first:end] = entries_of(sums, start)

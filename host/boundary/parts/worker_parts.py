@@ -135,7 +135,7 @@ class WorkerParts:
             PluginFaultError: a half failed, or returned no function.
         """
         model = around = functools.partial(_run_model, forward)
-        for half in self._halves:
+        for half in sorted(self._halves, key=lambda half: half.half.changes_inputs):
             if half.overrides("around_model"):
                 inner, around = around, half.checked("around_model", around)
                 if not callable(around):

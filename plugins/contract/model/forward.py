@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ class ForwardBatch:
 
     Attributes:
         token_ids: int64 [tokens].
-        positions: int64 [tokens]; position of each token in its own sequence.
+        positions: int64 [tokens]; position of each token in its own sequence. [axes, tokens] in
+            steps with images of a model that has several `MediaFormat.position_axes`.
         hidden: [tokens, hidden_size], what `forward` of the stage before returned; None in the
             first stage.
         attend: attention of a layer: `attend(layer, q, k, v)`, or with `angles` after them, which
@@ -203,26 +204,45 @@ class PackedInputs(Protocol):
         """
 
 
+class StepLayout(Protocol):
+    """The sequences of a step, in the order of their tokens.
+
+    Attributes:
+        requests: request of each sequence, a `LogitsRequest`.
+        query_starts: int [seqs + 1]; first token of each sequence, and the number of all tokens.
+        starts: int [seqs]; tokens of each sequence that were computed before.
+    """
+
+    @property
+    def requests(self) -> Sequence[Any]: ...
+    @property
+    def query_starts(self) -> np.ndarray[Any, np.dtype[np.int64]]: ...
+    @property
+    def starts(self) -> np.ndarray[Any, np.dtype[np.int64]]: ...
+
+
 class ForwardStep:
     """The inputs of the model in a step, whose attention is planned when it is needed.
 
     Attributes:
+        layout: the sequences of the step.
         packed: the inputs in one tensor; None unless a half packs, or on a GPU.
         needs_model: whether the model itself has to run: its layers are followed, or the experts of
             tokens are reported.
     """
 
-    __slots__ = ("_batch", "_plan", "needs_model", "packed")
+    __slots__ = ("_batch", "_plan", "layout", "needs_model", "packed")
 
     def __init__(
         self,
         plan: Callable[[], ForwardBatch],
         packed: PackedInputs | None = None,
+        layout: StepLayout | None = None,
         *,
         needs_model: bool = False,
     ) -> None:
         """Plan nothing yet; `plan` plans the attention of the step and returns its inputs."""
-        self._plan = plan
+        self._plan, self.layout = plan, layout
         self._batch: ForwardBatch | None = None
         self.packed, self.needs_model = packed, needs_model
 
@@ -232,6 +252,15 @@ class ForwardStep:
         if self._batch is None:
             self._batch = self._plan()
         return self._batch
+
+    def with_positions(self, positions: torch.Tensor) -> ForwardStep:
+        """Return the step with other positions of its tokens, in which the model itself runs."""
+        return ForwardStep(
+            lambda: replace(self.batch, positions=positions),
+            self.packed,
+            self.layout,
+            needs_model=True,
+        )
 
 
 Forward = Callable[[ForwardStep], "torch.Tensor"]

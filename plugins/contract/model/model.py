@@ -319,7 +319,7 @@ class Model(Component):
 
         Args:
             modality: what all of them are.
-            items: what `MediaFormat.process` made of each, on the context's device.
+            items: `MediaFormat.encoder_input` of each, on the context's device.
         """
         raise NotImplementedError(f"{type(self).__name__} has no encode_media")
 

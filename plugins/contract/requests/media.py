@@ -39,6 +39,7 @@ class ProcessedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc
         content_hash: `Image.content_hash` of the image itself.
         settings: `MediaFormat.settings` that it was processed with.
         data: what the model's processor made of it.
+        shape: shape of data, if it differs between images.
     """
 
     width: int
@@ -46,6 +47,7 @@ class ProcessedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc
     content_hash: str
     settings: str
     data: bytes
+    shape: tuple[int, ...] = ()
 
 
 class MultiModalFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):

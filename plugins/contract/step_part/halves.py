@@ -154,6 +154,7 @@ class WorkerHalf:
     """
 
     packs: ClassVar[bool] = False
+    changes_inputs: ClassVar[bool] = False
     only_users: ClassVar[bool] = False
     encodes: ClassVar[bool] = False
     wants_layers: bool = True

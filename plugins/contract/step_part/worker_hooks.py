@@ -241,9 +241,12 @@ class ForwardWrapper(Protocol):
 
     Attributes:
         packs: whether `ForwardStep.packed` is needed.
+        changes_inputs: whether its function changes the inputs of a step. It is then around the
+            functions of halves that do not, such as those that repeat recorded steps.
     """
 
     packs: ClassVar[bool] = False
+    changes_inputs: ClassVar[bool] = False
 
     @abstractmethod
     def around_model(self, forward: Forward) -> Forward:

@@ -2,8 +2,9 @@
 
 A request is the name of a format, a line end, and the encoded image; or RGB, width and height, a
 line end, and pixels. An answer is the size and the pixels, or a letter for what is wrong. With the
-processor of a model, it is the size, a hash of the pixels, and what the processor made of them. It
-imports Pillow alone, and of that the readers of four formats.
+processor of a model, it is the size, a hash of the pixels, the number of dimensions and the
+dimensions of the result of the processor, none if it gave bytes alone, and that result. It imports
+Pillow alone, and of that the readers of four formats.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ IMAGE, DAMAGED, FRAMES, SIZE, MEMORY, FAULT = b"I", b"D", b"F", b"S", b"M", b"P"
 """First byte of an answer; an image's size follows it, a number of frames, or a text."""
 
 NUMBERS = struct.Struct("<II")
+SHAPE = struct.Struct("<I")
 HASH_BYTES = 32
 
 _MOST_OF_A_FAULT = 300  # characters
 
-Processor = Callable[[Any], bytes]
+Processor = Callable[[Any], "bytes | tuple[tuple[int, ...], bytes]"]
 
 _ORIENTATION = 0x0112
 
@@ -101,14 +103,23 @@ def answer_of(image: Any, processor: Processor | None) -> bytes:
     digest.update(pixels)
     try:
         made = processor(image)
-        if not isinstance(made, bytes):
-            raise TypeError(f"expected bytes, got {type(made).__name__}")
+        shape, data = made if isinstance(made, tuple) and len(made) == 2 else ((), made)
+        if not isinstance(data, bytes):
+            raise TypeError(f"expected bytes, got {type(data).__name__}")
+        dimensions = SHAPE.pack(len(shape)) + b"".join(map(SHAPE.pack, shape))
     except MemoryError:
         raise
     except Exception as cause:
         text = f"{type(cause).__name__}: {cause}"
         return FAULT + text[:_MOST_OF_A_FAULT].encode(errors="replace")
-    return b"".join((IMAGE, size, digest.digest(), made))
+    return b"".join((IMAGE, size, digest.digest(), dimensions, data))
+
+
+def read_shape(made: bytes) -> tuple[tuple[int, ...], bytes]:
+    """Return the shape and the data that follow the hash of an answer."""
+    (count,) = SHAPE.unpack_from(made)
+    end = SHAPE.size * (1 + count)
+    return tuple(number for (number,) in SHAPE.iter_unpack(made[SHAPE.size : end])), made[end:]
 
 
 def decode(image: Any, max_pixels: int) -> Any:

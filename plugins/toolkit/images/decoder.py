@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from hardpoint.errors import RequestError
 from hardpoint.plugins.config.engine import ImagesConfig
 from hardpoint.plugins.requests.media import Image, ProcessedImage
@@ -11,7 +9,17 @@ from hardpoint.plugins.requests.media_format import MediaFormat
 from hardpoint.toolkit.limited import LimitedProcess
 
 from . import decode_program
-from .decode_program import DAMAGED, FAULT, FRAMES, HASH_BYTES, IMAGE, MEMORY, NUMBERS, SIZE
+from .decode_program import (
+    DAMAGED,
+    FAULT,
+    FRAMES,
+    HASH_BYTES,
+    IMAGE,
+    MEMORY,
+    NUMBERS,
+    SIZE,
+    read_shape,
+)
 from .header import FORMATS, read_header
 
 __all__ = ["ImageDecoder", "check_size"]
@@ -51,14 +59,14 @@ class ImageDecoder:
     def __init__(self, limits: ImagesConfig, media: MediaFormat | None = None) -> None:
         """`media`: has the processor of a model; None leaves the pixels as they are."""
         self._limits, self._media = limits, media
-        self._size = 0 if media is None else math.prod(media.item_shape)
+        size = 0 if media is None else media.item_bytes
         processor = None if media is None else (media.processor, dict(media.processor_settings))
         self._process = LimitedProcess(
             str(decode_program.__file__),
             "to decode images",
             seconds=limits.decode_seconds,
             max_bytes=_OTHER_BYTES + _BYTES_PER_PIXEL * limits.max_pixels + 4 * limits.max_bytes,
-            max_answer_bytes=max(3 * limits.max_pixels, 2 * self._size) + 10_000,
+            max_answer_bytes=max(3 * limits.max_pixels, 2 * size) + 10_000,
             needs="pillow",
             settings={"max_pixels": limits.max_pixels, "processor": processor},
         )
@@ -153,13 +161,15 @@ class ImageDecoder:
         media = self._media
         if media is None:
             return Image(width, height, made)
-        digest, data = made[:HASH_BYTES].hex(), made[HASH_BYTES:]
-        if len(data) != self._size:
+        digest, (shape, data) = made[:HASH_BYTES].hex(), read_shape(made[HASH_BYTES:])
+        if not media.accepts(shape or media.item_shape, len(data)):
+            described = f" {list(shape)}" if shape else ""
+            limit = f"at most {media.item_bytes}" if -1 in media.item_shape else media.item_bytes
             raise RequestError(
-                f"{place}: the model's image processor made {len(data)} bytes of it, expected "
-                f"{self._size}, uint8 {list(media.item_shape)}"
+                f"{place}: the model's image processor made {len(data)} bytes{described} of it, "
+                f"expected {limit}, uint8 {list(media.item_shape)}"
             )
-        return ProcessedImage(width, height, digest, media.settings, data)
+        return ProcessedImage(width, height, digest, media.settings, data, shape)
 
     def close(self) -> None:
         """End the process."""

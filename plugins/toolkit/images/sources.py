@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
 import os
 import stat
 import sys
@@ -126,7 +125,7 @@ class ImageReader:
         if (
             media is None
             or given.settings != media.settings
-            or len(given.data) != math.prod(media.item_shape)
+            or not media.accepts(given.shape or media.item_shape, len(given.data))
         ):
             raise RequestError(f"{place}: expected an image that this model's processor has made")
         return given

@@ -16,7 +16,7 @@ from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.host.boundary.activity import PluginCalls
 from hardpoint.host.boundary.checked_attention import CheckedAttention
 from hardpoint.host.boundary.checked_model import CheckedModel
-from hardpoint.host.boundary.logits.processor_runner import End, Ends
+from hardpoint.host.boundary.logits.processor_runner import Ends
 from hardpoint.host.boundary.parts.worker_parts import WorkerParts
 from hardpoint.host.system.transfers import select_rows
 from hardpoint.plugins import (

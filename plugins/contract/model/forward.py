@@ -205,20 +205,19 @@ class PackedInputs(Protocol):
 
 
 class StepLayout(Protocol):
-    """The sequences of a step, in the order of their tokens.
-
-    Attributes:
-        requests: request of each sequence, a `LogitsRequest`.
-        query_starts: int [seqs + 1]; first token of each sequence, and the number of all tokens.
-        starts: int [seqs]; tokens of each sequence that were computed before.
-    """
+    """The sequences of a step, in the order of their tokens."""
 
     @property
-    def requests(self) -> Sequence[Any]: ...
+    def requests(self) -> Sequence[Any]:
+        """Request of each sequence, a `LogitsRequest`."""
+
     @property
-    def query_starts(self) -> np.ndarray[Any, np.dtype[np.int64]]: ...
+    def query_starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Shape [seqs + 1]: first token of each sequence, and the number of all tokens."""
+
     @property
-    def starts(self) -> np.ndarray[Any, np.dtype[np.int64]]: ...
+    def starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Shape [seqs]: tokens of each sequence that were computed before."""
 
 
 class ForwardStep:

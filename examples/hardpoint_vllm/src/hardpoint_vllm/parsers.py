@@ -23,9 +23,9 @@ from hardpoint.plugins.text.output_parser import (
     ToolCallBegin,
     ToolCallEnd,
 )
-from hardpoint.vllm.tokenizer import TokenizerLike
 
 from .protocol import ChatCompletionRequest, tool_of
+from .tokenizers import TokenizerLike
 
 FORMS = {"ReasoningParser": "extract_reasoning", "ToolParser": "extract_tool_calls"}
 """vLLM's base classes, and the method that parses a whole output."""

@@ -137,7 +137,11 @@ def tool_of(name: str, schema: Mapping[str, Any]) -> SimpleNamespace:
     """Return a tool as requests of vLLM have it."""
     function = SimpleNamespace(name=name, description=None, parameters=dict(schema), strict=None)
     fields = {"type": "function", "function": {"name": name, "parameters": dict(schema)}}
-    return SimpleNamespace(type="function", function=function, model_dump=lambda **_: fields)
+
+    def model_dump(**_: Any) -> dict[str, Any]:
+        return fields
+
+    return SimpleNamespace(type="function", function=function, model_dump=model_dump)
 
 
 class _Parser(ABC):
@@ -225,7 +229,11 @@ class BaseThinkingReasoningParser(ReasoningParser):
             return []
         return input_ids[input_ids.index(self.end_token_id) + 1 :]
 
-    def extract_reasoning(self, model_output: str, _request: Any) -> tuple[str | None, str | None]:
+    def extract_reasoning(
+        self,
+        model_output: str,
+        request: Any,  # noqa: ARG002 - as vLLM's
+    ) -> tuple[str | None, str | None]:
         """Return the texts before and after the end token; without one, all is reasoning."""
         before, start, after = model_output.partition(self.start_token)
         reasoning, end, content = (after if start else before).partition(self.end_token)

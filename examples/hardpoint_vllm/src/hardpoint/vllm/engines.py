@@ -38,14 +38,44 @@ def _model_config(native: Any) -> SimpleNamespace:
         seed=config.seed,
         get_vocab_size=lambda: tokenizer.vocab_size,
         is_multimodal_model=native.model.takes_images,
-        hf_config=_hf_config(str(config.model)),
+        hf_config=_hf_config(tokenizer.context.files.path),
         runner_type="generate" if "generate" in native.model.supported_tasks else "pooling",
     )
 
 
-def _hf_config(path: str) -> SimpleNamespace:
-    """Return the fields of a model's config.json; of other files there are none."""
-    file = Path(path) / "config.json"
+def _vllm_config(native: Any) -> SimpleNamespace:
+    """Return the fields of vLLM's VllmConfig that programs read."""
+    config = native.config
+    cache, scheduler, parallel = config.kv_cache, config.scheduler, config.parallel
+    return SimpleNamespace(
+        model_config=_model_config(native),
+        cache_config=SimpleNamespace(
+            block_size=cache.block_size,
+            num_gpu_blocks=cache.num_blocks,
+            cache_dtype=cache.dtype,
+            enable_prefix_caching=cache.prefix_caching,
+        ),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=parallel.tensor,
+            pipeline_parallel_size=parallel.pipeline,
+            data_parallel_size=parallel.data,
+            world_size=parallel.tensor * parallel.pipeline,
+        ),
+    )
+
+
+def _hf_config(path: Path) -> Any:
+    """Return the fields of a model's config.json, or the configuration that a GGUF file has."""
+    if path.suffix == ".gguf":
+        from transformers import AutoConfig  # noqa: PLC0415
+
+        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    file = path / "config.json"
     fields = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if "id2label" in fields:
         fields["id2label"] = {int(number): label for number, label in fields["id2label"].items()}
@@ -71,8 +101,8 @@ class LLMEngine:
 
     @property
     def vllm_config(self) -> Any:
-        """The arguments of the engine, and `model_config`."""
-        return SimpleNamespace(model_config=self.model_config)
+        """The fields of vLLM's configuration that programs read."""
+        return _vllm_config(self._native)
 
     def get_model_config(self) -> SimpleNamespace:
         """Return `model_config`."""
@@ -192,6 +222,11 @@ class AsyncLLM:
     def model_config(self) -> SimpleNamespace:
         """Fields of the model's configuration."""
         return _model_config(self._native)
+
+    @property
+    def vllm_config(self) -> Any:
+        """The fields of vLLM's configuration that programs read."""
+        return _vllm_config(self._native)
 
     async def get_model_config(self) -> SimpleNamespace:
         """Return `model_config`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,8 @@ from .params import (
 )
 from .params import sampling_params as vllm_params
 from .tokenizer import TokenizerLike
+
+_log = logging.getLogger("hardpoint")
 
 
 class LLM:
@@ -53,7 +57,7 @@ class LLM:
         self.processors, self._pooling = translated.processors, translated.pooling
         self._native = hardpoint.LLM(config=translated.config(), progress=args.progress)
         self.engine_args = args
-        self._waiting: list[tuple[list[Any], Any, dict[str, Any]]] = []
+        self._waiting: list[tuple[int, Callable[..., list[RequestOutput]]]] = []
         default = vllm_params(self._native.model.default_sampling_params())
         default = SamplingParams() if translated.neutral else default
         for name, value in translated.overrides.items():
@@ -85,16 +89,23 @@ class LLM:
         """The model's configuration; see `LLMEngine.model_config`."""
         return self.llm_engine.model_config
 
+    @property
+    def supported_tasks(self) -> Sequence[str]:
+        """The tasks of the model."""
+        return tuple(self._native.model.supported_tasks)
+
     def get_tokenizer(self) -> TokenizerLike:
         """Return the tokenizer."""
         return TokenizerLike(self._native.tokenizer, str(self._native.config.model))
 
     def set_tokenizer(self, tokenizer: Any) -> None:
-        """Refuse another tokenizer.
+        """Accept the engine's tokenizer.
 
         Raises:
-            RequestError: always.
+            RequestError: it is another one.
         """
+        if isinstance(tokenizer, TokenizerLike):
+            return
         raise RequestError(
             f"tokenizer: expected none, got {tokenizer!r}; it is an argument of the constructor"
         )
@@ -149,19 +160,27 @@ class LLM:
 
     def enqueue(self, prompts: Any, sampling_params: Any = None, **options: Any) -> list[str]:
         """Keep prompts for `wait_for_completion`; return their ids."""
-        given = [prompts] if is_one(prompts) else list(prompts)
-        start = sum(len(batch) for batch, _, _ in self._waiting)
-        self._waiting.append((given, sampling_params, options))
-        return [str(start + number) for number in range(len(given))]
+        prompts = [prompts] if is_one(prompts) else list(prompts)
+        return self._keep(len(prompts), self.generate, prompts, sampling_params, options)
+
+    def enqueue_chat(self, messages: Any, sampling_params: Any = None, **options: Any) -> list[str]:
+        """Keep conversations for `wait_for_completion`; return their ids."""
+        is_single = bool(messages) and isinstance(messages[0], Mapping)
+        count = 1 if is_single else len(messages)
+        return self._keep(count, self.chat, messages, sampling_params, options)
+
+    def _keep(
+        self, count: int, call: Any, inputs: Any, params: Any, options: Mapping[str, Any]
+    ) -> list[str]:
+        start = sum(size for size, _ in self._waiting)
+        options = {name: value for name, value in options.items() if name != "use_tqdm"}
+        self._waiting.append((count, functools.partial(call, inputs, params, **options)))
+        return [str(start + number) for number in range(count)]
 
     def wait_for_completion(self, use_tqdm: Any = True, **_: Any) -> list[RequestOutput]:
-        """Complete the prompts of `enqueue`."""
+        """Complete the prompts of `enqueue` and `enqueue_chat`."""
         waiting, self._waiting = self._waiting, []
-        return [
-            output
-            for prompts, params, options in waiting
-            for output in self.generate(prompts, params, use_tqdm=use_tqdm, **options)
-        ]
+        return [output for _, call in waiting for output in call(use_tqdm=use_tqdm)]
 
     def chat(  # noqa: PLR0913 - as vLLM's
         self,
@@ -190,6 +209,9 @@ class LLM:
         many = request_options(sampling_params, lora_request, tokenization_kwargs, **options)
         params = self._params(sampling_params)
         template = load_chat_template(chat_template) or self._template
+        if tools and "tools" not in (template or self._native.tokenizer.chat_template or "tools"):
+            _log.warning("tools: ignored, because the chat template shows no tools, as in vLLM")
+            tools = None
         if template is None:
             outputs = self._native.chat(
                 messages,

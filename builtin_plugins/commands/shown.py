@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 import msgspec
+
+from hardpoint.typed import toml_text
 
 _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
 
@@ -21,6 +22,5 @@ def without_userinfo(value: Any) -> Any:
 
 
 def toml(value: Any) -> str:
-    """Return a value in TOML syntax; None, which TOML lacks, is `none`."""
-    plain = without_userinfo(msgspec.to_builtins(value))
-    return "none" if plain is None else json.dumps(plain, ensure_ascii=False)
+    """Return a value in TOML syntax, without the users and passwords of URLs."""
+    return toml_text(without_userinfo(msgspec.to_builtins(value)))

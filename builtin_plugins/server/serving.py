@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import ipaddress
 import logging
 import signal
 import socket
@@ -17,6 +16,7 @@ import uvicorn
 
 from hardpoint.plugins import ConfigError, HardpointError
 from hardpoint.plugins.server import AsyncGenerator
+from hardpoint.toolkit.curve_keys import is_loopback
 
 from .access.guard import accepted_names
 from .application import Application
@@ -337,7 +337,7 @@ def announce(service: Service, users: BoundAddress, admin: BoundAddress | None) 
 
 def exposure(service: Service, users: BoundAddress) -> str | None:
     """Return a warning if other machines can use the server without a key, otherwise None."""
-    if service.has_keys or users.host is None or _is_loopback(users.host):
+    if service.has_keys or users.host is None or is_loopback(users.host):
         return None
     names = accepted_names(users.host, service.settings.allowed_hosts)
     accepted = "any" if "*" in names else ", ".join(sorted(names))
@@ -345,10 +345,3 @@ def exposure(service: Service, users: BoundAddress) -> str | None:
         "other machines can use this server without a key (--api-key or server.keys_file sets "
         f"one); accepted host names: {accepted} (--allowed-hosts or server.allowed_hosts)"
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -388,12 +388,11 @@ class ModelRunner:
             if source.plugin_args or self._sampling.states_key:
                 converted = self._sampling.arguments_of(source)
         arguments, sampler_arguments, end = converted
-        is_shared = source.params.__struct_config__.frozen  # by requests: a copy of `read_only`
         request = LogitsRequest(
             request_id=source.request_id,
             prompt_token_ids=ReadOnlyList(source.known_prompt_ids),
             output_token_ids=outputs,
-            params=source.params if is_shared else read_only(source.params),
+            params=read_only(source.params),
             stop_token_ids=ReadOnlyList(source.stop_token_ids),
             child_index=source.child_index,
             arguments=arguments,

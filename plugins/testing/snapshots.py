@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import time
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from .suite import Violation
 
+T = TypeVar("T")
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
@@ -130,3 +132,24 @@ def without_growth(
         raise Violation(
             f"{name}'s attributes grew from {sizes[0]} to {sizes[1]} elements {doing}", fix
         )
+
+
+def settled(
+    size: Callable[[], T],
+    is_smaller: Callable[[T, T], bool],
+    is_enough: Callable[[T], bool],
+    still_seconds: float,
+    most_seconds: float,
+) -> T:
+    """Return the smallest size until one is enough, or none was smaller for `still_seconds`.
+
+    This lets threads catch up, also those that a busy machine stops for a while.
+    """
+    smallest, changed_at = size(), time.monotonic()
+    end = changed_at + most_seconds
+    while not is_enough(smallest) and time.monotonic() < min(changed_at + still_seconds, end):
+        time.sleep(0.02)
+        now = size()
+        if is_smaller(now, smallest):
+            smallest, changed_at = now, time.monotonic()
+    return smallest

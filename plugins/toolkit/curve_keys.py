@@ -10,6 +10,7 @@ A client may connect as long as its file is in `clients`; the folder is read aga
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import re
 import shutil
@@ -22,7 +23,15 @@ import zmq.auth
 
 from hardpoint.errors import ConfigError, shown
 
-__all__ = ["KeyFolder", "KeyPair", "check_new", "client_keys", "make_client", "revoke_client"]
+__all__ = [
+    "KeyFolder",
+    "KeyPair",
+    "check_new",
+    "client_keys",
+    "is_loopback",
+    "make_client",
+    "revoke_client",
+]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _SERVER, _CLIENT, _CLIENTS = "server", "client", "clients"
@@ -178,3 +187,11 @@ def _load(file: Path, setting: str) -> tuple[bytes, bytes]:
     except ValueError as cause:
         raise ConfigError(f"{where}: expected a file of keys: {cause}") from None
     return public, secret or b""
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach an address or host name, which needs no keys."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

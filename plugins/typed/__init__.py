@@ -28,7 +28,7 @@ from .convert import (
 )
 from .describing import FieldDoc
 from .json_schemas import json_schema, schema_components
-from .plain_values import stable_bytes
+from .plain_values import stable_bytes, toml_text
 from .read_only_values import ReadOnlyDict, ReadOnlyList, read_only
 
 __all__ = [
@@ -58,5 +58,6 @@ __all__ = [
     "split_setting",
     "stable_bytes",
     "suggest",
+    "toml_text",
     "walk_structs",
 ]

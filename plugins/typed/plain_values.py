@@ -6,6 +6,7 @@ JSON and TOML have text keys only, so `{"7": 0.5}` is how a request over HTTP gi
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from hardpoint.errors import HardpointError, shown
 
 from .msgspec_errors import join_path
 
-__all__ = ["check_finite", "check_sizes", "repeated_key", "stable_bytes"]
+__all__ = ["check_finite", "check_sizes", "repeated_key", "stable_bytes", "toml_text"]
 
 
 class _InvalidNumber(NamedTuple):
@@ -145,3 +146,17 @@ def _ordered(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return ("list", *map(_ordered, value))
     return msgspec.to_builtins(value, builtin_types=(bytes,))
+
+
+def toml_text(value: Any) -> str:
+    """Return plain data in TOML syntax, tables inline; None, which TOML lacks, is `none`."""
+    if value is None:
+        return "none"
+    if isinstance(value, dict) and value:
+        pairs = [f"{toml_text(str(k))} = {toml_text(v)}" for k, v in value.items()]
+        return "{ " + ", ".join(pairs) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_text, value)) + "]"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False)

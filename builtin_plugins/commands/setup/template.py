@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 
@@ -47,7 +46,7 @@ def _setting(field: FieldDoc) -> Iterator[str]:
     if default is None:
         yield f"# {field.name} =   # no default"
     else:
-        yield f"# {field.name} = {_toml(default)}"
+        yield f"# {field.name} = {toml(default)}"
 
 
 def _comment(text: str) -> list[str]:
@@ -60,9 +59,3 @@ def _comment(text: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict) and value:  # an inline table, in which keys are strings
-        return "{ " + ", ".join(f"{toml(k)} = {_toml(v)}" for k, v in value.items()) + " }"
-    return toml(value)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 
 from hardpoint.errors import ConfigError, shown
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.toolkit.curve_keys import is_loopback
 
 _ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(\d{1,5})")
 
@@ -27,14 +27,6 @@ def check_address(address: str, setting: str, *, has_keys: bool) -> str:
             "with `hardpoint keys new`, or use an address of 127.0.0.1"
         )
     return address
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether other machines cannot reach an address or host name."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def check_joining(config: EngineConfig, config_sources: ConfigSources) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from hardpoint.testing.snapshots import count_elements
+from hardpoint.testing.snapshots import count_elements, settled
 from hardpoint.testing.suite import Rule
 
 from .holdings import grouped, handles, memory, more_than, traced
@@ -116,16 +117,13 @@ def _stage(use: Callable[[int], object], first: int, uses: int) -> int:
 
 def _settled(component: Any, known_threads: Collection[threading.Thread]) -> dict[str, int]:
     """Return the sizes after the threads of a component have caught up with its uses."""
-    if not set(threading.enumerate()).difference(known_threads):
-        return _sizes(component)
-    smallest, changed_at = _sizes(component), time.monotonic()
-    end = changed_at + _MOST_SECONDS
-    while time.monotonic() < min(changed_at + _STILL_SECONDS, end):
-        time.sleep(0.02)
-        now = _sizes(component)
-        if _grown(now, smallest, 1, 1024):
-            smallest, changed_at = now, time.monotonic()
-    return smallest
+
+    def is_smaller(now: dict[str, int], smallest: dict[str, int]) -> bool:
+        return bool(_grown(now, smallest, 1, 1024))
+
+    has_threads = bool(set(threading.enumerate()).difference(known_threads))
+    size = functools.partial(_sizes, component)
+    return settled(size, is_smaller, lambda _: not has_threads, _STILL_SECONDS, _MOST_SECONDS)
 
 
 def _sizes(component: Any) -> dict[str, int]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from hardpoint.plugins.component import Component
 from hardpoint.testing.pace import cost_of, own_seconds
-from hardpoint.testing.snapshots import count_elements
+from hardpoint.testing.snapshots import count_elements, settled
 from hardpoint.testing.suite import Rule, Violation, short_repr
 
 _CALLS = 20
@@ -131,22 +131,12 @@ def releasing_all() -> Iterator[None]:
 
 
 def _settled(size: Callable[[], tuple[int, int]], wanted: tuple[int, int]) -> tuple[int, int]:
-    """Return a size, the smallest that it takes while threads catch up.
+    """Return the size after threads have caught up, or one of at most `wanted`."""
 
-    Args:
-        size: returns the current one.
-        wanted: a size that is small enough.
-    """
-    smallest, changed_at = size(), time.monotonic()
-    end = changed_at + _WAIT_SECONDS
-    while any(map(operator.gt, smallest, wanted)) and time.monotonic() < end:
-        time.sleep(0.02)
-        now = size()
-        if now < smallest:
-            smallest, changed_at = now, time.monotonic()
-        elif time.monotonic() - changed_at > _STILL_SECONDS:  # a busy machine may stop a thread
-            break
-    return smallest
+    def is_enough(smallest: tuple[int, int]) -> bool:
+        return not any(map(operator.gt, smallest, wanted))
+
+    return settled(size, operator.lt, is_enough, _STILL_SECONDS, _WAIT_SECONDS)
 
 
 def _held() -> dict[str, int]:

@@ -286,7 +286,7 @@ def test_requests_are_within_the_bounds_of_their_key():
         body |= {"tags": {"team": "b", "job": "1"}, "priority": 1}
         assert server.post(PATH, body, headers=ann).status_code == 200
         ((_, _, options),) = server.engine.asked
-        assert options["tags"] == {"team": "a", "job": "1"}
+        assert options["tags"] == {"team": "a", "job": "1", "tenant": "ann"}
         assert (options["priority"], options["timeout"]) == (1, 9.0)
         assert len(options["cache_salt"]) == 64
         assert options["request_id"].startswith("systemone-")

@@ -6,16 +6,19 @@ import dataclasses
 import enum
 import subprocess
 import sys
+import tomllib
 import uuid
 from datetime import date
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import Meta
 
 from hardpoint.plugins import ConfigError
-from hardpoint.typed import Strict, convert, stable_bytes
+from hardpoint.typed import Strict, convert, stable_bytes, toml_text
 
 
 class Level(enum.IntEnum):
@@ -167,3 +170,23 @@ class TestStableBytes:
             for seed in (1, 2)
         ]
         assert outputs[0] == outputs[1]
+
+
+TOML_VALUES = st.recursive(
+    st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text('a ."é'), values),
+    max_leaves=8,
+)
+
+
+@given(TOML_VALUES)
+def test_values_in_toml_are_read_as_they_were(value):
+    assert tomllib.loads(f"a = {toml_text(value)}") == {"a": value}
+
+
+def test_values_that_toml_has_no_form_for():
+    assert toml_text(None) == "none"
+    assert toml_text({7: (1, 2.5)}) == '{ "7" = [1, 2.5] }'

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from hardpoint.errors import ConfigError
+from hardpoint.typed import toml_text
 
 from .arguments import ARGUMENTS
 from .engine_args import FlexibleArgumentParser, add_options, expanded
@@ -66,7 +66,7 @@ def read_flags(flags: str) -> ServeFlags:
         given["model"] = model
     given.setdefault("host", "0.0.0.0")
     translated = translate(given, server=True)
-    settings = tuple(f"{key}={literal(value)}" for key, value in translated.values.items())
+    settings = tuple(f"{key}={toml_text(value)}" for key, value in translated.values.items())
     return ServeFlags(
         _toml(translated.values),
         settings,
@@ -75,22 +75,11 @@ def read_flags(flags: str) -> ServeFlags:
     )
 
 
-def literal(value: Any) -> str:
-    """Return a value as TOML."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(k)} = {literal(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(literal, value)) + "]"
-    return json.dumps(value) if isinstance(value, str) else repr(value)
-
-
 def _toml(values: dict[str, Any]) -> str:
     tables: dict[str, list[str]] = {"": []}
     for key, value in values.items():
         path, _, name = key.rpartition(".")
-        tables.setdefault(path, []).append(f"{name} = {literal(value)}")
+        tables.setdefault(path, []).append(f"{name} = {toml_text(value)}")
     parts = [
         "\n".join([*([f"[{path}]"] if path else []), *lines])
         for path, lines in tables.items()

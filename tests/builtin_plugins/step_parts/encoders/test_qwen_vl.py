@@ -62,3 +62,43 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(folder):
         assert output.prompt_token_ids == token_ids, name
         assert distance(output.prompt_logprobs, expected) < 1e-4, name
         assert output.outputs[0].token_ids == known.greedy(each, 8), name
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"scheduler": {"max_num_batched_tokens": 24}},
+        {"scheduler": {"long_prefill_token_threshold": 5}},
+        pytest.param({"scheduler": {"max_num_seqs": 8}}, marks=pytest.mark.nightly),
+        {"plugin": {"encoders": {"budget_tokens": 64}}},
+        {"speculation": {"use": ["ngram"]}},
+        {"scheduler": {"asynchronous": True}},
+        pytest.param(
+            {"parallel": {"pipeline": 2}, "executor": {"use": "multiproc"}},
+            marks=pytest.mark.nightly,
+        ),
+        {"attention": {"use": "native_cpu"}},
+        {"plugin": {"kv_canary": {"enabled": True}}},
+    ],
+    ids=lambda tables: ", ".join(f"{name}.{next(iter(tables[name]))}" for name in tables),
+)
+def test_a_batch_is_the_same_as_each_alone(folder, alone, tables):
+    with open_llm(folder, **tables) as llm:
+        outputs = llm.generate(list(PROMPTS.values()), GREEDY)
+        again = llm.generate(list(PROMPTS.values()), GREEDY)
+    for name, first, second in zip(PROMPTS, outputs, again, strict=True):
+        assert results(first) == alone[name], name
+        assert results(second) == alone[name], name
+
+
+def test_preempted_requests_are_the_same_as_alone(folder):
+    given = [prompt("abcdefg", index, "xyz") for index in range(4)] * 2
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=3)
+    cache = {"prefix_caching": False}
+    with open_llm(folder, kv_cache=cache) as llm:
+        alone = [results(llm.generate([each], params)[0]) for each in given]
+    few = {**cache, "num_blocks": 40, "watermark": 0.0}
+    with open_llm(folder, kv_cache=few, max_model_len=128) as llm:
+        together = llm.generate(given, params)
+        assert llm.engines.scheduler_stats().num_preemptions > 0
+    assert [results(output) for output in together] == alone

@@ -27,7 +27,7 @@ from setuptools.command.build_ext import build_ext
 
 SOURCE = Path("src/hardpoint/kernels/src/kernels.cpp")
 HEADERS = [str(header) for header in sorted(SOURCE.parent.glob("*.h"))]
-AVX2 = ["-mavx2", "-mfma"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq"))]
 AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mprefer-vector-width=512"]
 PATHS = {
@@ -39,7 +39,7 @@ PATHS = {
 }
 # The flags of /proc/cpuinfo that each needs beyond those of the one before it.
 PROCESSOR_FLAGS = {
-    "avx2": {"avx2", "fma"},
+    "avx2": {"avx2", "fma", "f16c"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
     "avx512_bf16": {"avx512_bf16", "avx512vbmi"},
     "amx_bf16": {"amx_tile", "amx_bf16"},

@@ -69,12 +69,18 @@ def read_by_transformers(checkpoint: Path, texts: list[list[int]], dtype: torch.
 
 
 def read_by_hardpoint(
-    model: Path, texts: list[list[int]], dtype: str, quantization: str = "auto", cache: str = "auto"
+    model: Path,
+    texts: list[list[int]],
+    dtype: str,
+    quantization: str = "auto",
+    cache: str = "auto",
+    activations: str = "none",
 ) -> Reading:
     """Read the texts with Hardpoint."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     prompts = [{"prompt_token_ids": ids} for ids in texts]
-    config = {"quantization": {"use": quantization}, "kv_cache": {"dtype": cache}}
+    weights = {"use": quantization, "activations": activations}
+    config = {"quantization": weights, "kv_cache": {"dtype": cache}}
     limits = {"max_model_len": LENGTH + 1, "progress": False}
     with LLM(str(model), dtype=dtype, config=config, **limits) as llm:
         outputs = llm.generate(prompts, params)
@@ -105,12 +111,16 @@ def compare(folder: Path, positions: int, cache_dtypes: list[str]) -> list[list[
         variants[f"bfloat16, {cache} keys and values"] = "bfloat16", "auto", cache
     for weights in ("int8", "int4"):
         variants[f"bfloat16, {weights}"] = "bfloat16", weights
+        name = f"bfloat16, {weights}, activations in 8 bits"
+        variants[name] = "bfloat16", weights, "auto", "int8"
     for name, settings in variants.items():
         add(f"Hardpoint, {name}", read_by_hardpoint(checkpoint, texts, *settings))
     expected = read_by_hardpoint(gguf, texts, "float32", "none")
     rows.append(["Hardpoint, float32, GGUF dequantized", "", f"{expected.perplexity:.3f}"])
     add("Hardpoint, float32, GGUF", read_by_hardpoint(gguf, texts, "float32"))
     add("Hardpoint, bfloat16, GGUF", read_by_hardpoint(gguf, texts, "bfloat16"))
+    rounded = read_by_hardpoint(gguf, texts, "bfloat16", activations="int8")
+    add("Hardpoint, bfloat16, GGUF, activations in 8 bits", rounded)
     name = "Hardpoint, bfloat16, GGUF dequantized"
     add(name, read_by_hardpoint(gguf, texts, "bfloat16", "none"))
     return rows

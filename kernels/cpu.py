@@ -63,6 +63,8 @@ _ARGUMENTS = {
     "check_codes": "plll",
     "linear_codes": "plpppllll",
     "logits_codes": "plpppllll",
+    "linear_rounded": "plpppllll",
+    "logits_rounded": "plpppllll",
     "gather_codes": "pplp",
     "rms_norm": "plllplpplllf",
     "rms_norm_float": "plllplpplllf",

@@ -14,6 +14,7 @@ __all__ = [
     "dequantize",
     "gated",
     "linear_codes",
+    "linear_rounded",
     "paged_attention",
     "rms_norm",
     "rotated",
@@ -146,6 +147,37 @@ def linear_codes(
     """Return x W^T + b in float32, for W of parts one below the other."""
     y = x.float() @ torch.cat([dequantize(part) for part in parts]).T
     return y if bias is None else y + bias.float()
+
+
+def round_activations(x: torch.Tensor) -> torch.Tensor:
+    """Return x [rows, columns] rounded to 8 bits in blocks of 32 columns, float64."""
+    columns = x.shape[1]
+    blocks = F.pad(x.float(), (0, -columns % 32)).unflatten(1, (-1, 32))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    is_zero = largest < 2.0**-100
+    limit = torch.full_like(largest, 127)  # torch divides a number by multiplying it
+    integers = blocks.double() * (limit / largest).double()
+    integers = integers.round().clamp(-127, 127).masked_fill(is_zero, 0)
+    scales = (largest / limit).masked_fill(is_zero, 0)
+    scales = scales.masked_fill(~blocks.isfinite().all(-1, keepdim=True), torch.nan)
+    return (integers * scales.double()).flatten(1)[:, :columns]
+
+
+def linear_rounded(
+    x: torch.Tensor, parts: Sequence[AffineMatrix], bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return x W^T + b in float32, for x rounded to 8 bits in parts with consecutive values."""
+    rounded = round_activations(x)
+    products = [
+        (rounded if _is_affine(part) else x.double()) @ dequantize(part).double().T
+        for part in parts
+    ]
+    y = torch.cat(products, 1).float()
+    return y if bias is None else y + bias.float()
+
+
+def _is_affine(matrix: AffineMatrix) -> bool:
+    return matrix.values is None or bool((matrix.values.diff() == 1).all())
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -25,6 +25,7 @@ class NativeOps(Ops):
 
     contract = 1
     devices = ("cpu",)
+    activations = ("none", "int8")
     replayable = True
 
     def __init__(self, context: OpsContext) -> None:
@@ -132,7 +133,12 @@ class NativeOps(Ops):
         """
         self._check_packed(packed, shape)
         dtype = self.context.dtype
-        return _Product(self._library, self._results, packed, shape, bias, dtype, out_dtype)
+        kernel = "linear" if out_dtype in (None, dtype) else "logits"
+        if packed.dtype == torch.uint8:
+            kernel += "_codes" if self.context.activations == "none" else "_rounded"
+        return _Product(
+            self._library, self._results, packed, shape, bias, kernel, dtype, out_dtype or dtype
+        )
 
     def _check_packed(self, packed: torch.Tensor, shape: tuple[int, int]) -> None:
         if packed.dtype == torch.uint8:
@@ -395,17 +401,15 @@ class _Product:
         packed: torch.Tensor,
         shape: tuple[int, int],
         bias: torch.Tensor | None,
+        kernel: str,
         dtype: torch.dtype,
-        out_dtype: torch.dtype | None,
+        out_dtype: torch.dtype,
     ) -> None:
         columns, depth = shape
-        self._dtype, self._out_dtype = dtype, out_dtype or dtype
+        self._dtype, self._out_dtype = dtype, out_dtype
         self._is_checked = False  # the layout of rows, which this place in a model does not change
         self._library, self._results = library, results
         self._columns, self._depth = columns, depth
-        kernel = "linear" if self._out_dtype == dtype else "logits"
-        if packed.dtype == torch.uint8:
-            kernel += "_codes"
         self._short = library.function(kernel, dtype)
         self._long = library.function(kernel, dtype, releases=True)
         self._many_rows = _LONG_WORK // (columns * depth)

@@ -89,7 +89,10 @@ def open_ops(spec: WorkerSpec) -> Ops:
     Raises:
         ModelError: they do not run on the device.
     """
-    return spec.plugins.create_for_device("ops", OpsContext, device=spec.device, dtype=spec.dtype)
+    activations = spec.config.quantization.activations
+    return spec.plugins.create_for_device(
+        "ops", OpsContext, device=spec.device, dtype=spec.dtype, activations=activations
+    )
 
 
 def open_attention(spec: WorkerSpec) -> AttentionBackend:
@@ -346,8 +349,7 @@ def _is_multiplied(
 ) -> bool:
     if not quantized.has_own_linear(scheme):
         return bool(model.context.ops.code_bits)
-    is_table = is_vocabulary and not name.startswith(_HEAD)
-    return not is_table and _EXPERTS not in name
+    return _EXPERTS not in name and (not is_vocabulary or name.startswith(_HEAD))
 
 
 def _copy_of_table(model: Model, held: Mapping[str, HeldWeight]) -> dict[str, HeldWeight]:
@@ -356,10 +358,8 @@ def _copy_of_table(model: Model, held: Mapping[str, HeldWeight]) -> dict[str, He
     if len(tables) != 1 or not (parallel.is_first and parallel.is_last):
         return {}
     ((name, table),) = tables
-    if table.scheme is not None:
-        return {}
     row = torch.zeros(1, table.shape[1], device=context.device, dtype=context.dtype)
-    if context.ops.pack(row) is row:
+    if table.scheme is not None or context.ops.pack(row) is row:
         return {}
     return {name: dataclasses.replace(table, num_bytes=2 * table.num_bytes)}
 

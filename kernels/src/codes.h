@@ -9,7 +9,8 @@
 // word v are of depth 8v + 2j, bits 16 + 4j of depth 8v + 2j + 1: one shift moves a pair of depths to
 // where a permutation of 16-bit values looks for its indices. What 5 and 6 bits have in addition is
 // in one vector (bits i and 16 + i are of depths 2i and 2i + 1), or in two (2 bits each, a
-// vector for 16 depths). Codes of 8 bits lie depth by depth, 16 columns each.
+// vector for 16 depths). Codes of 8 bits lie depth by depth, 16 columns each, or in quads: 4 depths of
+// each column side by side.
 #pragma once
 
 #include <algorithm>
@@ -28,6 +29,11 @@ constexpr long STRIP = 3;       // panels that are interleaved
 constexpr long BLOCK = 32;     // depths of a block of codes
 constexpr long UNIT = 16;      // depths that have one scale at least
 constexpr long OUTER = 256;    // depths that share an outer factor
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool IN_QUADS = true;  // codes of 8 bits
+#else
+constexpr bool IN_QUADS = false;
+#endif
 constexpr long MAX_STEP = 128;  // depths that are summed before they are scaled
 
 enum Storage : int64_t { NONE, FLOAT16, FLOAT32, INT8, UINT8 };
@@ -172,11 +178,16 @@ struct Source {
   const float* values;
 };
 
+// Where the code of 8 bits of a depth and column is in a block.
+inline long place(long k, long column) {
+  return IN_QUADS ? k / 4 * 4 * PANEL + column * 4 + k % 4 : k * PANEL + column;
+}
+
 // Write a block of codes: 32 depths of 16 columns, from [16][32].
 inline void pack_block(const uint8_t (*codes)[BLOCK], long bits, uint8_t* to) {
   if (bits == 8) {
     for (int k = 0; k < BLOCK; k++)
-      for (int c = 0; c < PANEL; c++) to[k * PANEL + c] = codes[c][k];
+      for (int c = 0; c < PANEL; c++) to[place(k, c)] = codes[c][k];
     return;
   }
   for (int c = 0; c < PANEL; c++) {
@@ -194,7 +205,7 @@ inline void pack_block(const uint8_t (*codes)[BLOCK], long bits, uint8_t* to) {
 // The inverse for one column: the codes of a block, to [32].
 inline void unpack_column(const uint8_t* from, long bits, long column, int (&to)[BLOCK]) {
   if (bits == 8) {
-    for (int k = 0; k < BLOCK; k++) to[k] = (int8_t)from[k * PANEL + column];
+    for (int k = 0; k < BLOCK; k++) to[k] = (int8_t)from[place(k, column)];
     return;
   }
   uint32_t words[6] = {};

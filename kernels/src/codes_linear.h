@@ -9,120 +9,16 @@
 // cache, for the other rows.
 #pragma once
 
-#include "codes_vectors.h"
-#include "gemm.h"
+#include "codes_chunks.h"
+#include "codes_integers.h"
 
 namespace codes {
-
-using gemm::MAX_ROWS;
-using gemm::Operand;
-
-// Panels that are multiplied at once: with codes in registers, and with unpacked ones.
-#if defined(__AVX2__)
-constexpr int DIRECT_PANELS = 3;
-#else
-constexpr int DIRECT_PANELS = 1;
-#endif
-constexpr int TILE_PANELS = gemm::TILE_PANELS;
-constexpr int MOST_PANELS = std::max(DIRECT_PANELS, TILE_PANELS);
-constexpr long CHUNK_UNITS = 64;  // that are unpacked, or whose factors are read, at once
-constexpr long LATER = 1024;      // bytes of factors that are asked for before they are read
 
 // Return whether a block of rows is multiplied with codes that its first rows unpack: with
 // permutations, that pays only where it takes several of them.
 inline bool unpacks(const Segment& segment, int rows) {
   if (PERMUTES) return segment.bits > 4 && rows >= 2 * gemm::TILE_ROWS;
   return rows > 6 || !segment.is_affine;
-}
-
-// Steps whose factors have been read.
-struct Chunk {
-  Walk walk;
-  long first_unit = 0, first_step = 0;
-  long units = 0, steps = 0;
-  bool has_offsets = false;
-  uint8_t lengths[CHUNK_UNITS];  // of the steps, in units
-  alignas(64) float scales[CHUNK_UNITS * MOST_PANELS * PANEL];
-  alignas(64) float offsets[CHUNK_UNITS * MOST_PANELS * PANEL];
-};
-
-// Panels of one strip.
-struct Panels {
-  const Matrix& matrix;
-  const Segment& segment;
-  Strip strip;
-  long first;  // a panel of the segment
-
-  Panels(const Matrix& matrix, const Segment& segment, long first)
-      : matrix(matrix), segment(segment), strip(first, segment.panels()), first(first) {}
-
-  // Where an array starts that has `parts` of each panel.
-  const uint8_t* at(int64_t array, long parts, long part_bytes) const {
-    return matrix.at(array) + strip.position(first, parts, 0) * part_bytes;
-  }
-};
-
-// Reads the factors of some panels.
-class Reader {
- public:
-  Reader(const Panels& panels, const Factors& factors) : storage_(factors.storage) {
-    long padded = panels.matrix.padded(), bytes = PANEL * factors.item_size();
-    inner_ = panels.at(factors.inner, panels.segment.groups(padded), bytes);
-    inner_stride_ = panels.strip.width * bytes;
-    outer_ = factors.is_nested() ? panels.at(factors.outer, outers(padded), PANEL * 2) : nullptr;
-    outer_stride_ = panels.strip.width * PANEL * 2;
-  }
-
-  // Read those of P panels for the step that `walk` is at.
-  template <int P>
-  void read(const Walk& walk, float* to) const {
-    const uint8_t* inner = inner_ + walk.group * inner_stride_;
-    __builtin_prefetch(inner + LATER);
-    switch (storage_) {
-      case FLOAT32: return read<P>((const float*)inner, walk, to);
-      case FLOAT16: return read<P>((const uint16_t*)inner, walk, to);
-      case INT8: return read<P>((const int8_t*)inner, walk, to);
-      default: return read<P>(inner, walk, to);
-    }
-  }
-
- private:
-  template <int P, class T>
-  void read(const T* inner, const Walk& walk, float* to) const {
-    const uint16_t* outer = (const uint16_t*)(outer_ + walk.k / OUTER * outer_stride_);
-#pragma GCC unroll 16
-    for (int i = 0; i < P * PANEL; i += LANES) {
-      if constexpr (sizeof(T) == 1)
-        store(to + i, load_bytes(inner + i) * load_half(outer + i));
-      else if constexpr (sizeof(T) == 2)
-        store(to + i, load_half(inner + i));
-      else
-        store(to + i, load(inner + i));
-    }
-  }
-
-  int64_t storage_;
-  const uint8_t *inner_, *outer_;
-  long inner_stride_, outer_stride_;
-};
-
-// Read the steps after those of the chunk; return whether there are any.
-template <int P>
-bool read_next(const Segment& segment, long padded, const Reader& scales, const Reader& offsets,
-               Chunk& chunk) {
-  chunk.first_unit += chunk.units;
-  chunk.first_step += chunk.steps;
-  chunk.units = chunk.steps = 0;
-  while (true) {
-    Walk next = chunk.walk;
-    long length = next.next(segment, padded) / UNIT, at = chunk.steps * P * PANEL;
-    if (length == 0 || chunk.units + length > CHUNK_UNITS) return chunk.steps > 0;
-    scales.read<P>(chunk.walk, chunk.scales + at);
-    if (chunk.has_offsets) offsets.read<P>(chunk.walk, chunk.offsets + at);
-    chunk.lengths[chunk.steps++] = (uint8_t)length;
-    chunk.units += length;
-    chunk.walk = next;
-  }
 }
 
 // Rows of x, and their sums over the steps.
@@ -283,29 +179,6 @@ class StepSums {
   bool is_nested_ = false;
 };
 
-// y, and what is added to it. T: the type of x and bias.
-template <class T, class Y>
-struct Output {
-  const T* bias;  // or null
-  Y* y;
-  long stride;
-
-  // Write rows [rows][P * PANEL] of sums to columns `column` to column + count.
-  template <int P>
-  void write(const float* sums, long row, int rows, long column, long count) const {
-    for (long c = 0; c < count; c += LANES) {
-      int part = (int)std::min<long>(LANES, count - c);
-      Floats add = bias ? load_part(bias + column + c, part) : Floats{};
-      for (int r = 0; r < rows; r++) {
-        Floats sum = load(sums + r * P * PANEL + c);
-        if (bias) sum += add;
-        Y* to = y + (row + r) * stride + column + c;
-        part == LANES ? store(to, sum) : store_part(to, sum, part);
-      }
-    }
-  }
-};
-
 // Multiply some rows of x with all panels of a strip.
 template <int P, bool DIRECT, class T, class Y>
 void multiply_strip(const Matrix& matrix, const Segment& segment, long first, long width,
@@ -327,11 +200,13 @@ void multiply_strip(const Matrix& matrix, const Segment& segment, long first, lo
   }
 }
 
-// y [rows, columns] = x [rows, depth] W^T + bias.
-template <class T, class Y>
+// y [rows, columns] = x [rows, depth] W^T + bias. ROUNDS: x is rounded to 8 bits wherever codes are
+// integers.
+template <bool ROUNDS, class T, class Y>
 void linear(const T* x, long x_stride, const uint8_t* packed, const T* bias, Y* y, long y_stride,
             long rows, long, long depth) {
   static thread_local gemm::Operands<T> operands;
+  static thread_local integers::Quantized quantized;
   static thread_local StepSums sums;
   static std::atomic<long> calls{0};
   const Matrix& matrix = *(const Matrix*)packed;
@@ -345,14 +220,22 @@ void linear(const T* x, long x_stride, const uint8_t* packed, const T* bias, Y* 
   auto multiply_item = [&](long index) {
     long row = index / items * MAX_ROWS, first = index % items * per_item, column = 0;
     int count = (int)std::min<long>(MAX_ROWS, rows - row);
-    operands.get(x + row * x_stride, x_stride, count, depth, padded, call);
     for (long i = 0; i < matrix.count; i++) {
       const Segment& segment = matrix.segment(i);
       long own = (segment.panels() + STRIP - 1) / STRIP;
       for (long strip = std::max(first, 0L); strip < std::min(first + per_item, own); strip++) {
+        long panel = strip * STRIP, width = std::min(STRIP, segment.panels() - panel);
+        if (ROUNDS && integers::serves(segment)) {
+          bool wide = segment.bits == 8;
+          auto integers = quantized.get(x + row * x_stride, x_stride, count, depth, padded, wide,
+                                        call, row);
+          integers::multiply_strip(matrix, segment, panel, width, integers, row, count, column,
+                                   output);
+          continue;
+        }
+        operands.get(x + row * x_stride, x_stride, count, depth, padded, call);
         sums.get(operands.at, operands.stride, count, segment, padded, call, row);
         Rows<Operand<T>> part{operands.at, sums.at, operands.stride, sums.stride};
-        long panel = strip * STRIP, width = std::min(STRIP, segment.panels() - panel);
         auto run = unpacks(segment, count) ? multiply_strip<TILE_PANELS, false, T, Y>
                                           : multiply_strip<DIRECT_PANELS, true, T, Y>;
         run(matrix, segment, panel, width, part, row, count, column, output);

@@ -23,6 +23,10 @@ INLINE Floats load_half(const uint16_t* from) {
   __m256i value;
   memcpy(&value, &halves, sizeof value);
   return (Floats)_mm512_cvtph_ps(value);
+#elif defined(__F16C__)
+  __m128i value;
+  memcpy(&value, &halves, sizeof value);
+  return (Floats)_mm256_cvtph_ps(value);
 #else
   Words words = __builtin_convertvector(halves, Words), bits = (words & 0x7fff) << 13;
   Words special = (Words)(bits >= 0x0f800000u);  // infinite or NaN
@@ -138,7 +142,7 @@ struct Packed {
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++) {
       const uint8_t* panel = block + v / PANEL_VECTORS * BYTES;
-      long part = v % PANEL_VECTORS * LANES * (BITS == 8 ? 1 : 4);
+      long part = v % PANEL_VECTORS * LANES * (BITS == 8 && !IN_QUADS ? 1 : 4);
       result.low[v] = panel + half * (BITS == 8 ? 256 : 128) + part;
       if (BITS == 5) result.high[v] = load_words(panel + 256 + part) >> (uint32_t)(8 * half);
       if (BITS == 6) result.high[v] = load_words(panel + 256 + 64 * half + part);
@@ -164,7 +168,12 @@ struct Packed {
   template <int V>
   __attribute__((always_inline)) void floats(const Unit<V>& unit, int v, int p, Floats& even,
                                              Floats& odd) const {
-    if constexpr (BITS == 8) {
+    if constexpr (BITS == 8 && IN_QUADS) {
+      Words quads = load_words(unit.low[v] + p / 2 * 64);
+      uint32_t left = p % 2 ? 8 : 24;
+      even = __builtin_convertvector((Ints)(quads << left) >> 24, Floats);
+      odd = __builtin_convertvector((Ints)(quads << (left - 8)) >> 24, Floats);
+    } else if constexpr (BITS == 8) {
       const int8_t* from = (const int8_t*)unit.low[v] + p * 2 * PANEL;
       even = load_bytes(from);
       odd = load_bytes(from + PANEL);

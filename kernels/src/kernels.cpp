@@ -96,9 +96,13 @@ int hp_supports(const char* path) {
                         long y_stride, long rows, long columns, long depth) {                     \
     gemm::linear(x, x_stride, w, bias, y, y_stride, rows, columns, depth);                        \
   }                                                                                               \
-  void hp_linear_codes_##NAME(const T* x, long x_stride, const uint8_t* w, const T* bias, T* y,     \
+  void hp_linear_codes_##NAME(const T* x, long x_stride, const uint8_t* w, const T* bias, T* y,   \
                               long y_stride, long rows, long columns, long depth) {               \
-    codes::linear(x, x_stride, w, bias, y, y_stride, rows, columns, depth);                       \
+    codes::linear<false>(x, x_stride, w, bias, y, y_stride, rows, columns, depth);                \
+  }                                                                                               \
+  void hp_linear_rounded_##NAME(const T* x, long x_stride, const uint8_t* w, const T* bias, T* y, \
+                                long y_stride, long rows, long columns, long depth) {             \
+    codes::linear<true>(x, x_stride, w, bias, y, y_stride, rows, columns, depth);                 \
   }                                                                                               \
   void hp_gather_codes_##NAME(const uint8_t* w, const int64_t* ids, long count, T* out) {         \
     codes::gather(w, ids, count, out);                                                            \
@@ -169,6 +173,7 @@ int hp_supports(const char* path) {
   }                                                                                               \
   RECORDED(linear_##NAME)                                                                         \
   RECORDED(linear_codes_##NAME)                                                                   \
+  RECORDED(linear_rounded_##NAME)                                                                 \
   RECORDED(gather_codes_##NAME)                                                                   \
   RECORDED(rms_norm_##NAME)                                                                       \
   RECORDED(rms_norm_float_##NAME)                                                                 \
@@ -221,9 +226,14 @@ void hp_logits_bfloat16(const bf16* x, long x_stride, const bf16* w, const bf16*
 RECORDED(logits_bfloat16)
 void hp_logits_codes_bfloat16(const bf16* x, long x_stride, const uint8_t* w, const bf16* bias,
                               float* y, long y_stride, long rows, long columns, long depth) {
-  codes::linear(x, x_stride, w, bias, y, y_stride, rows, columns, depth);
+  codes::linear<false>(x, x_stride, w, bias, y, y_stride, rows, columns, depth);
 }
 RECORDED(logits_codes_bfloat16)
+void hp_logits_rounded_bfloat16(const bf16* x, long x_stride, const uint8_t* w, const bf16* bias,
+                              float* y, long y_stride, long rows, long columns, long depth) {
+  codes::linear<true>(x, x_stride, w, bias, y, y_stride, rows, columns, depth);
+}
+RECORDED(logits_rounded_bfloat16)
 
 // Low-bit codes: bytes of a packed matrix of some forms, and the packing of form `index`.
 long hp_codes_size(const int64_t* forms, long count, long depth) {

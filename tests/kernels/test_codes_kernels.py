@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.code_matrices import (
+    BF16,
+    FLOAT,
+    Form,
+    Product,
+    available,
+    forms,
+    in_threads,
+    random_codes,
+)
 from support.searching import examples
 
 from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
 from hardpoint.kernels import cpu
 from hardpoint.kernels.twins import AffineMatrix, dequantize, linear_codes
 from hardpoint.plugins import OpsContext, quantization
-
-BF16, FLOAT = torch.bfloat16, torch.float32
-NESTED = (torch.int8, torch.uint8)
-
-
-def available() -> list[str]:
-    """Return the instruction sets that this machine can run."""
-    plain = cpu.load("plain")
-    return [path for path in cpu.PATHS if plain.supports(path)]
 
 
 @pytest.fixture(scope="module", params=available())
@@ -31,100 +30,11 @@ def library(request) -> cpu.Library:
     return cpu.load(request.param)
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """How a random part of a matrix is stored."""
-
-    rows: int
-    bits: int
-    group: int
-    scales: torch.dtype
-    offsets: torch.dtype | None
-    values: str
-
-
-stored = st.sampled_from([torch.float16, torch.float16, torch.float32, *NESTED])
-forms = st.builds(
-    Form,
-    rows=st.sampled_from([1, 5, 16, 33, 96, 120]),
-    bits=st.sampled_from([4, 5, 6, 8]),
-    group=st.sampled_from([16, 32, 64, 96, 128, 160, 2048]),
-    scales=stored,
-    offsets=st.none() | stored,
-    values=st.sampled_from(["codes", "centred", "table"]),
-)
-
-
-def random_integers(shape, low, high, generator):
-    return torch.randint(low, high, shape, generator=generator)
-
-
-def random_factors(rows, columns, group, dtype, generator):
-    """Return factors, and the outer ones that they need; small numbers of few digits."""
-    shape = (rows, -(-columns // group))
-    if dtype not in NESTED:
-        return (random_integers(shape, -8, 9, generator) / 4).to(dtype), None
-    low = 0 if dtype is torch.uint8 else -128
-    inner = random_integers(shape, low, low + 256, generator).to(dtype)
-    outer = random_integers((rows, -(-columns // 256)), -4, 5, generator) / 128
-    return inner, outer.to(torch.float16)
-
-
-def random_codes(form: Form, columns: int, generator: torch.Generator) -> AffineMatrix:
-    low, high, dtype = (-128, 128, torch.int8) if form.bits == 8 else (0, 2**form.bits, torch.uint8)
-    codes = random_integers((form.rows, columns), low, high, generator).to(dtype)
-    scales, outer_scales = random_factors(form.rows, columns, form.group, form.scales, generator)
-    offsets, outer_offsets = None, None
-    if form.offsets is not None:
-        offsets, outer_offsets = random_factors(
-            form.rows, columns, form.group, form.offsets, generator
-        )
-    values = None
-    if form.values != "codes" and form.bits < 8:
-        values = torch.arange(2.0**form.bits) - 2 ** (form.bits - 1)
-        if form.values == "table":
-            values = values[torch.randperm(2**form.bits, generator=generator)] / 8
-    return AffineMatrix(
-        codes, form.bits, form.group, scales, offsets, outer_scales, outer_offsets, values
-    )
-
-
-class Product:
-    """x -> x W^T + b by a library's kernels."""
-
-    def __init__(self, library, parts, bias, dtype, out_dtype=None) -> None:
-        self.packed = cpu.pack_codes(library, parts)
-        self.bias, self.out_dtype = bias, out_dtype or dtype
-        self.columns = sum(len(part.codes) for part in parts)
-        self.depth = parts[0].codes.shape[1]
-        name = "linear_codes" if self.out_dtype == dtype else "logits_codes"
-        self.run = library.function(name, dtype)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.full((len(x), self.columns + 3), 7, dtype=self.out_dtype)
-        self.run(
-            x.data_ptr(), x.stride(0), self.packed.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(), y.data_ptr(), y.stride(0),
-            len(x), self.columns, self.depth,
-        )  # fmt: skip
-        assert (y[:, self.columns :] == 7).all(), "wrote beyond the columns"
-        return y[:, : self.columns]
-
-
 def gather(library, packed, ids, depth, dtype):
     out = torch.empty(len(ids), depth, dtype=dtype)
     run = library.function("gather_codes", dtype)
     run(packed.data_ptr(), ids.data_ptr(), len(ids), out.data_ptr())
     return out
-
-
-def in_threads(count, run):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        return run()
-    finally:
-        torch.set_num_threads(before)
 
 
 @examples(40)

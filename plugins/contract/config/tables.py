@@ -475,15 +475,16 @@ class QuantizationConfig(Strict):
     """Weights of few bits.
 
     Attributes:
-        use: "auto" multiplies the weights as the checkpoint stores them; "none" dequantises them;
-            the name of a scheme that quantises, "int8" for example, stores the matrices of any
-            checkpoint in that. A scheme that only reads can be named to require it.
-        skip: patterns of weights that have the model's dtype, such as `lm_head.*`, which names the
-            embedding's table where that is the head.
+        use: "auto" multiplies the weights as the checkpoint stores them; "none" dequantizes them;
+            the name of a scheme such as "int8" quantizes the matrices of any checkpoint. The name
+            of a scheme that only reads requires it.
+        skip: patterns of weights in the model's dtype; `lm_head.*` also names a tied embedding.
+        activations: "int8" rounds the inputs of products with quantized weights to 8 bits.
     """
 
     use: Name = "auto"
     skip: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+    activations: Literal["none", "int8"] = "none"
 
 
 class WeightCacheConfig(Strict):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from hardpoint.errors import ModelError
 from hardpoint.plugins.component.base import Component, Context
 
 from .logits_ops import LogitsOps
@@ -26,10 +27,12 @@ class OpsContext(Context["Ops"]):
     Attributes:
         device: device of the tensors.
         dtype: dtype of weights and hidden states.
+        activations: `quantization.activations`, see `Ops.activations`.
     """
 
     device: torch.device
     dtype: torch.dtype
+    activations: str = "none"
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,35 @@ class Ops(Component, LogitsOps):
 
     devices: ClassVar[tuple[str, ...]]
     """Device types that they run on."""
+    activations: ClassVar[tuple[str, ...]] = ("none",)
+    """Supported values of `quantization.activations`; others raise ModelError.
+
+    "none" multiplies the elements of x as they are. "int8" rounds them in `linear`, for parts of
+    `pack_codes` whose values are consecutive (`AffineCodes.values`), in blocks of 32 columns:
+
+    * scale = (largest magnitude of the block, in float32) / 127. A block whose largest magnitude is
+      below 2^-100 has scale 0; one with a number that is not finite has scale NaN.
+    * The integers are element * (127 / largest magnitude), with a float32 quotient and an exact
+      product, rounded to the nearest, ties to even.
+    * Each element counts as integer * scale, also in products with offsets. Sums of integers are
+      exact.
+    """
 
     context: OpsContext
+
+    def __init__(self, context: OpsContext) -> None:
+        """Store the context.
+
+        Raises:
+            ModelError: the class does not support the context's `activations`.
+        """
+        super().__init__(context)
+        if context.activations not in self.activations:
+            raise ModelError(
+                f"quantization.activations: the operations {context.name!r} support "
+                f"{', '.join(map(repr, self.activations))}, got {context.activations!r}; "
+                f'ops.use = "native_cpu" supports it on a CPU'
+            )
 
     def describe(self) -> str:
         """Return the text that the engine logs for it: "native_cpu (avx2)" for example.

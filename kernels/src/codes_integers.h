@@ -1,0 +1,428 @@
+// Products of low-bit codes with activations that are rounded to 8 bits: sums of whole numbers.
+//
+// x is divided in blocks of 32 depths. Each has the scale max |x| / 127, and integers from -127 to
+// 127. A block's products with codes are exact sums of integers, which one float32 multiplication
+// scales; the blocks are added in order, so that a row has one result in any batch.
+//
+// Bounds: codes of 4, 5 and 6 bits are bytes. The instruction vpmaddubsw adds two products of an
+// unsigned and a signed byte to 16 bits, and saturates; two products are at most 2 * 127 * 15, 31 or
+// 63, and SUMMED<BITS> such sums fit 32767. Codes of 8 bits are the upper bytes of 16 bits, whose
+// products vpmaddwd adds to 32 bits: those of a block are at most 32 * 127 * 128 * 256 < 2^31.
+#pragma once
+
+#include "codes_chunks.h"
+
+namespace codes {
+namespace integers {
+
+typedef uint8_t Bytes __attribute__((vector_size(32)));  // 4 depths of 8 columns
+typedef int16_t Shorts __attribute__((vector_size(32)));
+typedef int32_t Totals __attribute__((vector_size(32)));
+typedef uint32_t Quads __attribute__((vector_size(32)));
+typedef float Sums __attribute__((vector_size(32)));
+
+constexpr int COLUMNS = 8;                    // of a vector
+constexpr int VECTORS = PANEL / COLUMNS;      // of a panel
+constexpr int QUADS = (int)BLOCK / 4;         // of depths in a block
+constexpr int LARGEST = 127;                  // of an activation's integers
+constexpr int UPPER = 256;                    // what codes of 8 bits are multiplied with
+
+// The order of 8 depths of x: below 8 bits as the codes of two quads lie in bytes, else as those of
+// each quad lie in the even and the odd bytes.
+constexpr int ORDER[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+constexpr int WIDE_ORDER[8] = {0, 2, 1, 3, 4, 6, 5, 7};
+// Bytes of a block of a row.
+template <int BITS>
+constexpr long X_BYTES = BITS == 8 ? 2 * BLOCK : BLOCK;
+
+// Sums of two products that 16 bits hold, for codes below 8 bits.
+template <int BITS>
+constexpr int SUMMED = BITS == 4 ? 8 : BITS == 5 ? 4 : 2;
+template <int BITS>
+constexpr bool FITS = SUMMED<BITS> * 2 * ((1 << BITS) - 1) * LARGEST <= INT16_MAX;
+static_assert(FITS<4> && FITS<5> && FITS<6>);
+static_assert((int64_t)BLOCK * LARGEST * 128 * UPPER <= INT32_MAX);
+
+// Sums of two products, of unsigned and signed bytes.
+INLINE Shorts multiply_pairs(Bytes codes, Bytes x) {
+#if defined(__AVX2__)
+  return (Shorts)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
+#else
+  Shorts sums;
+  for (int i = 0; i < 16; i++)
+    sums[i] = (int16_t)(codes[2 * i] * (int8_t)x[2 * i] + codes[2 * i + 1] * (int8_t)x[2 * i + 1]);
+  return sums;
+#endif
+}
+
+// Sums of two products, of numbers of 16 bits.
+INLINE Totals multiply_wide(Shorts codes, Shorts x) {
+#if defined(__AVX2__)
+  return (Totals)_mm256_madd_epi16((__m256i)codes, (__m256i)x);
+#else
+  Totals a = (Totals)codes, b = (Totals)x;
+  return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+// Add now: GCC would add sums of integers in another order, with more than all registers.
+template <class V>
+INLINE void add(V& sum, V value) {
+  sum += value;
+#if defined(__AVX2__)
+  asm("" : "+x"(sum));
+#endif
+}
+
+INLINE Sums multiply_add(Sums a, Sums b, Sums c) {
+#if defined(__AVX2__)
+  return (Sums)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+INLINE Quads splat_quad(const int8_t* from) {
+  uint32_t quad;
+  memcpy(&quad, from, sizeof quad);
+  return quad + Quads{};
+}
+
+INLINE Quads load_quads(const uint8_t* from) {
+  Quads value;
+  memcpy(&value, from, sizeof value);
+  return value;
+}
+
+INLINE Quads shift(Quads words, int left) {
+  return left < 0 ? words >> (uint32_t)-left : words << (uint32_t)left;
+}
+
+// Codes of quad q of a block, of columns 8 * half and following.
+template <int BITS>
+INLINE Bytes read_quad(const uint8_t* block, int half, int q) {
+  if constexpr (BITS == 8) {
+    if constexpr (IN_QUADS) return (Bytes)load_quads(block + q * 4 * PANEL + half * 32);
+    Bytes result;
+    for (int c = 0; c < COLUMNS; c++)
+      for (int k = 0; k < 4; k++)
+        result[c * 4 + k] = block[(q * 4 + k) * PANEL + half * COLUMNS + c];
+    return result;
+  } else {
+    Quads words = load_quads(block + q / 2 * 64 + half * 32);
+    words = (q % 2 ? words >> 4 : words) & 0x0f0f0f0f;
+    if constexpr (BITS == 5) {
+      Quads high = load_quads(block + 256 + half * 32);
+      int first = q / 2 * 4 + q % 2;
+      words |= (shift(high, 4 - first) & 0x00100010) | (shift(high, 10 - first) & 0x10001000);
+    }
+    if constexpr (BITS == 6) {
+      Quads high = load_quads(block + 256 + q / 4 * 64 + half * 32);
+      int first = q / 2 % 2 * 8 + q % 2 * 2;
+      words |= (shift(high, 4 - first) & 0x00300030) | (shift(high, 8 - first) & 0x30003000);
+    }
+    return (Bytes)words;
+  }
+}
+
+// Panels that are multiplied with one row, and rows that are multiplied together.
+#if defined(__AVX2__)
+constexpr int ROW_PANELS = STRIP, MOST_ROWS = 4;
+#else
+constexpr int ROW_PANELS = 1, MOST_ROWS = 1;
+#endif
+constexpr int FEW_ROWS = std::min(2, MOST_ROWS);
+
+// Return how many of `left` rows are multiplied together.
+constexpr int group_size(long left) {
+  return left >= MOST_ROWS ? MOST_ROWS : left >= FEW_ROWS ? FEW_ROWS : 1;
+}
+
+// Rows of x as integers. Rows that are multiplied together lie block by block, side by side.
+struct Rows {
+  const int8_t* x;      // [blocks][rows][32], of one or two bytes
+  const float* scales;  // [blocks][rows]
+  const float* sums;    // [blocks][2][rows], of what the integers of a unit stand for
+  long blocks;
+
+  template <int BITS>
+  Rows from(long row) const {
+    long at = row * blocks;
+    return {x + at * X_BYTES<BITS>, scales + at, sums + at * 2, blocks};
+  }
+};
+
+// Round a block of x; what is beyond `count` is 0. wide: for codes of 8 bits.
+template <class T>
+void quantize_block(const T* x, long count, bool wide, int8_t* to, float* scale, float* sums,
+                    int sums_stride) {
+  float values[BLOCK] = {}, largest = 0, special = 0;
+  for (long k = 0; k < count; k++) values[k] = to_float(x[k]);
+  for (int k = 0; k < BLOCK; k++) {
+    largest = std::max(largest, std::abs(values[k]));
+    special += values[k] * 0.0f;  // NaN if a value is not finite
+  }
+  bool is_zero = largest < 0x1p-100f;  // the quotient would be infinite
+  float factor = is_zero ? 0.0f : LARGEST / largest;
+  float unit = (is_zero ? 0.0f : largest / LARGEST) + special;
+  *scale = wide ? unit / UPPER : unit;
+  int whole[BLOCK];
+  constexpr double MAGIC = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to a whole number
+  for (int k = 0; k < BLOCK; k++) {
+    double rounded = (double)values[k] * factor + MAGIC;  // the product is exact
+    int64_t bits;
+    memcpy(&bits, &rounded, sizeof bits);
+    whole[k] = std::clamp((int)bits, -LARGEST, LARGEST);  // the lower half is the number
+  }
+  for (int k = 0; k < BLOCK; k++) {
+    int from = k / 8 * 8 + (wide ? WIDE_ORDER : ORDER)[k % 8];
+    wide ? (void)(((int16_t*)to)[k] = (int16_t)whole[from]) : (void)(to[k] = (int8_t)whole[from]);
+  }
+  for (int half = 0; half < BLOCK / UNIT; half++) {
+    int sum = 0;
+    for (int k = 0; k < UNIT; k++) sum += whole[half * UNIT + k];
+    sums[half * sums_stride] = (float)sum * unit;
+  }
+}
+
+// Rows that are rounded, in memory of the thread.
+class Quantized {
+ public:
+  // Get rows that the thread may have got already in this call of `linear`.
+  template <class T>
+  Rows get(const T* x, long x_stride, int rows, long depth, long padded, bool wide, long call,
+           long block) {
+    long blocks = padded / BLOCK;
+    long bytes = wide ? X_BYTES<8> : X_BYTES<4>;
+    int8_t* to = integers_.get((size_t)rows * blocks * bytes);
+    float* scales = scales_.get((size_t)rows * blocks * 3);
+    float* sums = scales + rows * blocks;
+    if (call != call_ || block != block_ || wide != is_wide_) {
+      call_ = call, block_ = block, is_wide_ = wide;
+      for (int first = 0, size; first < rows; first += size) {
+        size = group_size(rows - first);
+        for (long i = 0; i < size * blocks; i++) {
+          long r = i % size, b = i / size, at = first * blocks + i;
+          quantize_block(x + (first + r) * x_stride + b * BLOCK, std::min(BLOCK, depth - b * BLOCK),
+                         wide, to + at * bytes, scales + at,
+                         sums + (first * blocks + b * size) * 2 + r, size);
+        }
+      }
+    }
+    return {to, scales, sums, blocks};
+  }
+
+ private:
+  Scratch<int8_t> integers_;
+  Scratch<float> scales_;
+  long call_ = 0, block_ = 0;
+  bool is_wide_ = false;
+};
+
+// totals = sums over COUNT quads from `first` on of a block, of R rows and P panels.
+template <int BITS, int COUNT, int R, int P>
+INLINE void add_up(const uint8_t* block, int first, const int8_t* x,
+                   Totals (&totals)[R][P * VECTORS]) {
+  constexpr int V = P * VECTORS, EACH = std::min(SUMMED<BITS>, COUNT);
+  Shorts sums[R][V];
+#pragma GCC unroll 8
+  for (int q = first; q < first + COUNT; q++) {
+    bool begins = (q - first) % EACH == 0, ends = (q - first) % EACH == EACH - 1;
+    Bytes codes[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++)
+      codes[v] = read_quad<BITS>(block + v / VECTORS * BITS * 64, v % VECTORS, q);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      Bytes quad = (Bytes)splat_quad(x + r * X_BYTES<BITS> + q * 4);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) {
+        Shorts pairs = multiply_pairs(codes[v], quad);
+        if (begins)
+          sums[r][v] = pairs;
+        else
+          add(sums[r][v], pairs);
+        if (!ends) continue;
+        Totals quads = multiply_wide(sums[r][v], 1 + Shorts{});
+        if (q - first < EACH)
+          totals[r][v] = quads;
+        else
+          add(totals[r][v], quads);
+      }
+    }
+  }
+}
+
+// As `add_up`, for codes of 8 bits; totals are UPPER times the sums.
+template <int COUNT, int R, int P>
+INLINE void add_up_wide(const uint8_t* block, int first, const int8_t* x,
+                        Totals (&totals)[R][P * VECTORS]) {
+  constexpr int V = P * VECTORS;
+#pragma GCC unroll 8
+  for (int q = first; q < first + COUNT; q++) {
+    Shorts codes[V][2];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) {
+      Shorts quads = (Shorts)read_quad<8>(block + v / VECTORS * 512, v % VECTORS, q);
+      codes[v][0] = quads << 8;
+      codes[v][1] = quads & (int16_t)0xff00;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+      for (int odd = 0; odd < 2; odd++) {
+        Shorts pair = (Shorts)splat_quad(x + r * X_BYTES<8> + q * 8 + odd * 4);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+          Totals products = multiply_wide(codes[v][odd], pair);
+          if (q == first && !odd)
+            totals[r][v] = products;
+          else
+            add(totals[r][v], products);
+        }
+      }
+  }
+}
+
+INLINE Sums load_sums(const float* from) {
+  Sums value;
+  memcpy(&value, from, sizeof value);
+  return value;
+}
+
+// Add the products of R rows with the blocks of a chunk to y [R][P * PANEL]. HALVES: a step is half
+// of a block. at: the chunk's first block. ahead: how far memory is asked for codes, or 0.
+template <int BITS, bool HALVES, int R, int P>
+__attribute__((noinline)) void tile(const uint8_t* at, long stride, const Chunk& chunk,
+                                    const Rows rows, float* y, long ahead) {
+  constexpr int V = P * VECTORS, PARTS = HALVES ? 2 : 1, COUNT = QUADS / PARTS;
+  long first = chunk.first_unit * UNIT / BLOCK, left = HALVES ? 0 : chunk.lengths[0] / 2;
+  const uint8_t* length = chunk.lengths;
+  const int8_t* x = rows.x + first * R * X_BYTES<BITS>;
+  const float *row_scales = rows.scales + first * R, *row_sums = rows.sums + first * R * 2;
+  const float *scales = chunk.scales, *offsets = chunk.offsets;
+  for (long b = 0; b < chunk.units / 2; b++) {
+    if (ahead) {
+#pragma GCC unroll 32
+      for (long i = 0; i < P * BITS; i++) __builtin_prefetch(at + ahead + i * 64, 0, 2);
+    }
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; part++) {
+      Totals totals[R][V];
+      if constexpr (BITS == 8)
+        add_up_wide<COUNT, R, P>(at, part * COUNT, x, totals);
+      else
+        add_up<BITS, COUNT, R, P>(at, part * COUNT, x, totals);
+      Sums sums[R][V];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        Sums scale = row_scales[r] - Sums{};
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++)
+          sums[r][v] = multiply_add(__builtin_convertvector(totals[r][v], Sums),
+                                    load_sums(scales + v * COLUMNS) * scale,
+                                    load_sums(y + (r * V + v) * COLUMNS));
+      }
+      if (chunk.has_offsets) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          float sum = HALVES ? row_sums[part * R + r] : row_sums[r] + row_sums[R + r];
+#pragma GCC unroll 8
+          for (int v = 0; v < V; v++)
+            sums[r][v] = multiply_add(load_sums(offsets + v * COLUMNS), sum - Sums{}, sums[r][v]);
+        }
+      }
+      memcpy(y, sums, sizeof sums);
+      if (HALVES || --left == 0) {
+        scales += P * PANEL, offsets += P * PANEL;
+        if (!HALVES) left = *++length / 2;
+      }
+    }
+    at += stride, x += R * X_BYTES<BITS>, row_scales += R, row_sums += R * 2;
+  }
+}
+
+// As `tile`, for any number of rows.
+template <int BITS, bool HALVES, int P>
+void tiles(const uint8_t* at, long stride, const Chunk& chunk, Rows rows, int count, float* y) {
+  constexpr int MOST = P == 1 ? MOST_ROWS : 1, FEW = std::min(FEW_ROWS, MOST);
+  for (int row = 0; row < count;) {
+    int size = std::min(group_size(count - row), MOST);
+    auto run = tile<BITS, HALVES, 1, P>;
+    if (size == FEW) run = tile<BITS, HALVES, FEW, P>;
+    if (size == MOST) run = tile<BITS, HALVES, MOST, P>;
+    // The first rows wait for memory.
+    run(at, stride, chunk, rows.from<BITS>(row), y + row * P * PANEL, row == 0 ? AHEAD : 0);
+    row += size;
+  }
+}
+
+// Return whether codes are integers, but for a constant.
+inline bool serves(const Segment& segment) { return segment.is_affine; }
+
+// Values are codes plus a constant, which becomes part of the offsets.
+template <int P>
+void add_constant(Chunk& chunk, float constant, bool had_offsets) {
+  for (long i = 0; i < chunk.steps * P * PANEL; i++)
+    chunk.offsets[i] = (had_offsets ? chunk.offsets[i] : 0.0f) + chunk.scales[i] * constant;
+}
+
+// Multiply `count` rows with P panels: y [count][P * PANEL].
+template <int P>
+void multiply_panels(const Panels& panels, Rows rows, int count, float* y) {
+  const Segment& segment = panels.segment;
+  long padded = panels.matrix.padded(), bytes = segment.bits * 64;
+  long stride = panels.strip.width * bytes;
+  const uint8_t* at = panels.at(segment.codes, padded / BLOCK, bytes);
+  Reader scales(panels, segment.scales), offsets(panels, segment.offsets);
+  Chunk chunk;
+  bool has_offsets = chunk.has_offsets = segment.offsets.storage != NONE;
+  float constant = segment.bits == 8 ? 0.0f : to_float(segment.values[0]);
+  std::fill(y, y + count * P * PANEL, 0.0f);
+  auto run = [&](auto bits, auto halves) {
+    tiles<decltype(bits)::value, decltype(halves)::value, P>(
+        at + chunk.first_unit * UNIT / BLOCK * stride, stride, chunk, rows, count, y);
+  };
+  auto run_bits = [&](auto bits) {
+    if (segment.group == UNIT) return run(bits, std::true_type{});
+    run(bits, std::false_type{});
+  };
+  while (true) {
+    chunk.has_offsets = has_offsets;
+    if (!read_next<P>(segment, padded, scales, offsets, chunk)) return;
+    if (constant != 0.0f) {
+      add_constant<P>(chunk, constant, has_offsets);
+      chunk.has_offsets = true;
+    }
+    switch (segment.bits) {
+      case 4: run_bits(std::integral_constant<int, 4>{}); break;
+      case 5: run_bits(std::integral_constant<int, 5>{}); break;
+      case 6: run_bits(std::integral_constant<int, 6>{}); break;
+      default: run_bits(std::integral_constant<int, 8>{}); break;
+    }
+  }
+}
+
+// Multiply some rows with all panels of a strip, and write the products.
+template <class T, class Y>
+void multiply_strip(const Matrix& matrix, const Segment& segment, long first, long width, Rows rows,
+                    long row, int count, long column, const Output<T, Y>& output) {
+  alignas(64) float sums[gemm::MAX_ROWS * PANEL];
+  for (long panel = first; panel < first + width;) {
+    Panels panels(matrix, segment, panel);
+    long from = panel * PANEL, left = segment.rows - from;
+    if (count == 1 && first + width - panel >= ROW_PANELS) {
+      multiply_panels<ROW_PANELS>(panels, rows, count, sums);
+      output.template write<ROW_PANELS>(sums, row, count, column + from,
+                                        std::min<long>(left, ROW_PANELS * PANEL));
+      panel += ROW_PANELS;
+    } else {
+      multiply_panels<1>(panels, rows, count, sums);
+      output.template write<1>(sums, row, count, column + from, std::min<long>(left, PANEL));
+      panel++;
+    }
+  }
+}
+
+}  // namespace integers
+}  // namespace codes

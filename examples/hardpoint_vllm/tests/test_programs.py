@@ -220,7 +220,7 @@ def test_names_that_programs_import_are_there(module, name):
 
 
 def test_the_error_of_another_module_has_what_there_is_instead():
-    with pytest.raises(ModuleNotFoundError, match="of vllm.entrypoints.openai .*`hard"):
+    with pytest.raises(ModuleNotFoundError, match=r"of vllm.entrypoints.openai.api_server .*`hard"):
         importlib.import_module("hardpoint.vllm.entrypoints.openai.api_server")
     with pytest.raises(ImportError, match="Nothing"):
         from hardpoint.vllm.sampling_params import Nothing  # noqa: F401, PLC0415

@@ -187,7 +187,7 @@ class _Loader(importlib.abc.Loader):
             module.__getattr__ = _environment_variable  # type: ignore[method-assign]
             return
         own = names_of(self._path)
-        others = _logits_processors().get(f"vllm.{self._path}", {})
+        others = _plugin_modules().get(f"vllm.{self._path}", {})
         vars(module).update({name: value for name, value in others.items() if name not in own})
 
         def get(name: str) -> Any:
@@ -215,7 +215,7 @@ class PathFinder(importlib.abc.MetaPathFinder):
         if not fullname.startswith(prefix):
             return None
         name = fullname.removeprefix(prefix)
-        if name not in PATHS and f"vllm.{name}" not in _logits_processors():
+        if name not in PATHS and f"vllm.{name}" not in _plugin_modules():
             if name.rpartition(".")[2].startswith("__"):
                 return None
             raise ModuleNotFoundError(missing(name), name=fullname)
@@ -224,8 +224,8 @@ class PathFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _logits_processors() -> Mapping[str, Mapping[str, Any]]:
-    """Return the names that modules of vLLM have for authors of logits processors, by module."""
+def _plugin_modules() -> Mapping[str, Mapping[str, Any]]:
+    """Return the names that modules of vLLM have for authors of plugins, by module."""
     from hardpoint_vllm.stand_ins import MODULES  # noqa: PLC0415
 
     return MODULES

@@ -151,8 +151,8 @@ def linear_codes(
 
 def round_activations(x: torch.Tensor) -> torch.Tensor:
     """Return x [rows, columns] rounded to 8 bits in blocks of 32 columns, float64."""
-    columns = x.shape[1]
-    blocks = F.pad(x.float(), (0, -columns % 32)).unflatten(1, (-1, 32))
+    rows, columns = x.shape
+    blocks = F.pad(x.float(), (0, -columns % 32)).view(rows, -(-columns // 32), 32)
     largest = blocks.abs().amax(-1, keepdim=True)
     is_zero = largest < 2.0**-100
     limit = torch.full_like(largest, 127)  # torch divides a number by multiplying it
@@ -160,7 +160,8 @@ def round_activations(x: torch.Tensor) -> torch.Tensor:
     integers = integers.round().clamp(-127, 127).masked_fill(is_zero, 0)
     scales = (largest / limit).masked_fill(is_zero, 0)
     scales = scales.masked_fill(~blocks.isfinite().all(-1, keepdim=True), torch.nan)
-    return (integers * scales.double()).flatten(1)[:, :columns]
+    rounded: torch.Tensor = integers * scales.double()
+    return rounded.flatten(1)[:, :columns]
 
 
 def linear_rounded(

@@ -136,7 +136,10 @@ def _settled(size: Callable[[], tuple[int, int]], wanted: tuple[int, int]) -> tu
     def is_enough(smallest: tuple[int, int]) -> bool:
         return not any(map(operator.gt, smallest, wanted))
 
-    return settled(size, operator.lt, is_enough, _STILL_SECONDS, _WAIT_SECONDS)
+    def is_smaller(new: tuple[int, int], old: tuple[int, int]) -> bool:
+        return new < old
+
+    return settled(size, is_smaller, is_enough, _STILL_SECONDS, _WAIT_SECONDS)
 
 
 def _held() -> dict[str, int]:

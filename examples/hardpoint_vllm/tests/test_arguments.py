@@ -23,6 +23,9 @@ TRANSLATED = {
                                        "prompt_lookup_max": 4}},
                {"speculation.use": ["ngram"], "speculation.num_draft_tokens": 3,
                 "plugin.ngram.longest": 4}),
+    "a revision": ({"revision": "v1", "model": "acme/small"}, {"model": "acme/small@v1"}),
+    "the main revision": ({"model": "acme/small", "revision": "main"}, {"model": "acme/small"}),
+    "names": ({"served_model_name": "small"}, {"server.served_names": ["small"]}),
     "a pooler": ({"pooler_config": PoolerConfig(pooling_type="MEAN")},
                  {"plugins.enable": ["mean"]}),
     "defaults": ({"pipeline_parallel_size": 1, "load_format": "auto", "swap_space": 0,
@@ -51,6 +54,7 @@ def test_what_changes_no_result_is_noted():
         ({"port": 80}, "port: there is no such argument"),
         ({"dtype": "int3"}, "dtype: expected one of auto, .* got 'int3'"),
         ({"speculative_config": {"method": "eagle3"}}, "expected the method ngram, .* 'eagle3'"),
+        ({"model": "/tmp", "revision": "v1"}, "revision: expected none for the model '/tmp'"),
         ({"pooler_config": {"pooling_type": "MAX"}}, "pooling_type: expected one of all, .*'MAX'"),
     ],
 )

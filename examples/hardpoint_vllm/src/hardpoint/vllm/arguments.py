@@ -195,6 +195,7 @@ _CHOSEN = "Hardpoint selects it by the model and the device"
 
 _KEYS: Sequence[tuple[Any, ...]] = (
     ("model", "model"),
+    ("served_model_name", "server.served_names", texts),
     ("tokenizer", "tokenizer.path"),
     ("skip_tokenizer_init", "tokenizer.use", _no_tokenizer),
     ("chat_template", "plugin.transformers.chat_template"),
@@ -321,7 +322,6 @@ per_request_spec_decode_metrics custom_histogram_buckets
     "override_generation_config": "",
 }
 _REFUSED: Mapping[str, str] = {
-    "revision": "give the revision after the model's name: NAME@REVISION",
     "tokenizer_revision": "give tokenizer a folder with the files of that revision",
     "code_revision": "code of a model's repository is not run",
     "hf_config_path": "give model a folder with that config.json",
@@ -397,7 +397,6 @@ _SERVER_KEYS: Sequence[tuple[Any, ...]] = (
     ("host", "server.host"),
     ("port", "server.port", int),
     ("uds", "server.uds"),
-    ("served_model_name", "server.served_names", texts),
     ("allowed_origins", "server.allowed_origins", texts),
     ("ssl_certfile", "server.tls_certificate"),
     ("ssl_keyfile", "server.tls_key"),

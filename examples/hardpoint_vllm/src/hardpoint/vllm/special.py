@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from hardpoint.errors import ConfigError
@@ -31,7 +32,7 @@ def translate(arguments: Mapping[str, Any], *, server: bool = False) -> Translat
     """
     to = Translated()
     given = {name: value for name, value in arguments.items() if value is not None}
-    for name, value in given.items():
+    for name, value in sorted(given.items(), key=lambda item: item[0] in SPECIAL):
         if name in SPECIAL:
             SPECIAL[name](value, given, to)
         elif (argument := ARGUMENTS.get(name)) is None or (argument.server and not server):
@@ -50,6 +51,18 @@ def report(translated: Translated) -> None:
     """Log what has no effect."""
     for note in translated.notes:
         _log.warning("%s", note)
+
+
+def _revision(value: Any, given: Mapping[str, Any], to: Translated) -> None:
+    model = str(given.get("model"))
+    if value == "main":
+        return
+    if Path(model).exists() or "@" in model:
+        raise ConfigError(
+            f"revision: expected none for the model {model!r}, got {value!r}; a revision is of a "
+            f"model of the hub"
+        )
+    to.values["model"] = f"{model}@{value}"
 
 
 def _unknown(name: str, *, server: bool) -> str:
@@ -274,4 +287,5 @@ SPECIAL: Mapping[str, Callable[[Any, Mapping[str, Any], Translated], None]] = {
     "profiler_config": _profiler,
     "api_key": _api_key,
     "max_logprobs": _max_logprobs,
+    "revision": _revision,
 }

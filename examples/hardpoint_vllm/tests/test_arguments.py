@@ -90,7 +90,7 @@ def test_flags_of_the_server_become_a_configuration():
     for line in (
         'model = "acme/model"',
         'served_names = ["a", "b"]',
-        'paths = {"x" = "/x"}',
+        'paths = { "x" = "/x" }',
         'parser = "llama3_json"',
         'host = "0.0.0.0"',
         "logprobs = 40",

@@ -69,8 +69,8 @@ class RequestTracker:
         self.num_preemptions = 0
         self._deadlines: list[tuple[float, int, str]] = []
         self._num_prompt_tokens = 0  # of all live requests
-        most = self.blocks_needed(self.limits.max_model_len)
-        self.all_fit = most <= self.cache.num_usable_blocks
+        longest = self.blocks_needed(self.limits.max_model_len)
+        self.all_fit = longest <= self.cache.num_usable_blocks
 
     def set_policy(self, policy: SchedulingPolicy) -> None:
         """Use another policy from now on."""

@@ -133,11 +133,11 @@ def releasing_all() -> Iterator[None]:
 def _settled(size: Callable[[], tuple[int, int]], wanted: tuple[int, int]) -> tuple[int, int]:
     """Return the size after threads have caught up, or one of at most `wanted`."""
 
+    def is_smaller(now: tuple[int, int], smallest: tuple[int, int]) -> bool:
+        return now < smallest
+
     def is_enough(smallest: tuple[int, int]) -> bool:
         return not any(map(operator.gt, smallest, wanted))
-
-    def is_smaller(new: tuple[int, int], old: tuple[int, int]) -> bool:
-        return new < old
 
     return settled(size, is_smaller, is_enough, _STILL_SECONDS, _WAIT_SECONDS)
 

@@ -235,11 +235,7 @@ class Frontend:
         self._health.quarantine(call.name, message)
 
     def drop_all(self, reason: FinishReason = FinishReason.ERROR) -> None:
-        """Drop every request because the engine has ended; observers report that at once.
-
-        Args:
-            reason: for observers.
-        """
+        """Drop every request because the engine has ended; observers report `reason` at once."""
         self.output.drop(self.output.live_ids(), reason)
         self.observers.engine_ended()
         with logged_after("the engine has ended"):

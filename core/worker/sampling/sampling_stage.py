@@ -70,18 +70,23 @@ class _StepRows:
     """
 
     def __init__(
-        self, requests: Sequence[LogitsRequest], device: torch.device, key: str = ""
+        self,
+        requests: Sequence[LogitsRequest],
+        device: torch.device,
+        key: str = "",
+        *,
+        draws: bool,
     ) -> None:
-        """Prepare the rows; `key` names the states of the sampler, if it has any."""
         self._key = key
         self._requests = list(requests)
         self._device = device
         greedy = [r.params.greedy for r in requests]
         self._greedy = to_device(greedy, device)
         self._all_greedy, self._any_greedy = all(greedy), any(greedy)
-        self._seeds = to_device(
-            [mixed_seed(r.params.seed, r.child_index) for r in requests], device
-        )
+        seeds = [0] * len(greedy)  # which `draw` does not use if all rows are greedy
+        if not (draws and self._all_greedy):
+            seeds = [mixed_seed(r.params.seed, r.child_index) for r in requests]
+        self._seeds = to_device(seeds, device)
         self._arguments: list[Any] = [r.sampler_arguments for r in requests]
         self._columns: dict[str, torch.Tensor] = {}
         self.with_logprobs = [row for row, r in enumerate(requests) if r.params.wants_logprobs]
@@ -157,7 +162,7 @@ class SamplingStage:
         arguments = RequestArguments(pipeline, sampler)
         self.arguments_of, self.default_arguments = arguments.of, arguments.defaults
         self.states_key = arguments.states_key
-        self._rows = _StepRows((), device)
+        self._rows = _StepRows((), device, draws=sampler.draws)
         self._raw: torch.Tensor | None = None  # of the step's rows with log-probabilities
 
     def run(
@@ -179,7 +184,9 @@ class SamplingStage:
             PluginFaultError: the sampler failed, or a plugin whose faults end the engine.
         """
         if not self._rows.are_of(requests):
-            self._rows = _StepRows(requests, self.device, self.states_key)
+            self._rows = _StepRows(
+                requests, self.device, self.states_key, draws=self.sampler.draws
+            )
         if self._rows.with_logprobs and not self._processed_logprobs:
             part = self._rows.of_logprobs(logits)
             self._raw = part.clone() if part is logits else part
@@ -284,7 +291,8 @@ class SamplingStage:
             source = rows.of_logprobs(logits) if self._raw is None else self._raw
             chosen_ids, counts = rows.of_logprobs(chosen), rows.logprob_counts
             wanted += logprob_tensors(source, chosen_ids, counts, rows.given)
-        tokens, logit_of, *more = fetch(wanted)
+        is_local = self.device.type == "cpu"
+        tokens, logit_of, *more = [t.tolist() for t in wanted] if is_local else fetch(wanted)
         bad_rows = [
             row
             for row, (logit,) in enumerate(logit_of)

@@ -263,7 +263,6 @@ def _model_opener(spec: WorkerSpec, planned: PlannedModel) -> Callable[..., Load
 
     Args:
         spec: spec of the worker; its settings hold for the further model, too.
-        planned: the model of the worker.
     """
 
     def open_model(

@@ -1,4 +1,4 @@
-"""Sequences of the engine's own model inside of plugins."""
+"""The engine's own model inside of plugins: sequences, products and the unembedding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.parallel import write_random_model
 from hardpoint import LLM, SamplingParams
 from hardpoint.testing import scripted_config, write_scripted_model
 
-HERE = "support.plugins.main_model"
+HERE, LENS = "support.plugins.main_model", "support.plugins.lens"
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +77,33 @@ def test_ranks_that_divide_the_model_are_refused(real_folder):
     )
     with pytest.raises(Exception, match="expected one rank for sequences of the engine's own"):
         LLM(config=config).close()
+
+
+def test_lens_after_the_last_layer_predicts_what_the_model_samples(real_folder):
+    lens = {"plugin": {"lens": {"layers": [0, 2]}}}
+    config = _real_config(real_folder, plugins={"enable": [f"{LENS}:Lens"]}, **lens)
+    params = SamplingParams(max_tokens=4, temperature=0, plugin_args={"lens": {}})
+    with LLM(config=config) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": [3, 1, 4, 1, 5]}], params)
+    (completion,) = output.outputs
+    arrays = completion.part_arrays["activation_taps"]
+    assert sorted(arrays) == ["lens/0/layer_output", "lens/2/layer_output"]
+    last, first = arrays["lens/2/layer_output"], arrays["lens/0/layer_output"]
+    assert last.values[4:, 0].tolist() == completion.token_ids
+    assert first.values.shape == last.values.shape == (8, 3)
+    assert first.values.tolist() != last.values.tolist()
+
+
+def test_probe_has_the_same_product_alone_and_in_a_batch(real_folder):
+    config = _real_config(real_folder, plugins={"enable": [f"{LENS}:Probe"]})
+    params = SamplingParams(max_tokens=3, temperature=0, plugin_args={"probe": {}})
+    prompts = [{"prompt_token_ids": [seed, 5, seed, 9, 2, seed]} for seed in range(5)]
+    with LLM(config=config) as llm:
+        together = [_probe(output) for output in llm.generate(prompts, params)]
+    with LLM(config=config) as llm:
+        alone = [_probe(llm.generate([prompt], params)[0]) for prompt in prompts]
+    assert together == alone
+
+
+def _probe(output):
+    return output.outputs[0].part_arrays["activation_taps"]["probe/1/layer_output"].values.tolist()

@@ -44,6 +44,9 @@ class StepModel(Protocol):
             PluginFaultError: the model returned something else.
         """
 
+    def unembed(self, residual: torch.Tensor) -> torch.Tensor:
+        """Return logits of the residual stream after a layer, as `Model.unembed`."""
+
     def encode_media(self, modality: str, items: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the embeddings of media, as `Model.encode_media`.
 

@@ -332,6 +332,10 @@ class Llama(Model):
         """Return logits [rows, vocab] of hidden states [rows, hidden], in float32."""
         return self._head(hidden)
 
+    def unembed(self, residual: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, vocab] of the residual stream [rows, hidden], in float32."""
+        return self.compute_logits(self._norm(residual))
+
     def normalise_heads(
         self, q_norm: RMSNorm, k_norm: RMSNorm, q: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

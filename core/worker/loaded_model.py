@@ -8,6 +8,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import msgspec
 import torch
@@ -52,9 +53,9 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.parallel import Parallel
-from hardpoint.plugins.step_part.worker import PreparedModel
+from hardpoint.plugins.step_part.worker import MainModel, PreparedModel
 from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
-from hardpoint.toolkit.workers.sequences import LoadedSequences
+from hardpoint.toolkit.workers.sequences import LoadedSequences, main_sequences
 
 from .ranks import Ranks
 
@@ -167,7 +168,7 @@ def open_parts(
         describe_fault=describe_fault,
         host_memory=lambda: memory_limit(torch.device("cpu")).available,
         loaded=_loaded_model(spec, planned, ops, prepare_again),
-        open_model=_model_opener(spec),
+        open_model=_model_opener(spec, planned),
         num_draft_tokens=spec.num_draft_tokens,
     )
     samples = ranks.is_output
@@ -245,19 +246,19 @@ def _open_sequences(spec: WorkerSpec, num_tokens: int) -> LoadedSequences:
         with torch.inference_mode():
             planned.checked.run_trial(min(_SEQUENCE_TRIAL, spec.max_model_len), 1)
         undo.pop_all()
-    return LoadedSequences(
-        planned.checked,
-        attention,
-        num_blocks,
-        close,
-        vocab_size=spec.model_config.vocab_size,
-        max_model_len=spec.max_model_len,
-        block_size=size,
-        device=spec.device,
-    )
+    return LoadedSequences(planned.checked, attention, num_blocks, close, **_sizes(spec))
 
 
-def _model_opener(spec: WorkerSpec) -> Callable[..., LoadedSequences]:
+def _sizes(spec: WorkerSpec) -> dict[str, Any]:
+    return {
+        "vocab_size": spec.model_config.vocab_size,
+        "max_model_len": spec.max_model_len,
+        "block_size": spec.config.kv_cache.block_size,
+        "device": spec.device,
+    }
+
+
+def _model_opener(spec: WorkerSpec, planned: PlannedModel) -> Callable[..., LoadedSequences]:
     """Return the function by which plugins of a worker open a further model.
 
     Args:
@@ -265,12 +266,21 @@ def _model_opener(spec: WorkerSpec) -> Callable[..., LoadedSequences]:
     """
 
     def open_model(
-        model: str,
+        model: str | MainModel,
         num_tokens: int,
         *,
         vocab_size: int | None = None,
         same_tokens: bool = False,
     ) -> LoadedSequences:
+        if not isinstance(model, str):
+            return main_sequences(
+                planned.checked,
+                planned.attention,
+                num_tokens,
+                num_ranks=spec.config.parallel.world_size,
+                available=memory_limit(spec.device).available,
+                **_sizes(spec),
+            )
         assert spec.prepare is not None, "the worker's spec was made by hand"
         further = spec.prepare(_config_of(spec.config, model))
         own = further.model_config.vocab_size

@@ -196,6 +196,10 @@ class CheckedModel:
             raise self._wrong("compute_logits", logits, f"floating logits {where}")
         return logits
 
+    def unembed(self, residual: torch.Tensor) -> torch.Tensor:
+        """Return logits of the residual stream, as `Model.unembed`."""
+        return self._model.unembed(residual)
+
     def classify(self, pooled: torch.Tensor) -> torch.Tensor:
         """Return logits of classes [rows, classes] of vectors of prompts [rows, hidden]."""
         return self._model.classify(pooled)

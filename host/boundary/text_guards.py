@@ -9,7 +9,7 @@ from typing import Any
 
 from hardpoint.errors import shown
 from hardpoint.host.registry.plugin_set import PluginSet
-from hardpoint.plugins import OutputParser, ReasoningMarkers, Tokenizer
+from hardpoint.plugins import Finish, OutputParser, ReasoningMarkers, Tokenizer
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.behaviour import UnusableError, within
 from hardpoint.plugins.component.manifest import PluginEntry
@@ -96,7 +96,9 @@ def guarded_parser(
         uses={
             "markers": fitting,
             "token_ids": partial(within, limit=vocab_size),
-            "open": lambda state: GuardedOutputState(boundary_of(guarded), state),
+            "open": lambda state: GuardedOutputState(
+                boundary_of(guarded), state, may_end=parser.ends_requests
+            ),
         },
     )
     return guarded
@@ -111,10 +113,11 @@ class GuardedOutputState:
     Written by hand, since it is called for each token.
     """
 
-    def __init__(self, boundary: Boundary, state: OutputState) -> None:
+    def __init__(self, boundary: Boundary, state: OutputState, *, may_end: bool = False) -> None:
         self._boundary, self._state = boundary, state
         self._feed, self._feed_token, self._finish = state.feed, state.feed_token, state.finish
         self._in_call = False
+        self._may_end, self._name = may_end, boundary.calls.source.name
 
     @property
     def in_reasoning(self) -> bool:
@@ -152,7 +155,9 @@ class GuardedOutputState:
             is_text = kind in _TEXTS or (kind is ToolCallArguments and self._in_call)
             if not (is_text and type(event.text) is str):
                 self._check(event)
-        return checked
+        if not self._may_end:
+            return checked
+        return [event.of(self._name) if type(event) is Finish else event for event in checked]
 
     def _check(self, event: OutputEvent) -> None:
         match event:
@@ -162,6 +167,8 @@ class GuardedOutputState:
                 self._in_call = False
             case MalformedText(str(), str()):
                 self._in_call = False
+            case Finish() if self._may_end and event.num_tokens is None:
+                pass
             case _:
                 where = "inside" if self._in_call else "outside of"
                 raise UnusableError(f"gave {shown(event)} {where} a call, expected other events")

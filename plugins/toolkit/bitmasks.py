@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
-__all__ = ["allow_tokens"]
+from hardpoint.plugins import GrammarBitmask
+from hardpoint.plugins.component import Source
+
+__all__ = ["allow_tokens", "combined_masks", "masks_by_source"]
+
+MakerT = TypeVar("MakerT")
+
+
+class Sourced(Protocol):
+    """The maker of a mask.
+
+    Attributes:
+        source: its identity.
+    """
+
+    @property
+    def source(self) -> Source:
+        """Its identity."""
+
+
+SourcedT = TypeVar("SourcedT", bound=Sourced)
 
 
 def allow_tokens(row: np.ndarray, token_ids: Iterable[int]) -> None:
@@ -21,3 +40,43 @@ def allow_tokens(row: np.ndarray, token_ids: Iterable[int]) -> None:
     bits = row.view("uint32")
     for token in token_ids:
         bits[token // 32] |= 1 << token % 32
+
+
+def combined_masks(
+    masks: Sequence[tuple[MakerT, GrammarBitmask]],
+) -> tuple[GrammarBitmask, dict[str, list[MakerT]]]:
+    """Return the tokens that every mask allows.
+
+    Args:
+        masks: with what made them.
+
+    Returns:
+        The mask, and the makers of the masks of each request for which nothing is left; its rows
+        allow everything, because the token sampled from them is dropped.
+    """
+    rows: dict[str, np.ndarray] = {}
+    makers: dict[str, list[MakerT]] = {}
+    for maker, mask in masks:
+        names = np.array(mask.request_ids)
+        for name in dict.fromkeys(mask.request_ids):
+            own = np.asarray(mask.bitmask)[names == name]
+            rows[name] = rows[name] & own if name in rows else own
+            makers.setdefault(name, []).append(maker)
+    nothing_left = {name: makers[name] for name, allowed in rows.items() if not allowed[0].any()}
+    for name in nothing_left:
+        rows[name][:] = -1
+    request_ids = [name for name, own in rows.items() for _ in own]
+    return GrammarBitmask(request_ids, np.concatenate(list(rows.values()))), nothing_left
+
+
+def masks_by_source(
+    masks: Sequence[tuple[SourcedT, GrammarBitmask]],
+) -> dict[Source, GrammarBitmask]:
+    """Return masks by the identity of their makers, combined for each."""
+    found: dict[Source, list[tuple[SourcedT, GrammarBitmask]]] = {}
+    for part, mask in masks:
+        found.setdefault(part.source, []).append((part, mask))
+    return {
+        source: own[0][1] if len(own) == 1 else combined_masks(own)[0]
+        for source, own in found.items()
+    }

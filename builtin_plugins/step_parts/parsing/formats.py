@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hardpoint.plugins import (
     CompletionOutput,
     EngineCoreRequest,
+    Finish,
     ReasoningMarkers,
     RequestOutputKind,
 )
@@ -79,7 +80,8 @@ class ParsedFormat(OutputFormat):
                 self._parsers.special,
                 delta=request.params.output_kind is RequestOutputKind.DELTA,
                 parallel=requested is None or requested.parallel,
-            )
+            ),
+            may_end=self._parsers.end_requests,
         )
 
     def close(self) -> None:
@@ -90,14 +92,22 @@ class ParsedFormat(OutputFormat):
 class ParsedReader(OutputReader):
     """Reads a completion by a parser."""
 
-    def __init__(self, parser: CompletionParser) -> None:
+    def __init__(self, parser: CompletionParser, *, may_end: bool = False) -> None:
         self._parser = parser
-        self.special = parser.special
+        self.special, self.may_end = parser.special, may_end
 
     @property
     def has_calls(self) -> bool:  # type: ignore[override]
         """Whether there is a complete call."""
         return self._parser.parts.has_calls
+
+    def read(self, text: str) -> Finish | None:
+        """Parse new text.
+
+        Raises:
+            PluginFaultError: the parser failed.
+        """
+        return self._parser.read(text)
 
     def mark(self, token_id: int, piece: str, end: int) -> None:
         """Mark a special token."""

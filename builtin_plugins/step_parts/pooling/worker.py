@@ -116,12 +116,16 @@ class PoolingWorker(WorkerStep, HiddenStates):
     def _pooler(self, name: str) -> _Pooler:
         if name not in self._poolers:
             context, components = self._context, self._components
+            loaded = context.loaded
+            whole = loaded if context.world_size == 1 else None
             pooler = components.create(
                 KIND,
                 name,
                 PoolerContext,
                 device=context.device,
                 hidden_size=context.hidden_size,
+                ops=None if loaded is None else loaded.ops,
+                unembed=None if whole is None else whole.model.compute_logits,
             )
             cls = cast(type[Pooler], components.find(KIND, name))
             self._poolers[name] = _Pooler(pooler, components.calls(KIND, name), prepared_type(cls))

@@ -116,13 +116,16 @@ class TapsInLayers(WorkerStep, ResidualStream):
         self.layers = frozenset(site.layer for _, site in sites)
 
     def _build(self, name: str) -> ActivationTap:
-        context = self._context
+        context, loaded = self._context, self._context.loaded
+        whole = loaded if context.world_size == 1 else None
         tap: ActivationTap = self._taps.components.create(
             KIND,
             name,
             ActivationTapContext,
             device=context.device,
             hidden_size=context.hidden_size,
+            ops=None if loaded is None else loaded.ops,
+            unembed=None if whole is None else whole.model.unembed,
         )
         return tap
 

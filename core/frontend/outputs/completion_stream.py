@@ -9,6 +9,7 @@ from hardpoint.host.boundary.parts.output_formats import BoundReader
 from hardpoint.plugins import (
     CompletionOutput,
     DecodeStream,
+    Finish,
     FinishReason,
     RequestOutputKind,
     SamplingParams,
@@ -35,6 +36,7 @@ class CompletionStream:
         token_ids: token ids of the completion so far; of deltas, those that no output has yet.
         num_shown: how many token ids the outputs so far have.
         stop_string: the stop string that was found, if one was.
+        finished_by: the end of the request by a reader, if there is one.
         readers: complete the outputs; without them, these have the text alone.
     """
 
@@ -57,6 +59,7 @@ class CompletionStream:
         self.token_ids: list[int] = []
         self.num_shown = 0
         self.stop_string: str | None = None
+        self.finished_by: Finish | None = None
         self._index = index
         self._delta = params.output_kind is RequestOutputKind.DELTA
         # decode
@@ -67,13 +70,14 @@ class CompletionStream:
         # stop, read
         self._stops, self.readers = params.stop_strings, readers
         self._special = frozenset[int]().union(*(reader.special for reader in readers))
-        self._is_watched = bool(self._special or self._stops)
+        self._ending = [reader for reader in readers if reader.may_end]
+        self._is_watched = bool(self._special or self._stops or self._ending)
         self._length = self._num_decoded = 0  # text and tokens so far, if it is watched
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         longest = max(map(len, self._stops), default=0)
         self._lookback = max(longest - 1, 0)  # characters that a stop string may begin in
-        self._tail = ""
+        self._tail, self._num_read = "", 0  # read: characters of the pieces
         # interval
         self._interval, self._has_shown = interval, False
 
@@ -161,7 +165,23 @@ class CompletionStream:
                 self._pieces.append(piece)
                 if self._stops and self._find_stop(piece, self._num_decoded):
                     return token_ids[: index + 1]
+                if self._ending and self._is_ended():
+                    return token_ids[: index + 1]
         return token_ids
+
+    def _is_ended(self) -> bool:
+        """Let readers read the new text in which no stop string may begin; return whether one ends.
+
+        Raises:
+            PluginFaultError: one failed.
+        """
+        text = "".join(self._pieces)
+        end = len(text) - (len(self._tail) if self._stops and not self._keep_stop else 0)
+        new, self._num_read = text[self._num_read : end], max(end, self._num_read)
+        ends = [reader.read(new) for reader in self._ending] if new else []
+        if (finish := next(filter(None, ends), None)) is not None:
+            self.finished_by, self._pieces = finish, [text[:end]]
+        return finish is not None
 
     def _find_stop(self, piece: str, num_tokens: int) -> bool:
         """Look for the stop string that is completed first in the newest piece; cut there.
@@ -228,6 +248,7 @@ class CompletionStream:
         self._has_shown = True
         self.num_shown = len(self.token_ids) + (self.num_shown if self._delta else 0)
         if self._delta:
+            self._num_read = max(self._num_read - len(text), 0)
             self._pieces = [held] if held else []
             self.token_ids = []
         elif len(pieces) > 1:

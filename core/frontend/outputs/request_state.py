@@ -228,6 +228,8 @@ class RequestState:
         new = stream.push(output.new_token_ids, output.finish_reason, is_shown=is_shown)
         if stream.stop_string is not None:
             self._stopped_by(stream.stop_string, has_tokens=bool(new))
+        elif stream.finished_by is not None:
+            self._stopped_by(stream.finished_by.shown, has_tokens=True)
         if output.logprobs and self._logprobs is not None:
             entries = output.logprobs[: len(new)]
             self._logprobs += [self._decoded(entry, self._num_given) for entry in entries]
@@ -321,13 +323,13 @@ class RequestState:
             self._formats = None
             formats.close()
 
-    def _stopped_by(self, stop_string: str, *, has_tokens: bool = False) -> None:
-        """Record the stop string as the reason of the end, unless a fault ended the request.
+    def _stopped_by(self, stop: str | dict[str, Any], *, has_tokens: bool = False) -> None:
+        """Record a stop string or a reader's reason of the end, unless a fault ended the request.
 
         A fault in a message with tokens is one of a later step, which the stop string forestalls.
         """
         if has_tokens or self.finish_reason is not FinishReason.ERROR:
-            self.finish_reason, self._stop_reason = FinishReason.STOP, stop_string
+            self.finish_reason, self._stop_reason = FinishReason.STOP, stop
             self._error = self._error_kind = None
 
     def rejected(self, output: EngineCoreOutput) -> AnyOutput | None:

@@ -7,13 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hardpoint.errors import PluginContractError
-from hardpoint.host.boundary.logits.processor_runner import (
-    ActiveRows,
-    End,
-    Ends,
-    Faults,
-    ProcessorRunner,
-)
+from hardpoint.host.boundary.logits.processor_runner import ActiveRows, End, Ends, ProcessorRunner
 from hardpoint.host.boundary.logits.rows import ProcessorRows
 from hardpoint.host.boundary.parts.worker_parts import LogitsObserver
 from hardpoint.host.registry.blame import raise_unless_fault
@@ -338,7 +332,7 @@ class LogitsPipeline:
 
     def _advance_device(
         self, runner: ProcessorRunner, requests: Sequence[LogitsRequest], device_ids: torch.Tensor
-    ) -> Faults:
+    ) -> Ends:
         indices = [i for i, request in enumerate(requests) if runner.is_used_by(request)]
         if not indices:
             return {}
@@ -355,7 +349,7 @@ class LogitsPipeline:
             raise_unless_fault(cause)
             if len(users) == 1:
                 return {users[0].request_id: runner.fault("advance_rows", cause)}
-            faults: Faults = {}
+            faults: Ends = {}
             for index, request in zip(indices, users, strict=True):  # to find the one at fault
                 faults |= self._advance_device(runner, [request], device_ids[index : index + 1])
             return faults

@@ -27,6 +27,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.requests.plan import PartData
 from hardpoint.plugins.scheduling.step_record import WaitReason
+from hardpoint.toolkit.bitmasks import combined_masks, masks_by_source
 from hardpoint.toolkit.finishes import take_finishes
 from hardpoint.toolkit.kv_blocks.start import BlockStart
 
@@ -282,7 +283,7 @@ class EngineHalves:
             else:
                 masks.append((part, mask))
         if masks:
-            by_source = returns.by_source(masks)
+            by_source = masks_by_source(masks)
             for part in self._active:
                 if part.overrides("masked"):
                     self._for_plan(part, "masked", plan, by_source)
@@ -291,7 +292,7 @@ class EngineHalves:
         return self._combined(masks)
 
     def _combined(self, masks: Sequence[tuple[BoundPart, GrammarBitmask]]) -> GrammarBitmask:
-        combined, nothing_left = returns.combined_masks(masks)
+        combined, nothing_left = combined_masks(masks)
         for name, makers in nothing_left.items():
             named = " and ".join(str(part.source) for part in makers)
             both = " by both" if len(makers) > 1 else ""
@@ -304,8 +305,6 @@ class EngineHalves:
         """Let the parts read a result; return the requests that end with an error.
 
         Args:
-            plan: plan of the result.
-            result: result of the plan.
             under_way: requests of later plans, which may read what a failed worker half has let be
                 written: those that use the part end, too.
         """

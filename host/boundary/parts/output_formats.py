@@ -11,6 +11,7 @@ from hardpoint.plugins import (
     CompletionOutput,
     EngineCoreOutput,
     EngineCoreRequest,
+    Finish,
     ReasoningMarkers,
     RequestOutput,
 )
@@ -33,12 +34,12 @@ class BoundReader:
     """A reader whose faults name its part.
 
     Attributes:
-        special: see `OutputReader`.
+        special, may_end: see `OutputReader`.
     """
 
     def __init__(self, bound: BoundFormat, reader: OutputReader) -> None:
         self._bound, self._reader = bound, reader
-        self.special = reader.special
+        self.special, self.may_end = reader.special, reader.may_end
 
     @property
     def has_calls(self) -> bool:
@@ -52,6 +53,11 @@ class BoundReader:
     def mark(self, token_id: int, piece: str, end: int) -> None:
         """Observe a special token."""
         self._call("mark", token_id, piece, end)
+
+    def read(self, text: str) -> Finish | None:
+        """Read text; return an end of the request."""
+        finish: Finish | None = self._call("read", text)
+        return finish
 
     def complete(self, completion: CompletionOutput, *, finished: bool) -> None:
         """Set fields of an output."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +20,6 @@ from hardpoint.plugins import (
     WaitingFor,
     WaitReason,
 )
-from hardpoint.plugins.component import Source
-
-from .bound_half import BoundPart
-
-MakerT = TypeVar("MakerT")
 
 
 def limit_defect(limit: Any) -> str | None:
@@ -193,41 +188,3 @@ def shown_reason(part: str, reason: WaitReason | str | None) -> WaitReason | Non
     if isinstance(reason, str):
         return WaitReason(WaitingFor.PART, f"{part}: {reason}")
     return reason
-
-
-def by_source(masks: Sequence[tuple[BoundPart, GrammarBitmask]]) -> dict[Source, GrammarBitmask]:
-    """Return masks by the identity of the part, of which two generations may have made one each."""
-    found: dict[Source, list[tuple[BoundPart, GrammarBitmask]]] = {}
-    for part, mask in masks:
-        found.setdefault(part.source, []).append((part, mask))
-    return {
-        source: own[0][1] if len(own) == 1 else combined_masks(own)[0]
-        for source, own in found.items()
-    }
-
-
-def combined_masks(
-    masks: Sequence[tuple[MakerT, GrammarBitmask]],
-) -> tuple[GrammarBitmask, dict[str, list[MakerT]]]:
-    """Return the tokens that every mask allows.
-
-    Args:
-        masks: with what made them.
-
-    Returns:
-        The mask, and the makers of the masks of each request for which nothing is left; its rows
-        allow everything, because the token sampled from them is dropped.
-    """
-    rows: dict[str, np.ndarray] = {}
-    makers: dict[str, list[MakerT]] = {}
-    for maker, mask in masks:
-        names = np.array(mask.request_ids)
-        for name in dict.fromkeys(mask.request_ids):
-            own = np.asarray(mask.bitmask)[names == name]
-            rows[name] = rows[name] & own if name in rows else own
-            makers.setdefault(name, []).append(maker)
-    nothing_left = {name: makers[name] for name, allowed in rows.items() if not allowed[0].any()}
-    for name in nothing_left:
-        rows[name][:] = -1
-    request_ids = [name for name, own in rows.items() for _ in own]
-    return GrammarBitmask(request_ids, np.concatenate(list(rows.values()))), nothing_left

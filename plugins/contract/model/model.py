@@ -312,6 +312,14 @@ class Model(Component):
         Called in the last stage alone, in all of its ranks.
         """
 
+    def unembed(self, residual: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, vocab] of the residual stream after any layer [rows, hidden].
+
+        They are those of the model if it ended after the layer: its last norm, then
+        `compute_logits`. For plugins; optional.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no unembed()")
+
     def encode_media(self, modality: str, items: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the embeddings of media, each [length, hidden_size] for the tokens of one.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
@@ -15,6 +15,8 @@ from hardpoint.typed import stable_bytes
 
 if TYPE_CHECKING:
     import torch
+
+    from hardpoint.plugins.model.ops import Ops
 
 __all__ = ["ActivationTap", "ActivationTapContext", "TapRows", "TapSite"]
 
@@ -60,10 +62,17 @@ class ActivationTapContext(Context["ActivationTap"]):
     Attributes:
         device: device of the model, a `torch.device`.
         hidden_size: hidden size of the model.
+        ops: operations of its layers, of which `linear` gives a row the same product alone and in
+            any batch; None if the context was made by hand.
+        unembed: returns the logits [tokens, vocab] of a residual stream [tokens, hidden_size], as
+            if the model ended after its layer (the logit lens); None if the model is divided among
+            ranks, or the context was made by hand.
     """
 
     device: Any
     hidden_size: int
+    ops: Ops | None = None
+    unembed: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

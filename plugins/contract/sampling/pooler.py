@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +13,8 @@ from hardpoint.plugins.text.arguments import ComponentWithArguments
 
 if TYPE_CHECKING:
     import torch
+
+    from hardpoint.plugins.model.ops import Ops
 
 __all__ = ["Pooler", "PoolerContext", "PromptPooler"]
 
@@ -24,10 +26,16 @@ class PoolerContext(Context["Pooler"]):
     Attributes:
         device: device of the model, a `torch.device`.
         hidden_size: hidden size of the model.
+        ops: operations of its layers, of which `linear` gives a row the same product alone and in
+            any batch; None if the context was made by hand.
+        unembed: returns the logits [tokens, vocab] of hidden states that the pooler gets; None if
+            the model is divided among ranks, or the context was made by hand.
     """
 
     device: Any
     hidden_size: int
+    ops: Ops | None = None
+    unembed: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 class PromptPooler(ABC):

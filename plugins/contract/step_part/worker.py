@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hardpoint.plugins.component.base import Source
@@ -35,6 +36,16 @@ class StepModel(Protocol):
         Raises:
             PluginFaultError: the model returned something else.
         """
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits of hidden states, as `Model.compute_logits`.
+
+        Raises:
+            PluginFaultError: the model returned something else.
+        """
+
+    def unembed(self, residual: torch.Tensor) -> torch.Tensor:
+        """Return logits of the residual stream after a layer, as `Model.unembed`."""
 
     def encode_media(self, modality: str, items: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the embeddings of media, as `Model.encode_media`.
@@ -113,10 +124,17 @@ class SequenceModel(Protocol):
     max_model_len: int
     cache_bytes: int
 
-    def extend(self, token_ids: Mapping[str, Sequence[int]]) -> torch.Tensor:
+    def extend(
+        self, token_ids: Mapping[str, Sequence[int]], *, all_rows: bool = False
+    ) -> torch.Tensor:
         """Append tokens to sequences; return the logits after each, float32 [sequences, vocab].
 
         A name that is not known begins a sequence.
+
+        Args:
+            token_ids: new tokens, by the name of the sequence.
+            all_rows: whether to return the logits after each token, [tokens, vocab]: those of a
+                sequence after those of the one before it in `token_ids`.
 
         Raises:
             ValueError: no tokens for a sequence, or more than there is room for.
@@ -141,12 +159,21 @@ class SequenceModel(Protocol):
         """Release the model."""
 
 
+class MainModel(Enum):
+    """The engine's own model, for `ModelOpener`: no text, because any may name a folder."""
+
+    MAIN = "main"
+
+
+MAIN_MODEL = MainModel.MAIN
+
+
 class ModelOpener(Protocol):
-    """Opens further models in a worker."""
+    """Opens further models in a worker, or the engine's own model once more."""
 
     def __call__(
         self,
-        model: str,
+        model: str | MainModel,
         num_tokens: int,
         *,
         vocab_size: int | None = None,
@@ -155,14 +182,17 @@ class ModelOpener(Protocol):
         """Return a loaded model, which the caller closes. Settings are those of the engine's model.
 
         Args:
-            model: as `EngineConfig.model`.
+            model: as `EngineConfig.model`; or `MAIN_MODEL`, the engine's own model, whose weights
+                are used and not loaded again. Its sequences have a KV cache of their own, whose
+                `cache_bytes` are to be stated as `memory`. When weights change, cut all sequences.
             num_tokens: tokens of all sequences together, for which its KV cache has room.
             vocab_size: required size of its vocabulary; None takes any.
             same_tokens: whether its token ids have to stand for the same texts as those of the
                 engine's model. Where one of them has no tokenizer, they are not compared.
 
         Raises:
-            ModelError: it cannot be loaded, has another vocabulary or tokenizer, or does not fit.
+            ModelError: it cannot be loaded, has another vocabulary or tokenizer, or does not fit;
+                or the engine's own model is divided among ranks, or keeps states.
         """
 
 

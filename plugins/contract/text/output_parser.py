@@ -26,6 +26,7 @@ from hardpoint.plugins.requests.outputs import (
     RequestOutput,
 )
 from hardpoint.plugins.requests.params import EngineCoreRequest
+from hardpoint.plugins.requests.plan import Finish
 from hardpoint.plugins.requests.structured import Format, StructuralTag, StructuredOutputs
 from hardpoint.typed import prepared_type
 
@@ -94,9 +95,15 @@ class MalformedText(NamedTuple):
 
 
 OutputEvent = (
-    ReasoningText | ContentText | ToolCallBegin | ToolCallArguments | ToolCallEnd | MalformedText
+    ReasoningText
+    | ContentText
+    | ToolCallBegin
+    | ToolCallArguments
+    | ToolCallEnd
+    | MalformedText
+    | Finish
 )
-"""What an output consists of, in order."""
+"""What an output consists of, in order. A `Finish` ends the request; see `ends_requests`."""
 
 
 def _events(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Sequence[OutputEvent]:  # noqa: ARG001
@@ -240,12 +247,16 @@ class OutputParser(ComponentWithArguments):
             it where no parser of that kind has them.
         any_model: whether a grammar makes any model write its calls. Where the chat template shows
             no other format, requests that require a call use the first such parser.
+        ends_requests: whether its states may give a `Finish`, which ends the request after the text
+            that they have got. Such a parser is fed token by token; others are fed when an output
+            is shown. Where a stop string may begin, text waits.
     """
 
     roles: ClassVar[tuple[Role, ...]]
     template_marks: ClassVar[tuple[str, ...]] = ()
     other_names: ClassVar[tuple[str, ...]] = ()
     any_model: ClassVar[bool] = False
+    ends_requests: ClassVar[bool] = False
     context: OutputParserContext
 
     def __init__(self, context: OutputParserContext) -> None:
@@ -371,12 +382,21 @@ class OutputReader:
 
     Attributes:
         special: ids of the tokens that `mark` gets.
+        may_end: whether `read` is called, because it may end the request.
         has_calls: whether the completion has a complete call of a tool: its finish reason is then
             "tool_calls" instead of "stop", and it has no answer to validate.
     """
 
     special: Collection[int] = ()
     has_calls: bool = False
+    may_end: bool = False
+
+    def read(self, text: str) -> Finish | None:  # noqa: ARG002
+        """Read text before the `complete` that has it; return a `Finish` to end the request.
+
+        Called for each token with text, once no stop string can begin in it any more.
+        """
+        return None
 
     def update(self, output: EngineCoreOutput) -> None:
         """Observe an output of the engine, before `complete`."""

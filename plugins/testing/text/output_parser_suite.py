@@ -16,6 +16,7 @@ import pytest
 from hypothesis import strategies as st
 
 from hardpoint.plugins import (
+    Finish,
     OutputParser,
     OutputParserContext,
     ParserRequest,
@@ -559,7 +560,7 @@ def _is_beginning(events: Sequence[OutputEvent], whole: Sequence[OutputEvent]) -
     if complete != list(whole[: len(complete)]) or len(whole) < len(events):
         return False
     other = whole[len(complete)]
-    if isinstance(last, ToolCallBegin | ToolCallEnd) or type(last) is not type(other):
+    if isinstance(last, ToolCallBegin | ToolCallEnd | Finish) or type(last) is not type(other):
         return last == other
     return other.text.startswith(last.text)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from hardpoint.plugins import OutputParser
+from hardpoint.plugins import Finish, OutputParser
 from hardpoint.plugins.output_parser import ContentText, OutputEvent, OutputState
 
 from .completion_parts import CompletionParts
@@ -52,6 +52,7 @@ class CompletionParser:
         self._marks: list[_Mark] = []  # those not parsed yet
         self._num_parsed = 0  # characters
         self._is_parsed = False
+        self._num_read = 0  # characters before `parse` gets them, of deltas
 
     def mark(self, token_id: int, piece: str, end: int) -> None:
         """Mark a special token.
@@ -63,6 +64,17 @@ class CompletionParser:
         """
         text = self.special[token_id]
         self._marks.append(_Mark(token_id, end - len(text) if piece.endswith(text) else end, end))
+
+    def read(self, text: str) -> Finish | None:
+        """Parse new text before `parse` gets it; return an end of the request by the parser.
+
+        Raises:
+            PluginFaultError: the parser failed.
+        """
+        self._parse(text, self._num_parsed, finished=False)
+        if self._delta:
+            self._num_read += len(text)
+        return self.parts.end
 
     def parse(self, text: str, *, finished: bool) -> None:
         """Parse the text so far, or of deltas the new text.
@@ -76,9 +88,14 @@ class CompletionParser:
         """
         if self._is_parsed:
             return
-        first = self._num_parsed if self._delta else 0  # where `text` begins
         self._is_parsed = finished
-        at, end = self._num_parsed, first + len(text)
+        first = self._num_parsed - self._num_read if self._delta else 0
+        self._num_read = max(self._num_read - len(text), 0)
+        self._parse(text, first, finished=finished)
+
+    def _parse(self, text: str, first: int, *, finished: bool) -> None:
+        """Parse the part of a text that begins at `first` which was not parsed yet."""
+        at, end = self._num_parsed, max(first + len(text), self._num_parsed)
         count = 0
         for mark in self._marks:
             if mark.end > end and not (finished and mark.start <= end):

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from hardpoint.plugins import Finish
 from hardpoint.plugins.output_parser import (
     ContentText,
     MalformedText,
@@ -46,6 +47,7 @@ class CompletionParts:
     Attributes:
         warning: what is wrong with the output, if anything is.
         has_calls: whether there is a complete tool call.
+        end: the end of the request by the parser; None without any.
     """
 
     def __init__(self, *, delta: bool, parallel: bool = True) -> None:
@@ -66,6 +68,7 @@ class CompletionParts:
         self._calls: list[_PartialCall] = []
         self._num_calls = 0
         self._in_call = self.has_calls = False
+        self.end: Finish | None = None
         self._warnings: dict[str, None] = {}  # each once, in order
 
     @property
@@ -108,6 +111,9 @@ class CompletionParts:
                     self.warn(reason)
                 case ToolCallEnd():
                     self.has_calls, self._in_call = True, False
+                case Finish():
+                    self.end = event
+                    break
 
     def finish(self) -> None:
         """End the completion: white space that is no part of anything is content without calls."""

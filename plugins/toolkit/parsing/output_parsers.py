@@ -97,6 +97,11 @@ class OutputParsers:
         return bool(self.by_kind)
 
     @property
+    def end_requests(self) -> bool:
+        """Whether a parser may end requests."""
+        return any(parser.ends_requests for parser in self.by_kind.values())
+
+    @property
     def components(self) -> list[OutputParser]:
         """Each parser once."""
         return list(dict.fromkeys(self.by_kind.values()))

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hardpoint.plugins import AttentionStep, ForwardBatch
+from hardpoint.plugins import AttentionStep, ForwardBatch, ModelError
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.model import Attend
 
-__all__ = ["LoadedSequences"]
+__all__ = ["LoadedSequences", "main_sequences"]
 
 
 class SequencesModel(Protocol):
@@ -31,9 +31,19 @@ class SequencesAttention(Protocol):
 
     Attributes:
         bytes_per_block: bytes of a block in all layers together.
+        groups: groups of layers with block tables of their own.
+        states: keeps the states of layers without attention; None if there are none.
     """
 
     bytes_per_block: int
+
+    @property
+    def groups(self) -> Sequence[Any]:
+        """Groups of layers with block tables of their own."""
+
+    @property
+    def states(self) -> Any:
+        """Keeps the states of layers without attention; None if there are none."""
 
     def allocate(self, num_blocks: int) -> list[Any]:
         """Return the KV cache of each layer."""
@@ -106,8 +116,14 @@ class LoadedSequences:
             self._blocks.pop(name, None)
 
     @torch.inference_mode()
-    def extend(self, token_ids: Mapping[str, Sequence[int]]) -> torch.Tensor:
+    def extend(
+        self, token_ids: Mapping[str, Sequence[int]], *, all_rows: bool = False
+    ) -> torch.Tensor:
         """Append tokens to sequences; return the logits after each, float32 [sequences, vocab].
+
+        Args:
+            token_ids: new tokens, by the name of the sequence.
+            all_rows: whether to return the logits after each token, [tokens, vocab].
 
         Raises:
             ValueError: no tokens for a sequence, or more than there is room for.
@@ -124,9 +140,15 @@ class LoadedSequences:
         batch = self._batch(names, token_ids, starts, lens)
         hidden = self._model.forward(batch)
         order = {name: row for row, name in enumerate(names)}
-        rows = [int(starts[order[name] + 1]) - 1 for name in token_ids]
-        last = to_device(rows, self._device)
-        return self._model.compute_logits(hidden[last]).to(torch.float32, copy=True)
+        ends = [int(starts[order[name] + 1]) for name in token_ids]
+        if all_rows:
+            counts = [len(token_ids[name]) for name in token_ids]
+            spans = zip(ends, counts, strict=True)
+            rows = [row for end, count in spans for row in range(end - count, end)]
+        else:
+            rows = [end - 1 for end in ends]
+        chosen = hidden[to_device(rows, self._device)]
+        return self._model.compute_logits(chosen).to(torch.float32, copy=True)
 
     def _batch(
         self,
@@ -162,10 +184,46 @@ class LoadedSequences:
             slots=to_device(slots, self._device),
             block_size=size,
         )
-        attend = self._attention.of_step(self._caches, [step])
+        attend = self._attention.of_step(self._caches, [step] * len(self._attention.groups))
         place = self._device
         return ForwardBatch(to_device(ids, place, torch.int64), to_device(positions, place), attend)
 
     def close(self) -> None:
         """Close the model and its backends."""
         self._close()
+
+
+def main_sequences(
+    model: SequencesModel,
+    attention: SequencesAttention,
+    num_tokens: int,
+    *,
+    num_ranks: int,
+    available: int,
+    block_size: int,
+    **sizes: Any,
+) -> LoadedSequences:
+    """Return sequences of the model of a worker, with a KV cache for so many tokens.
+
+    Args:
+        num_ranks: number of ranks that share the model.
+        available: bytes for the cache.
+        sizes: as for `LoadedSequences`.
+
+    Raises:
+        ModelError: the model cannot have any, or their cache does not fit.
+    """
+    if num_ranks > 1:
+        raise ModelError(
+            f"model: expected one rank for sequences of the engine's own model, got {num_ranks}"
+        )
+    if attention.states is not None:
+        raise ModelError("model: expected attention in all layers, the engine's has states in some")
+    num_blocks = -(-num_tokens // block_size)
+    if (needed := num_blocks * attention.bytes_per_block) > available:
+        raise ModelError(
+            f"model: the cache of {num_tokens} tokens needs {needed} bytes, "
+            f"{available} are available"
+        )
+    sizes["block_size"] = block_size
+    return LoadedSequences(model, attention, num_blocks, lambda: None, **sizes)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from support.plugins.finishing import BUDGET
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, RequestOutputKind, SamplingParams
 from hardpoint.testing import scripted_config, write_scripted_model
 
 HERE = "support.plugins.finishing"
@@ -127,3 +127,27 @@ def test_wrong_end_of_a_processor_fails_its_request(folder) -> None:
         (output,) = llm.generate(PROMPTS[:1], _greedy(3))
     assert output.outputs[0].finish_reason == "error"
     assert "its advance failed: Finish.num_tokens: expected None" in output.outputs[0].error
+
+
+@pytest.mark.parametrize("stop", [[], ["nothing of it"]], ids=["no stop string", "stop string"])
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
+def test_output_parser_ends_a_request(tmp_path, kind, stop) -> None:
+    text = "one\ntwo, two\nthree\nfour"
+    folder = write_scripted_model(tmp_path / "scripted", {"go": text * 3})
+    use = {"plugins": {"enable": [f"{HERE}:SecondLine"]}}
+    config = scripted_config(folder, use | {"reasoning": {"parser": "second_line"}})
+    params = SamplingParams(temperature=0, max_tokens=60, stop=stop, output_kind=kind)
+    with LLM(config=config) as llm:
+        outputs = [output.outputs[0] for output in llm.stream("go", params)]
+        stats = llm.engines.scheduler_stats()
+    last = outputs[-1]
+    joined = {
+        name: "".join(getattr(o, name) or "" for o in outputs)
+        if kind is RequestOutputKind.DELTA
+        else getattr(last, name)
+        for name in ("text", "content")
+    }
+    assert joined == dict.fromkeys(("text", "content"), "one\ntwo, two\n")
+    assert last.finish_reason == "stop"
+    assert last.stop_reason == {"plugin": "second_line", "reason": "lines", "stop_reason": 2}
+    assert stats.num_running == 0

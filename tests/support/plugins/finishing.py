@@ -9,6 +9,7 @@ from hardpoint.plugins import (
     Edits,
     Finish,
     ModelRunnerOutput,
+    OutputParser,
     Phase,
     Request,
     RequestFault,
@@ -18,6 +19,7 @@ from hardpoint.plugins import (
     State,
     StepPart,
 )
+from hardpoint.plugins.output_parser import ContentText
 
 BUDGET = 40
 
@@ -142,3 +144,33 @@ class CountedEnd(_NoEdits):
 
     def advance(self, state: int, token: int) -> Finish:
         return Finish("late", num_tokens=3)
+
+
+class SecondLine(OutputParser):
+    """Ends a request after its second line."""
+
+    contract = 2
+    roles = ("reasoning",)
+    ends_requests = True
+
+    def open(self, request: Any) -> Any:
+        return _Lines()
+
+
+class _Lines:
+    in_reasoning = False
+
+    def __init__(self) -> None:
+        self.num_lines = 0
+
+    def feed(self, text: str) -> list[Any]:
+        before, self.num_lines = self.num_lines, self.num_lines + text.count("\n")
+        if before < 2 <= self.num_lines:
+            return [ContentText(text), Finish("lines", stop_reason=self.num_lines)]
+        return [ContentText(text)]
+
+    def feed_token(self, token_id: int, text: str) -> list[Any]:
+        return self.feed(text)
+
+    def finish(self) -> list[Any]:
+        return []

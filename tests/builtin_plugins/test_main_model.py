@@ -1,0 +1,109 @@
+"""The engine's own model inside of plugins: sequences, products and the unembedding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.parallel import write_random_model
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.testing import scripted_config, write_scripted_model
+
+HERE, LENS = "support.plugins.main_model", "support.plugins.lens"
+
+
+@pytest.fixture(scope="module")
+def scripted_folder(tmp_path_factory):
+    return write_scripted_model(tmp_path_factory.mktemp("scripted"))
+
+
+@pytest.fixture(scope="module")
+def real_folder(tmp_path_factory, scripted_folder):
+    folder = write_random_model(tmp_path_factory.mktemp("real"), "LlamaForCausalLM", vocab_size=257)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((scripted_folder / name).read_bytes())
+    return folder
+
+
+def _real_config(folder, **tables):
+    extra = {"attention": {"use": "native_cpu"}, **tables}
+    config = scripted_config(folder, extra)
+    config["plugins"]["enable"] = config["plugins"]["enable"][1:]
+    return config
+
+
+def test_drafts_of_the_model_itself_are_all_accepted(scripted_folder):
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompts = ["one", "another one"]
+    with LLM(config=scripted_config(scripted_folder)) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    speculation = {"speculation": {"use": [f"{HERE}:SelfDraft"], "adaptive": False}}
+    with LLM(config=scripted_config(scripted_folder, speculation)) as llm:
+        outputs = llm.generate(prompts, params)
+        stats = llm.engines.scheduler_stats()
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert stats.num_accepted_drafts > 30
+    assert stats.num_accepted_drafts >= stats.num_drafts - 8  # the end of each cuts some
+
+
+def test_logits_of_all_rows_are_those_of_the_engine(real_folder):
+    config = _real_config(real_folder, plugins={"enable": [f"{HERE}:Scores"]})
+    texts = {"a": [1, 2, 3, 4, 5], "b": [9], "c": [7, 7, 8]}
+    with LLM(config=config) as llm:
+        rows = llm.plugins.call_part("scores", "rows", texts)
+        last = llm.plugins.call_part("scores", "last", texts)
+        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        prompts = [{"prompt_token_ids": ids} for ids in texts.values()]
+        outputs = llm.generate(prompts, params)
+    assert len(rows) == sum(map(len, texts.values()))
+    ends = [4, 5, 8]
+    assert [rows[end] for end in ends] == last
+    first = 0
+    for ids, output in zip(texts.values(), outputs, strict=True):
+        logprobs = torch.tensor(rows[first : first + len(ids)]).log_softmax(-1)
+        for place, token in enumerate(ids[1:]):
+            known = output.prompt_logprobs[place + 1][token].logprob
+            assert float(logprobs[place, token]) == known
+        assert int(logprobs[-1].argmax()) == output.outputs[0].token_ids[0]
+        first += len(ids)
+
+
+def test_ranks_that_divide_the_model_are_refused(real_folder):
+    config = _real_config(
+        real_folder,
+        plugins={"enable": [f"{HERE}:Scores"]},
+        executor={"use": "multiproc"},
+        parallel={"tensor": 2},
+    )
+    with pytest.raises(Exception, match="expected one rank for sequences of the engine's own"):
+        LLM(config=config).close()
+
+
+def test_lens_after_the_last_layer_predicts_what_the_model_samples(real_folder):
+    lens = {"plugin": {"lens": {"layers": [0, 2]}}}
+    config = _real_config(real_folder, plugins={"enable": [f"{LENS}:Lens"]}, **lens)
+    params = SamplingParams(max_tokens=4, temperature=0, plugin_args={"lens": {}})
+    with LLM(config=config) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": [3, 1, 4, 1, 5]}], params)
+    (completion,) = output.outputs
+    arrays = completion.part_arrays["activation_taps"]
+    assert sorted(arrays) == ["lens/0/layer_output", "lens/2/layer_output"]
+    last, first = arrays["lens/2/layer_output"], arrays["lens/0/layer_output"]
+    assert last.values[4:, 0].tolist() == completion.token_ids
+    assert first.values.shape == last.values.shape == (8, 3)
+    assert first.values.tolist() != last.values.tolist()
+
+
+def test_probe_has_the_same_product_alone_and_in_a_batch(real_folder):
+    config = _real_config(real_folder, plugins={"enable": [f"{LENS}:Probe"]})
+    params = SamplingParams(max_tokens=3, temperature=0, plugin_args={"probe": {}})
+    prompts = [{"prompt_token_ids": [seed, 5, seed, 9, 2, seed]} for seed in range(5)]
+    with LLM(config=config) as llm:
+        together = [_probe(output) for output in llm.generate(prompts, params)]
+    with LLM(config=config) as llm:
+        alone = [_probe(llm.generate([prompt], params)[0]) for prompt in prompts]
+    assert together == alone
+
+
+def _probe(output):
+    return output.outputs[0].part_arrays["activation_taps"]["probe/1/layer_output"].values.tolist()

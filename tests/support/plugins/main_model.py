@@ -1,0 +1,82 @@
+"""Plugins with sequences of the engine's own model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins import Speculator, StepPart
+from hardpoint.plugins.step_part import MAIN_MODEL
+
+
+class SelfDraft(Speculator):
+    """Drafts the likeliest tokens of the engine's own model."""
+
+    contract = 1
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.model = context.open_model(MAIN_MODEL, 2048, same_tokens=True)
+
+    def propose(self, requests: Sequence[Any], budget: int) -> list[list[int]]:
+        return [self._draft(request) for request in requests]
+
+    def _draft(self, request: Any) -> list[int]:
+        name, drafts = request.request_id, []
+        new = [*request.prompt_token_ids, *request.output_token_ids]
+        self.model.cut(name, 0)
+        while len(drafts) < request.limit:
+            logits = self.model.extend({name: new})
+            new = [int(logits.argmax())]
+            drafts += new
+        return drafts
+
+    def ended(self, request: Any) -> None:
+        self.model.cut(request.request_id, 0)
+
+    def memory(self) -> int:
+        return self.model.cache_bytes
+
+    def close(self) -> None:
+        self.model.close()
+
+
+class Scores(StepPart):
+    """Computes logits of texts between steps."""
+
+    contract = 1
+
+    def engine_half(self, context: Any) -> Any:
+        return _Asks(context)
+
+    def worker_half(self, context: Any) -> Any:
+        return _Computes(context)
+
+
+class _Asks:
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def call(self, method: str, arguments: Any) -> Any:
+        (answer,) = self._context.call_workers(msgspec.msgpack.encode([method, arguments]))
+        return msgspec.msgpack.decode(answer)
+
+
+class _Computes:
+    def __init__(self, context: Any) -> None:
+        self._model = context.open_model(MAIN_MODEL, 512)
+
+    def memory(self) -> dict[str, int]:
+        return {"scores": self._model.cache_bytes}
+
+    def call(self, message: bytes) -> bytes:
+        method, texts = msgspec.msgpack.decode(message)
+        for name in texts:
+            self._model.cut(name, 0)
+        if method == "rows":
+            logits = self._model.extend(texts, all_rows=True)
+        else:
+            logits = self._model.extend(texts)
+        return msgspec.msgpack.encode(logits.tolist())

@@ -340,8 +340,9 @@ TestQwen25VL = suite_of(
     nightly=True,
     family="Qwen2",
     **DIVISIBLE,
+    head_dim=8,
     image_token_id=59,
-    rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 1]},
+    rope_parameters={"rope_type": "default", "mrope_section": [2, 1, 1]},
     vision_config={
         "depth": 2,
         "hidden_size": 16,

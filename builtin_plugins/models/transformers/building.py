@@ -85,6 +85,17 @@ def build(context: ModelContext) -> PreTrainedModel:
     return _completed(model)
 
 
+def build_whole(context: ModelContext) -> PreTrainedModel:
+    """Return the modules of a model with inputs besides text, all of them, as `build` does.
+
+    Raises:
+        ModelError: transformers cannot build them.
+    """
+    model = _made(context)
+    _fill_buffers(model)
+    return model
+
+
 def build_encoder(context: ModelContext) -> PreTrainedModel:
     """Return the modules of an encoder as `build` does, with a head if it classifies.
 

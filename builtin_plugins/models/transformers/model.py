@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,13 +11,24 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelContext, ModelError
+from hardpoint.plugins import (
+    ForwardBatch,
+    KVSpec,
+    Model,
+    ModelConfig,
+    ModelContext,
+    ModelError,
+    ModelFiles,
+)
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedMatrix
+from hardpoint.plugins.requests import MediaFormat
+from hardpoint.toolkit.layers import PackedLayer, load_packed, packed_weights, weight_shapes
 
 from . import comparison
 from .attention import AttentionLayer, SharedStep, Specs, experts_one_by_one, observing
 from .building import body, build, plugin_of, text_modules, text_part
+from .images import ImageTower, has_images, images_of
 from .layers import WeightReadError
 from .modules import Modules
 
@@ -41,6 +52,15 @@ class ThroughTransformers(Model):
         """Return the name of this plugin, or of that of encoders, for classes of transformers."""
         return plugin_of(architecture)
 
+    @classmethod
+    def media_format(cls, config: ModelConfig, files: ModelFiles | None) -> MediaFormat | None:
+        """Return the format of images of the families whose images are read; None for others.
+
+        Raises:
+            ModelError: the files of the model have no token of images.
+        """
+        return images_of(config, files)
+
     def __init__(self, context: ModelContext) -> None:
         """Build the modules, and observe what their attention needs.
 
@@ -49,6 +69,8 @@ class ThroughTransformers(Model):
         """
         super().__init__(context)
         self._step = SharedStep(context.device)
+        is_first = context.parallel.is_first
+        self._tower = ImageTower(context) if is_first and has_images(context.config.hf) else None
         self._given: torch.Tensor | None = None
         self._first_position = 0
         kept: list[str] = []
@@ -79,7 +101,7 @@ class ThroughTransformers(Model):
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the checkpoint tensors that the model needs."""
-        return self._modules.shapes()
+        return {**weight_shapes(self._tower_layers()), **self._modules.shapes()}
 
     def weight_cuts(self) -> dict[str, Cut]:
         """Return the parts of them that this rank has."""
@@ -91,8 +113,29 @@ class ThroughTransformers(Model):
         Raises:
             ModelError: they differ.
         """
-        self._modules.load(weights)
+        self._modules.load(self._text_weights(weights))
         self._compare()
+
+    def _tower_layers(self) -> Sequence[PackedLayer]:
+        return () if self._tower is None else self._tower.layers()
+
+    def _text_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Load the tensors of the tower, and yield the others."""
+        for name, tensor in weights:
+            if self._tower is not None and self._tower.has(name):
+                self._tower.load(name, tensor)
+            else:
+                yield name, tensor
+        if self._tower is not None:
+            self._tower.move_buffers()
+
+    def encode_media(self, modality: str, items: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # noqa: ARG002
+        """Return the embeddings of the tokens of images, [tokens, hidden_size] of each."""
+        assert self._tower is not None, "the model has a media_format"
+        table = self._part.get_input_embeddings()
+        return [self._tower.embeddings(item, table) for item in items]
 
     def quantizable(self) -> Iterable[str]:
         """Return the names of the matrices of plain linear layers."""
@@ -104,11 +147,16 @@ class ThroughTransformers(Model):
 
     def packed_weights(self) -> dict[str, torch.Tensor] | None:
         """Return the packed matrices, and the other tensors."""
-        return self._modules.packed()
+        text = self._modules.packed()
+        tower = packed_weights(self._tower_layers())
+        return None if text is None or tower is None else {**tower, **text}
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load them, and compare as `load_weights` does."""
         self._modules.load_packed(tensors)
+        load_packed(self._tower_layers(), tensors)
+        if self._tower is not None:
+            self._tower.move_buffers()
         self._compare()
 
     def kv_specs(self) -> list[KVSpec]:

@@ -69,7 +69,7 @@ class Encoders(StepPart):
             return None
         parallel = self.context.config.parallel
         if context.rank < parallel.world_size // parallel.pipeline:
-            return encoder_worker(context, media, self._budget(media))
+            return encoder_worker(context, media, self._budget(media), self._longest(media))
         return PositionsWorker(media.position_axes) if media.position_axes > 1 else None
 
     def _format(self, components: ComponentFactory) -> MediaFormat | None:
@@ -93,7 +93,12 @@ class Encoders(StepPart):
 
     def _budget(self, media: MediaFormat | None) -> int:
         """Return the tokens that a step may encode, which is also what embeddings are kept for."""
-        longest = 0 if media is None else media.num_tokens
+        longest = 0 if media is None else self._longest(media)
         given = self.options.budget_tokens
         step = self.context.config.scheduler.max_num_batched_tokens
         return encoder_budget(step if given is None else given, longest)
+
+    def _longest(self, media: MediaFormat) -> int:
+        """Return the tokens of an image, at most; a prompt has no longer one than a sequence."""
+        limit = self.context.config.max_model_len
+        return min(media.num_tokens, limit) if isinstance(limit, int) else media.num_tokens

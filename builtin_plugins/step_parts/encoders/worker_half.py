@@ -37,13 +37,23 @@ class EncoderWorker(WorkerStep, InputEmbeddings, WorkerMemory):
     encodes = True
     wants_layers = False
 
-    def __init__(self, context: WorkerHalfContext, media: MediaFormat, budget: int) -> None:
-        """Keep nothing yet; `budget` is the most tokens of embeddings."""
+    def __init__(
+        self, context: WorkerHalfContext, media: MediaFormat, budget: int, longest: int
+    ) -> None:
+        """Keep nothing yet.
+
+        Args:
+            context: context of the half.
+            media: format of the model.
+            budget: tokens of embeddings, at most.
+            longest: tokens of an image, at most.
+        """
         assert context.loaded is not None, "it is a half of a worker"
         self._device, self._model = context.device, context.loaded.model
         self._media, self._size = media, context.hidden_size
         self._width = context.hidden_size * (1 + media.extra_layers)
-        self._budget, self._encode_bytes = budget, media.encode_bytes
+        self._budget = budget
+        self._encode_bytes = media.encode_bytes * longest // media.num_tokens
         self._embeddings: dict[str, torch.Tensor] = {}
         self._step = EncoderStep()
         self._failed: Exception | None = None
@@ -134,9 +144,11 @@ class PlacedEncoderWorker(EncoderWorker, ForwardWrapper):
 class DeepEncoderWorker(PlacedEncoderWorker, ResidualStream):
     """Encodes media of a model that adds embeddings after its first decoder layers, too."""
 
-    def __init__(self, context: WorkerHalfContext, media: MediaFormat, budget: int) -> None:
+    def __init__(
+        self, context: WorkerHalfContext, media: MediaFormat, budget: int, longest: int
+    ) -> None:
         """Keep nothing yet."""
-        super().__init__(context, media, budget)
+        super().__init__(context, media, budget, longest)
         self._extra = self.layers = range(media.extra_layers)
 
     def added(
@@ -157,11 +169,13 @@ class DeepEncoderWorker(PlacedEncoderWorker, ResidualStream):
         return residual, changed
 
 
-def encoder_worker(context: WorkerHalfContext, media: MediaFormat, budget: int) -> EncoderWorker:
+def encoder_worker(
+    context: WorkerHalfContext, media: MediaFormat, budget: int, longest: int
+) -> EncoderWorker:
     """Return the worker half for a model's media."""
     cls = EncoderWorker
     if media.extra_layers:
         cls = DeepEncoderWorker
     elif media.position_axes > 1:
         cls = PlacedEncoderWorker
-    return cls(context, media, budget)
+    return cls(context, media, budget, longest)

@@ -49,6 +49,7 @@ class MediaFormat:
             hidden_size] then. The model calls `LayerHooks.added`.
         encode_bytes: memory that the encoder needs at once, for one image of `num_tokens`.
         processor: path of the program's file.
+        processor_bytes: memory that the program needs besides images, such as for libraries.
         processor_settings: plain data that `start` gets.
         settings: all that the encoder's input depends on besides the image; part of identifiers.
     """
@@ -68,6 +69,7 @@ class MediaFormat:
     extra_layers: int = 0
     encode_bytes: int = 0
     processor: str
+    processor_bytes: int = 0
     processor_settings: Mapping[str, Any] = {}
     settings: str
 

@@ -61,11 +61,12 @@ class ImageDecoder:
         self._limits, self._media = limits, media
         size = 0 if media is None else media.item_bytes
         processor = None if media is None else (media.processor, dict(media.processor_settings))
+        other_bytes = _OTHER_BYTES + (0 if media is None else media.processor_bytes)
         self._process = LimitedProcess(
             str(decode_program.__file__),
             "to decode images",
             seconds=limits.decode_seconds,
-            max_bytes=_OTHER_BYTES + _BYTES_PER_PIXEL * limits.max_pixels + 4 * limits.max_bytes,
+            max_bytes=other_bytes + _BYTES_PER_PIXEL * limits.max_pixels + 4 * limits.max_bytes,
             max_answer_bytes=max(3 * limits.max_pixels, 2 * size) + 10_000,
             needs="pillow",
             settings={"max_pixels": limits.max_pixels, "processor": processor},

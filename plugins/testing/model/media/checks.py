@@ -48,9 +48,13 @@ def _processed(media: MediaFormat, images: Sequence[Image]) -> list[ProcessedIma
     return found
 
 
+def _array(media: MediaFormat, image: ProcessedImage) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(image.data, np.uint8).reshape(image.shape or media.item_shape)
+
+
 def _item(model: Model, media: MediaFormat, image: ProcessedImage) -> torch.Tensor:
-    numbers = torch.frombuffer(bytearray(image.data), dtype=torch.uint8)
-    return numbers.view(media.item_shape).to(model.context.device)
+    numbers = torch.from_numpy(_array(media, image).copy()).to(model.context.device)
+    return media.encoder_input(numbers)
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,8 @@ class MediaChecks:
         if wrong := [token for token in tokens if not 0 <= token < self.config.vocab_size]:
             last = self.config.vocab_size - 1
             raise FORMAT.violation(f"it has the token {wrong[0]}, expected token ids in 0..{last}")
-        if media.token_id in (media.placeholder_id, *media.begin_ids, *media.end_ids):
+        around = (*media.begin_ids, *media.end_ids)
+        if media.token_id in around or (around and media.token_id == media.placeholder_id):
             raise FORMAT.violation(
                 f"token_id is {media.token_id}, which is also the placeholder's or is around images"
             )
@@ -129,6 +134,7 @@ class MediaChecks:
                     f"an image of {one.width} x {one.height}: the program made other numbers of it "
                     f"when it was asked again"
                 )
+            self._check_tokens(media, one)
             names = [call(IDENTIFIERS, media.identifier, x.content_hash) for x in (one, other)]
             if names[0] != names[1] or not (isinstance(names[0], str) and names[0]):
                 raise IDENTIFIERS.violation(
@@ -141,6 +147,26 @@ class MediaChecks:
                     f"have the identifier {short_repr(names[0])}"
                 )
 
+    def _check_tokens(self, media: MediaFormat, image: ProcessedImage) -> None:
+        """Check the tokens of an image, and their positions if they have several axes."""
+        size = f"an image of {image.width} x {image.height}"
+        item = _array(media, image)
+        tokens = list(call(PROCESS, media.token_ids, item))
+        known = all(type(token) is int and 0 <= token < self.config.vocab_size for token in tokens)
+        if not known or not 1 <= len(tokens) <= media.num_tokens:
+            raise PROCESS.violation(
+                f"token_ids() of {size} returned {short_repr(tokens)}, expected 1 to "
+                f"{media.num_tokens} tokens of the vocabulary"
+            )
+        if media.position_axes == 1:
+            return
+        positions = np.asarray(call(PROCESS, media.positions, item))
+        if positions.shape != (media.position_axes, len(tokens)) or positions.min() < 0:
+            raise PROCESS.violation(
+                f"positions() of {size} returned {list(positions.shape)}, expected "
+                f"{[media.position_axes, len(tokens)]} numbers of at least 0"
+            )
+
     def check_encode(self, model: Model, media: MediaFormat) -> None:
         """Check the embeddings of a loaded model.
 
@@ -148,13 +174,15 @@ class MediaChecks:
             Violation: they are wrong.
         """
         modality = media.modalities[0]
-        items = [_item(model, media, one) for one in _processed(media, _examples_of(media))]
-        given = [item.clone() for item in items]
-        together = self._embeddings(model, media, modality, items)
-        for index, (item, before, found) in enumerate(zip(items, given, together, strict=True)):
+        images = _processed(media, _examples_of(media))
+        items = [_item(model, media, image) for image in images]
+        counts = [len(media.token_ids(_array(media, image))) for image in images]
+        copies = [item.clone() for item in items]
+        together = self._embeddings(model, media, modality, items, counts)
+        for index, (item, before, found) in enumerate(zip(items, copies, together, strict=True)):
             if not torch.equal(item, before):
                 raise ENCODE.violation("encode_media() changed the numbers that it was given")
-            (alone,) = self._embeddings(model, media, modality, [item])
+            (alone,) = self._embeddings(model, media, modality, [item], counts[index:])
             if (difference := relative_difference(alone, found)) > self.tolerance:
                 raise ENCODE.violation(
                     f"the embeddings of item {index} alone differ from those among others by "
@@ -164,16 +192,22 @@ class MediaChecks:
             raise ENCODE.violation("the embeddings of two different images are equal")
 
     def _embeddings(
-        self, model: Model, media: MediaFormat, modality: str, items: Sequence[torch.Tensor]
+        self,
+        model: Model,
+        media: MediaFormat,
+        modality: str,
+        items: Sequence[torch.Tensor],
+        counts: Sequence[int],
     ) -> list[torch.Tensor]:
         found = call(ENCODE, model.encode_media, modality, items)
-        shape = (media.num_tokens, model.hidden_size)
+        width = model.hidden_size * (1 + media.extra_layers)
         if not isinstance(found, Sequence) or len(found) != len(items):
             raise ENCODE.violation(
                 f"encode_media() of {len(items)} items returned {summary(found)}, expected "
                 f"{len(items)} tensors"
             )
-        for one in found:
+        for one, count in zip(found, counts, strict=False):
+            shape = (count, width)
             if not isinstance(one, torch.Tensor) or tuple(one.shape) != shape:
                 raise ENCODE.violation(
                     f"encode_media() returned {summary(one)} for an item, expected {list(shape)}"
@@ -246,7 +280,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and bool(value) and all(map(_is_count, value))
+    return isinstance(value, tuple) and bool(value) and all(_is_count(n) or n == -1 for n in value)
 
 
 _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -258,7 +292,10 @@ _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "around": (lambda value: isinstance(value, str) and not value.strip("\n"), "newlines or ''"),
     "num_tokens": (_is_count, "a number of tokens"),
     "sees_itself": (lambda value: type(value) is bool, "a bool"),
-    "item_shape": (_is_shape, "a tuple of sizes"),
+    "item_shape": (_is_shape, "a tuple of sizes, -1 for those that differ"),
+    "item_bytes": (_is_count, "a number of bytes"),
+    "position_axes": (_is_count, "a number of axes"),
+    "extra_layers": (lambda value: type(value) is int and value >= 0, "a number of layers"),
     "encode_bytes": (lambda value: type(value) is int and value >= 0, "a number of bytes"),
     "processor": (_is_text, "the path of the program that processes images"),
     "processor_settings": (lambda value: isinstance(value, Mapping), "a mapping for it"),

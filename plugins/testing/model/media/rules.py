@@ -19,7 +19,7 @@ IDENTIFIERS = Rule(
     "hash the content of the image and `settings`; MediaFormat.identifier does",
 )
 ENCODE = Rule(
-    "encode: encode_media gives [num_tokens, hidden_size] of each item, alone as among others",
+    "encode: encode_media gives [tokens, hidden_size] of each item, alone as among others",
     "compute each item from its own numbers, and keep nothing of it",
 )
 EMBEDDED = Rule(

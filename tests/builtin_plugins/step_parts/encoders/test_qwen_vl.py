@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from support.gemma_images import distance
-from support.qwen_images import prompt, reference, write_model
+from support.qwen_images import IMAGE, image, prompt, reference, write_model
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, ModelError, RequestError, SamplingParams
+from hardpoint.plugins.requests.media import ProcessedImage
 
 PROMPTS = {
     "one": prompt("see ", 0, " what is it?"),
@@ -78,7 +84,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(folder):
             marks=pytest.mark.nightly,
         ),
         {"attention": {"use": "native_cpu"}},
-        {"plugin": {"kv_canary": {"enabled": True}}},
+        {"debug": {"kv_canary": True}},
     ],
     ids=lambda tables: ", ".join(f"{name}.{next(iter(tables[name]))}" for name in tables),
 )
@@ -92,13 +98,171 @@ def test_a_batch_is_the_same_as_each_alone(folder, alone, tables):
 
 
 def test_preempted_requests_are_the_same_as_alone(folder):
-    given = [prompt("abcdefg", index, "xyz") for index in range(4)] * 2
+    requests = [prompt("abcdefg", index, "xyz") for index in range(4)] * 2
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=3)
     cache = {"prefix_caching": False}
     with open_llm(folder, kv_cache=cache) as llm:
-        alone = [results(llm.generate([each], params)[0]) for each in given]
+        alone = [results(llm.generate([request], params)[0]) for request in requests]
     few = {**cache, "num_blocks": 40, "watermark": 0.0}
     with open_llm(folder, kv_cache=few, max_model_len=128) as llm:
-        together = llm.generate(given, params)
+        together = llm.generate(requests, params)
         assert llm.engines.scheduler_stats().num_preemptions > 0
     assert [results(output) for output in together] == alone
+
+
+def test_completions_of_a_prompt_are_the_same_in_a_batch(folder):
+    params = SamplingParams(max_tokens=6, seed=7, n=3, ignore_eos=True)
+    request = prompt("of ", 1, " and ", 0, ": ")
+    with open_llm(folder) as llm:
+        (alone,) = llm.generate([request], params)
+        together = llm.generate([request, prompt("text"), prompt(2, "x")], params)
+    tokens = [completion.token_ids for completion in alone.outputs]
+    assert [completion.token_ids for completion in together[0].outputs] == tokens
+    assert len({tuple(each) for each in tokens}) == 3
+
+
+TEMPLATE = """{% for message in messages %}{{ message.role }}: {% for part in message.content %}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}
+{%- endfor %} {% endfor %}model:"""
+
+
+def test_conversations_have_images_and_text_of_users_has_none(folder):
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    parts = [{"type": "image", "image": image(0)}, {"type": "text", "text": f"what is {IMAGE}?"}]
+    with open_llm(folder) as llm:
+        (output,) = llm.chat([{"role": "user", "content": parts}], GREEDY)
+        (expected,) = llm.generate([prompt("user: ", 0, "what is ? model:")], GREEDY)
+    token = expected.prompt_token_ids[7]
+    assert output.prompt_token_ids.count(token) == expected.prompt_token_ids.count(token) > 1
+    assert len(output.prompt_token_ids) > len(expected.prompt_token_ids)
+
+
+REFUSED = {
+    "fewer images": (
+        {"prompt": IMAGE * 2, "multi_modal_data": {"image": [image(0)]}},
+        r"multi_modal_data.image: expected one image for each <\|image_pad\|> of the prompt, got 1 "
+        r"images and 2 placeholders",
+    ),
+    "a damaged file": (
+        {"prompt": IMAGE, "multi_modal_data": {"image": [b"\x89PNG\r\n\x1a\n1234"]}},
+        r"multi_modal_data.image\[0\]: expected a whole image",
+    ),
+    "too long a side": (
+        {"prompt": IMAGE, "multi_modal_data": {"image": [np.zeros((1, 300, 3), np.uint8)]}},
+        r"multi_modal_data.image\[0\]: expected an image whose longer side is at most 200 times",
+    ),
+    "too many tokens": (
+        {"prompt": IMAGE * 16, "multi_modal_data": {"image": [image(3)] * 16}},
+        r"the prompt is too long: 1024 tokens; this model's maximum context length is 512 tokens",
+    ),
+    "processed for another model": (
+        {
+            "prompt": IMAGE,
+            "multi_modal_data": {"image": [ProcessedImage(8, 8, "0", "x", bytes(192), (8, 8, 3))]},
+        },
+        r"multi_modal_data.image\[0\]: expected an image that this model's processor has made",
+    ),
+    "audio": (
+        {"prompt": "x", "multi_modal_data": {"audio": [b"sound"]}},
+        r"multi_modal_data: 'audio': the model Qwen\w+ takes image",
+    ),
+}
+
+
+def test_prompts_that_are_refused_by_name_disturb_no_other(folder, alone):
+    with open_llm(folder) as llm:
+        for request, message in REFUSED.values():
+            with pytest.raises(RequestError, match=message):
+                llm.generate([PROMPTS["one"], request], GREEDY)
+        assert results(llm.generate([PROMPTS["one"]], GREEDY)[0]) == alone["one"]
+
+
+CONFIGS = {
+    "sections": (
+        "config.json",
+        lambda hf: hf["text_config"]["rope_parameters"].update(mrope_section=[1, 1, 1]),
+        r"rope_parameters.mrope_section: expected three whole numbers with the sum 8",
+    ),
+    "width": (
+        "config.json",
+        lambda hf: hf["vision_config"].update(out_hidden_size=32),
+        r"vision_config: out_hidden_size: expected 64, got 32",
+    ),
+    "patches": (
+        "preprocessor_config.json",
+        lambda fields: fields.update(patch_size=7),
+        r"image processor: patch_size: expected 4, that of the config",
+    ),
+    "interpolation": (
+        "preprocessor_config.json",
+        lambda fields: fields.update(resample=2),
+        r"image processor: resample: expected 3 \(bicubic\), got 2",
+    ),
+    "pixels": (
+        "preprocessor_config.json",
+        lambda fields: fields.update(size={"shortest_edge": 64, "longest_edge": 32}),
+        r"image processor: size.longest_edge: expected at least 64 pixels, got 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_files_that_are_not_supported_are_refused_by_field(folder, tmp_path, name):
+    file, change, message = CONFIGS[name]
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    fields = json.loads((copy / file).read_text())
+    change(fields)
+    (copy / file).write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match=message):
+        open_llm(copy).close()
+
+
+def test_names_of_published_checkpoints_are_read(folder, alone, tmp_path):
+    """Qwen2.5-VL is also stored as transformers names its modules, with `model.language_model`."""
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    tensors = load_file(copy / "model.safetensors")
+    renamed = {}
+    for name, tensor in tensors.items():
+        if name.startswith("visual."):
+            name = f"model.{name}"
+        elif name.startswith("model.") and not name.startswith(("model.vis", "model.lang")):
+            name = f"model.language_model.{name.removeprefix('model.')}"
+        renamed[name] = tensor
+    save_file(renamed, copy / "model.safetensors")
+    with open_llm(copy) as llm:
+        assert results(llm.generate([PROMPTS["four"]], GREEDY)[0]) == alone["four"]
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"quantization": {"use": "int8"}},
+        pytest.param({"kv_cache": {"block_size": 8, "dtype": "int8"}}, marks=pytest.mark.nightly),
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.nightly),
+    ],
+    ids=["int8 weights", "int8 cache", "bfloat16"],
+)
+def test_quantized_models_give_the_same_in_a_batch_as_alone(folder, tables):
+    requests = [PROMPTS[name] for name in ("one", "four", "text")]
+    with open_llm(folder, **tables) as llm:
+        alone = [results(llm.generate([request], GREEDY)[0]) for request in requests]
+        llm.reset_prefix_cache()
+        assert [results(output) for output in llm.generate(requests, GREEDY)] == alone
+
+
+def test_a_quantized_tower_is_refused_by_its_tensor(folder, tmp_path):
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    tensors = load_file(copy / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("visual.blocks.0.attn.qkv.weight"))
+    stem = name.removesuffix(".weight")
+    weight = tensors.pop(name)
+    tensors[f"{stem}.qweight"] = torch.zeros(
+        weight.shape[1], weight.shape[0] // 8, dtype=torch.int32
+    )
+    tensors[f"{stem}.scales"] = torch.ones(1, weight.shape[0], dtype=torch.float16)
+    save_file(tensors, copy / "model.safetensors")
+    fields = json.loads((copy / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    (copy / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match=r"visual\.blocks\.0\.attn\.qkv\.weight"):
+        open_llm(copy).close()

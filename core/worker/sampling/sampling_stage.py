@@ -184,9 +184,7 @@ class SamplingStage:
             PluginFaultError: the sampler failed, or a plugin whose faults end the engine.
         """
         if not self._rows.are_of(requests):
-            self._rows = _StepRows(
-                requests, self.device, self.states_key, draws=self.sampler.draws
-            )
+            self._rows = _StepRows(requests, self.device, self.states_key, draws=self.sampler.draws)
         if self._rows.with_logprobs and not self._processed_logprobs:
             part = self._rows.of_logprobs(logits)
             self._raw = part.clone() if part is logits else part

@@ -6,9 +6,9 @@ import ast
 import builtins
 import importlib
 import re
-import tomllib
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest

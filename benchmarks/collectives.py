@@ -33,7 +33,7 @@ def run_rank(
 ) -> None:
     """Time the collectives and report p50 and p99 in microseconds from rank 0."""
     torch.set_num_threads(1)
-    found = {}
+    figures = {}
     for name, cls in KINDS.items():
         group = cls(
             CommunicatorContext(
@@ -54,10 +54,10 @@ def run_rank(
                 group.all_reduce(x)
                 times.append((time.perf_counter() - began) * 1e6)
             times = sorted(times[count // 5 :])  # the first ones warm up
-            found[name, shape] = statistics.median(times), times[int(len(times) * 0.99)]
+            figures[name, shape] = statistics.median(times), times[int(len(times) * 0.99)]
         group.close()
     if rank == 0:
-        results.put(found)
+        results.put(figures)
 
 
 def main() -> None:
@@ -74,12 +74,12 @@ def main() -> None:
         ]
         for child in children:
             child.start()
-        found = results.get()
+        figures = results.get()
         for child in children:
             child.join()
     rows = []
     for shape in SHAPES:
-        pairs = [found[name, shape] for name in KINDS]
+        pairs = [figures[name, shape] for name in KINDS]
         cells = [f"{median:.1f}, {worst:.1f}" for median, worst in pairs]
         (shared, _), (gloo, _) = pairs
         rows.append([f"all_reduce {shape[0]}x{shape[1]} bf16", *cells, f"{gloo / shared:.1f}"])

@@ -196,20 +196,20 @@ def measure_backend(
             states[row].advance(token)
     tokens = [tokens_after(row, text) for row, text in enumerate(rows_texts)]
     masks = np.zeros((rows, -(-size // 32)), dtype=np.int32)
-    found: dict[str, list[float]] = {"fill": [], "advance": []}
+    figures: dict[str, list[float]] = {"fill": [], "advance": []}
     for _ in range(rounds):
         masks[:] = 0
         pairs = list(zip(states, masks, strict=True))
         spent = timed(lambda: [s.fill_bitmask(mask) for s, mask in pairs], time.thread_time)  # noqa: B023
-        found["fill"].append(spent / rows)
+        figures["fill"].append(spent / rows)
         following = []
         for row, listed in enumerate(tokens):
             if (token := next(listed)) is None:
                 states[row], token = state.fork(), next(listed)
             following.append((states[row], token))
         spent = timed(lambda: [s.advance(token) for s, token in following], time.thread_time)  # noqa: B023
-        found["advance"].append(spent / rows)
-    return found
+        figures["advance"].append(spent / rows)
+    return figures
 
 
 def measure_masks(
@@ -217,8 +217,8 @@ def measure_masks(
 ) -> dict[str, Any]:
     """Return the microseconds of a row in each part and step."""
     manager, backend = setup.manager(), setup.backend()
-    found = measure_backend(backend.compile(structured), texts, rows, rounds, setup.size)
-    found |= {"bitmask": [], "native": [], "torch": []}
+    figures = measure_backend(backend.compile(structured), texts, rows, rounds, setup.size)
+    figures |= {"bitmask": [], "native": [], "torch": []}
     ops = {
         name: load_ops(torch.float32, torch.device("cpu"), use)
         for name, use in (("native", "auto"), ("torch", "torch"))
@@ -230,17 +230,17 @@ def measure_masks(
         plan = followers.step()
         start = time.thread_time()
         bitmask = manager.mask(plan)
-        found["bitmask"].append((time.thread_time() - start) * MICROSECONDS / rows)
+        figures["bitmask"].append((time.thread_time() - start) * MICROSECONDS / rows)
         assert bitmask is not None
         assert not manager.result(plan, ModelRunnerOutput())
         requests: Any = [SimpleNamespace(request_id=name) for name in bitmask.request_ids]
-        for name, one in ops.items():
+        for name, operations in ops.items():
             if name == "native" or number < max(3, rounds // 10):
-                call = functools.partial(apply, bitmask, requests, one, logits)
-                found[name].append(timed(call, time.thread_time) / rows)
+                call = functools.partial(apply, bitmask, requests, operations, logits)
+                figures[name].append(timed(call, time.thread_time) / rows)
     manager.close()
     backend.close()
-    return {"rows": rows, **found}
+    return {"rows": rows, **figures}
 
 
 def apply(bitmask: Any, requests: Any, ops: Any, logits: torch.Tensor) -> None:
@@ -254,16 +254,16 @@ def measure_compiling(setup: Setup) -> dict[str, Any]:
     """Return the milliseconds until schemas are ready, the first time and from the cache."""
     manager = setup.manager()
     tag = StructuredOutputs.checked({"choice": ["yes", "no"]})
-    found: dict[str, Any] = {"vocabulary": timed(lambda: open_request(manager, "a", tag)) / 1e3}
+    figures: dict[str, Any] = {"vocabulary": timed(lambda: open_request(manager, "a", tag)) / 1e3}
     for when in ("first", "cached"):
-        found[when] = []
+        figures[when] = []
         for number, schema in enumerate(schemas()):
             structured = StructuredOutputs.checked({"json": schema})
             with contextlib.suppress(RequestError):  # too large for a backend; the count shows it
                 call = functools.partial(open_request, manager, f"{when}{number}", structured)
-                found[when].append(timed(call) / 1e3)
+                figures[when].append(timed(call) / 1e3)
     manager.close()
-    return found
+    return figures
 
 
 def watched() -> Timers:
@@ -344,11 +344,11 @@ def all_masks(
     torch.set_num_threads(threads)
     parts = ("fill", "advance", "bitmask", "native", "torch")
     rows = [
-        [f"{size} {name}", found["rows"]]
-        + [f"{statistics.median(found[part]):.1f} ({max(found[part]):.0f})" for part in parts]
+        [f"{size} {name}", figures["rows"]]
+        + [f"{statistics.median(figures[part]):.1f} ({max(figures[part]):.0f})" for part in parts]
         for size, loads in results.items()
         for name, listed in loads.items()
-        for found in listed
+        for figures in listed
     ]
     heads = ("vocabulary, grammar", "rows", "mask", "token", "bitmask", "kernels", "torch")
     show_table("microseconds per row: median of the steps (the slowest step)", heads, rows)
@@ -360,15 +360,15 @@ def all_compiling(
 ) -> dict[str, dict[str, Any]]:
     """Measure, show and return compile times by vocabulary."""
     results = {size: measure_compiling(setup) for size, setup in setups.items()}
-    for size, found in results.items():
+    for size, figures in results.items():
         start = f"{options.backend}, {size} tokens"
         for when in ("first", "cached"):
-            times = found[when]
+            times = figures[when]
             print(
                 f"{start}, {len(times)} schemas, {when}: "
                 f"p50 {statistics.median(times):.2f} ms, max {max(times):.2f} ms"
             )
-        print(f"{start}: once, for the vocabulary {found['vocabulary']:.0f} ms")
+        print(f"{start}: once, for the vocabulary {figures['vocabulary']:.0f} ms")
     return results
 
 
@@ -382,12 +382,12 @@ def all_steps(
         array = {"type": "array", "items": items, "minItems": 1000}
         structured = {"json": array, "backend": options.backend}
         for running in options.running:
-            found = measure_step(timers, structured, running, options.rounds, options.model)
-            results[name][str(running)] = found
+            step = measure_step(timers, structured, running, options.rounds, options.model)
+            results[name][str(running)] = step
             print(
-                f"{name}, {running} running: a step takes {found['free']:.2f} ms without grammars, "
-                f"{found['structured']:.2f} ms with ({found['difference']:+.1%}); the bitmask is "
-                f"{found['bitmask']:.2%} of it, its application {found['apply']:.2%} "
+                f"{name}, {running} running: a step takes {step['free']:.2f} ms without grammars, "
+                f"{step['structured']:.2f} ms with ({step['difference']:+.1%}); the bitmask is "
+                f"{step['bitmask']:.2%} of it, its application {step['apply']:.2%} "
                 "(aim: 2% together)"
             )
     return results

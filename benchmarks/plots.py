@@ -11,10 +11,10 @@ _COLORS = ("#1f5fa8", "#c0504d", "#5a8a3a", "#7a5195", "#b8860b")
 _TICKS = 4
 Figure = Callable[[Mapping[str, Any]], float]
 _PANELS: tuple[tuple[str, Figure], ...] = (
-    ("reuse of prompt tokens, %", lambda one: 100 * one["reuse"]),
-    ("p99 time to the first token, ms", lambda one: 1e3 * one["ttft"]["p99"]),
-    ("tokens computed: most / mean", lambda one: one["imbalance"]),
-    ("microseconds per decision, median", lambda one: one["decisions"]["p50"]),
+    ("reuse of prompt tokens, %", lambda result: 100 * result["reuse"]),
+    ("p99 time to the first token, ms", lambda result: 1e3 * result["ttft"]["p99"]),
+    ("tokens computed: most / mean", lambda result: result["imbalance"]),
+    ("microseconds per decision, median", lambda result: result["decisions"]["p50"]),
 )
 
 
@@ -62,8 +62,8 @@ def _document(width: float, height: float, parts: Sequence[str]) -> str:
 
 def draw_fleets(results: Sequence[Mapping[str, Any]]) -> str:
     """Return four panels, in each a line per balancer over the number of engines."""
-    names = list(dict.fromkeys(one["balancer"] for one in results))
-    sizes = sorted({one["engines"] for one in results})
+    names = list(dict.fromkeys(result["balancer"] for result in results))
+    sizes = sorted({result["engines"] for result in results})
     span = math.log(sizes[-1] / sizes[0]) or 1.0
     (width, height), left, top, gap = (300, 160), 56, 52, 60
     legend = _Panel("", left, 14, (0, 0))
@@ -75,7 +75,7 @@ def draw_fleets(results: Sequence[Mapping[str, Any]]) -> str:
     for number, (title, figure) in enumerate(_PANELS):
         x, y = left + (number % 2) * (width + left), top + (number // 2) * (height + gap)
         panel = _Panel(title, x, y, (width, height))
-        highest = _round_up(max(figure(one) for one in results))
+        highest = _round_up(max(figure(result) for result in results))
         panel.grid(highest)
         for size in sizes:
             x, y = panel.at(math.log(size / sizes[0]) / span, 0)
@@ -83,9 +83,9 @@ def draw_fleets(results: Sequence[Mapping[str, Any]]) -> str:
         for place, name in enumerate(names):
             color = _COLORS[place % len(_COLORS)]
             points = [
-                panel.at(math.log(one["engines"] / sizes[0]) / span, figure(one) / highest)
-                for one in results
-                if one["balancer"] == name
+                panel.at(math.log(result["engines"] / sizes[0]) / span, figure(result) / highest)
+                for result in results
+                if result["balancer"] == name
             ]
             line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
             style = f'fill="none" stroke="{color}" stroke-width="2"'

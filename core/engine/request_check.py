@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sized
 from types import MappingProxyType
 
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, RequestError
-from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.plugins.sampling import RequestStates
 from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
+from hardpoint.toolkit.resumed_states import SAMPLER, check_logprobs, check_states
 
 _LONGEST_MARKER = 64
 _OUTPUTS = "resumed.output_token_ids"
-_LOGPROBS = "resumed.observed_logprobs"
 
 
 class RequestCheck:
@@ -23,14 +22,14 @@ class RequestCheck:
         vocab_size: int,
         engine_index: int = 0,
         used: Collection[str] = (),
-        processors: Mapping[str, type[LogitsPlugin]] = MappingProxyType({}),
+        processors: Mapping[str, type[RequestStates]] = MappingProxyType({}),
     ) -> None:
         """Create the check of one engine.
 
         Args:
             vocab_size: one more than the largest token id.
             used: optional fields that step parts make use of, and check.
-            processors: classes of the enabled logits processors, by name.
+            processors: classes of the enabled logits processors and of the sampler, by name.
         """
         self._vocab_size = vocab_size
         self._engine_index = engine_index
@@ -83,9 +82,10 @@ class RequestCheck:
                 raise RequestError(
                     f"{_OUTPUTS}[{index}]: expected no token that ends the request, got {token}"
                 )
-        for name in request.plugin_args.keys() & self.processors.keys():
-            _check_processor(name, self.processors[name], request)
-        _check_logprobs(resumed.observed_logprobs, len(tokens))
+        for name in {SAMPLER, *request.plugin_args} & self.processors.keys():
+            plugin = f"logits processor {name!r}" if name else "the sampler"
+            check_states(plugin, self.processors[name], request)
+        check_logprobs(resumed.observed_logprobs, len(tokens))
         positions = len(request.prompt_token_ids)
         for field, limit in (
             ("num_prompt_logprobs", positions),
@@ -140,30 +140,3 @@ class RequestCheck:
                 f"data_parallel_rank: expected {self._engine_index}, the rank of this engine, or "
                 f"none, got {rank}"
             )
-
-
-def _check_processor(name: str, cls: type[LogitsPlugin], request: EngineCoreRequest) -> None:
-    if not cls.supports_resume:
-        raise RequestError(
-            f"resumed: expected none: logits processor {name!r} does not declare supports_resume"
-        )
-    resumed = request.resumed
-    if resumed is None or cls.observe is LogitsPlugin.observe:
-        return
-    if resumed.output_token_ids and resumed.observed_logprobs is None:
-        raise RequestError(
-            f"{_LOGPROBS}: expected that of each token, which logits processor {name!r} observes, "
-            "got none"
-        )
-
-
-def _check_logprobs(logprobs: list[float] | None, num_tokens: int) -> None:
-    if logprobs is None:
-        return
-    if len(logprobs) != num_tokens:
-        raise RequestError(
-            f"{_LOGPROBS}: expected one for each of the {num_tokens} tokens, got {len(logprobs)}"
-        )
-    for index, logprob in enumerate(logprobs):
-        if not math.isfinite(logprob):
-            raise RequestError(f"{_LOGPROBS}[{index}]: expected a finite number, got {logprob}")

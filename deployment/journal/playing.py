@@ -275,6 +275,7 @@ def with_noted(own: ModelRunnerOutput, noted: Result) -> ModelRunnerOutput:
     own.faults = {name: RequestFault(*fault) for name, fault in noted.faults.items()}
     own.invalid_block_ids = frozenset(noted.invalid_block_ids)
     own.is_cache_uncertain = noted.is_cache_uncertain
+    own.finishes = dict(noted.finishes)
     return own
 
 

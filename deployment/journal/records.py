@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput
+from hardpoint.plugins import Finish, ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.component.manifest import Manifest
 
 FORMAT_VERSION = 1
@@ -110,6 +110,7 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
             requests of the plan written last.
         part_reports: by step part and rank.
         faults: by request id, message and plugin.
+        finishes: graceful ends by plugins, by request id.
     """
 
     step: int
@@ -119,6 +120,7 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
     faults: dict[str, tuple[str, str | None]] = {}
     invalid_block_ids: list[int] = []
     is_cache_uncertain: bool = False
+    finishes: dict[str, Finish] = {}
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -368,6 +370,7 @@ def result_record(step: int, result: ModelRunnerOutput) -> Result:
         {name: (fault.message, fault.plugin) for name, fault in result.faults.items()},
         sorted(result.invalid_block_ids),
         result.is_cache_uncertain,
+        dict(result.finishes),
     )
 
 

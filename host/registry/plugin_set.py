@@ -24,8 +24,10 @@ from hardpoint.errors import (
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 from hardpoint.plugins.config import ConfigSources, EngineConfig
+from hardpoint.plugins.sampling import RequestStates
 from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.plugins.text.arguments import ComponentWithArguments
+from hardpoint.toolkit.resumed_states import SAMPLER
 from hardpoint.typed import prepared_type
 
 from .adapt import adapters_of, configured, load_component
@@ -298,6 +300,11 @@ class PluginSet:
     def logits_processors(self) -> list[tuple[PluginEntry, type[LogitsPlugin]]]:
         """Return the logits processors in the order in which they run."""
         return [(entry, self.target(entry)) for entry in self.entries("logits_processors")]
+
+    def keeping_states(self) -> dict[str, type[RequestStates]]:
+        """Return the classes of the logits processors by name, and that of the sampler."""
+        processors = {entry.name: cls for entry, cls in self.logits_processors()}
+        return {**processors, SAMPLER: self.target(self.one("samplers"))}
 
 
 def resolve_plugins(

@@ -59,8 +59,8 @@ class Submitter:
         self._arguments, self._input, self._output = arguments, processor, output
         used = request_fields(parts.plugins, parts.config)
         vocab_size = parts.model_config.vocab_size
-        processors = {entry.name: cls for entry, cls in parts.plugins.logits_processors()}
-        self._prebuilt = PrebuiltRequestValidator(processor, vocab_size, used, processors)
+        states = parts.plugins.keeping_states()
+        self._prebuilt = PrebuiltRequestValidator(processor, vocab_size, used, states)
         self._received_hook: RequestReceivedHook | None = None
         if parts.hooks.has("request_received"):
             self._received_hook = RequestReceivedHook(parts.hooks, self._prebuilt, arguments)
@@ -75,7 +75,7 @@ class Submitter:
         """Take the arguments of requests for another generation of the plugins."""
         self._arguments.use(plugins)
         self._generation = plugins.manifest.generation
-        self._prebuilt.use({entry.name: cls for entry, cls in plugins.logits_processors()})
+        self._prebuilt.use(plugins.keeping_states())
         name = _policy_ignoring_priority(plugins)
         self._policy_ignoring_priority = None if name in self._warned_policies else name
 

@@ -16,7 +16,7 @@ from hardpoint.host.registry.blame import text_of
 from hardpoint.host.registry.hooks import HookSet
 from hardpoint.host.system.encoding import Buffer, Decoder, Encoder, WireError
 from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
-from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.plugins.sampling import RequestStates
 from hardpoint.typed import check_text
 
 from .input_processor import NO_EXTRAS, InputProcessor, Params, RequestExtras
@@ -40,14 +40,14 @@ class PrebuiltRequestValidator:
         processor: InputProcessor,
         vocab_size: int,
         used: Collection[str] = (),
-        processors: Mapping[str, type[LogitsPlugin]] = MappingProxyType({}),
+        processors: Mapping[str, type[RequestStates]] = MappingProxyType({}),
     ) -> None:
         self._processor = processor
         self._check = RequestCheck(vocab_size, used=used, processors=processors)
         self.check_resumed = self._check.check_resumed
         self._decoder: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest)
 
-    def use(self, processors: Mapping[str, type[LogitsPlugin]]) -> None:
+    def use(self, processors: Mapping[str, type[RequestStates]]) -> None:
         """Check requests for the logits processors of another generation of the plugins."""
         self._check.processors = processors
 

@@ -262,6 +262,20 @@ def _check_fields(output: EngineCoreOutput, expected: _Expected, vocab_size: int
         text = getattr(output, field)
         if isinstance(text, str) and len(text) > _MOST_TEXT:
             raise _wrong(output, field, f"at most {_MOST_TEXT} characters")
+    _check_end(output)
+
+
+_END_KEYS = {"plugin", "reason", "stop_reason"}
+
+
+def _check_end(output: EngineCoreOutput) -> None:
+    """Check the end of a request by a plugin, if it is one."""
+    if not isinstance(end := output.stop_reason, dict):
+        return
+    texts = [text for text in end.values() if isinstance(text, str)]
+    are_plain = all(isinstance(value, str | int) for value in end.values())
+    if not (end.keys() <= _END_KEYS and are_plain and sum(map(len, texts)) <= _MOST_TEXT):
+        raise _wrong(output, "stop_reason", "plugin, reason and stop_reason of a plugin")
 
 
 def _check_all_logprobs(output: EngineCoreOutput, expected: _Expected, vocab_size: int) -> None:

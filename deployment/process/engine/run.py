@@ -249,9 +249,8 @@ def _serve(
     watch.on_gone(stop, grace_s=_ORPHAN_GRACE_S)
     identity = launch.engine_index.to_bytes(2, "little")
     used = request_fields(spec.plugins, spec.config)
-    processors = {entry.name: cls for entry, cls in spec.plugins.logits_processors()}
-    vocab_size = spec.model_config.vocab_size
-    check = RequestCheck(vocab_size, launch.engine_index, used, processors)
+    vocab_size, states = spec.model_config.vocab_size, spec.plugins.keeping_states()
+    check = RequestCheck(vocab_size, launch.engine_index, used, states)
     io = EngineIO(identity, addresses, queues, check, hash_prompt=built.core.hash_prompt)
     settle_heap(spec.config.engine.long_collection_seconds)
     activity = built.core.activity

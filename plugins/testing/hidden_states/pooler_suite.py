@@ -20,6 +20,8 @@ from hardpoint.testing.suite import NOTHING_DRAWN, Rule, short_repr
 from hardpoint.testing.timing.timed_suite import TimedSuite
 from hardpoint.typed import ReadOnlyList
 
+from .contexts import context_fields
+
 SHAPE = Rule(
     "shape: start() gives a PromptPooler, and finish() a vector, or several with `per_token`",
     "return a floating-point tensor [hidden_size]; or [vectors, hidden_size] with per_token = True",
@@ -110,6 +112,7 @@ class PoolerSuite(TimedSuite):
             PoolerContext,
             device=torch.device(self.device),
             hidden_size=hidden_size or self.hidden_size,
+            **context_fields(hidden_size or self.hidden_size, self.vocab_size, self.dtype),
         )
         return pooler
 

@@ -20,6 +20,8 @@ from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.suite import NOTHING_DRAWN, Rule, Violation, checks, short_repr
 from hardpoint.testing.timing.timed_suite import TimedSuite
 
+from .contexts import context_fields
+
 SITES = Rule(
     "sites: sites() gives the same TapSites for the same arguments, in every process",
     "return a list of TapSite(layer, place), each once, which depends on the arguments alone",
@@ -161,6 +163,7 @@ class ActivationTapSuite(TimedSuite):
             ActivationTapContext,
             device=torch.device(self.device),
             hidden_size=hidden_size or self.hidden_size,
+            **context_fields(hidden_size or self.hidden_size, self.vocab_size, self.dtype),
         )
         return tap
 

@@ -204,7 +204,9 @@ OUTPUTS = whole(
     request_id=TEXT,
     new_token_ids=TOKENS,
     finish_reason=st.none() | st.sampled_from(FinishReason),
-    stop_reason=st.integers(0, 99) | MAYBE_TEXT,
+    stop_reason=st.integers(0, 99)
+    | MAYBE_TEXT
+    | st.fixed_dictionaries({"plugin": TEXT, "reason": TEXT}, optional={"stop_reason": TEXT}),
     logprobs=st.none() | st.lists(LOGPROBS, max_size=2),
     prompt_logprobs=st.none() | st.lists(st.none() | LOGPROBS, max_size=2),
     error=MAYBE_TEXT,

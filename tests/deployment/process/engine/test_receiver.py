@@ -340,6 +340,11 @@ class TestRequestCheck:
         with pytest.raises(RequestError, match=words):
             RequestCheck(100)(request("a", resumed=ResumedOutputs([1, 2], **more)))
 
+    def test_a_sampler_whose_states_no_other_engine_has(self):
+        check = RequestCheck(100, processors={"": Fixed})
+        with pytest.raises(RequestError, match="none: the sampler does not declare supports_res"):
+            check(request("a", resumed=ResumedOutputs([1])))
+
     def test_outputs_that_have_not_ended(self):
         check = RequestCheck(100, processors=PROCESSORS)
         ends = {"eos_token_ids": [7], "plugin_args": {"follows": {}}}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.cases import nightly_but
 from support.gemma_images import distance
 from support.qwen_images import IMAGE, image, prompt, reference, write_model
 
@@ -29,7 +30,7 @@ PROMPTS = {
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=3)
 
 
-@pytest.fixture(scope="module", params=["2.5", "3"])
+@pytest.fixture(scope="module", params=nightly_but(["2.5", "3", "3-moe"], "2.5", "3"))
 def folder(request, tmp_path_factory) -> Path:
     return write_model(tmp_path_factory.mktemp("qwen_vl"), request.param)
 
@@ -231,6 +232,23 @@ def test_names_of_published_checkpoints_are_read(folder, alone, tmp_path):
     save_file(renamed, copy / "model.safetensors")
     with open_llm(copy) as llm:
         assert results(llm.generate([PROMPTS["four"]], GREEDY)[0]) == alone["four"]
+
+
+@pytest.mark.nightly
+def test_experts_of_published_checkpoints_are_read(tmp_path):
+    folder = write_model(tmp_path / "written", "3-moe")
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    tensors = load_file(copy / "model.safetensors")
+    swapped = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(swapped, copy / "model.safetensors")
+    request = PROMPTS["four"]
+    with open_llm(folder) as llm:
+        expected = results(llm.generate([request], GREEDY)[0])
+    with open_llm(copy) as llm:
+        assert results(llm.generate([request], GREEDY)[0]) == expected
 
 
 @pytest.mark.parametrize(

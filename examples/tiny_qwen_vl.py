@@ -70,9 +70,19 @@ def config_3(**text: Any) -> transformers.Qwen3VLConfig:
     return transformers.Qwen3VLConfig(text_config=fields, vision_config=vision, **TOKENS)
 
 
+def config_3_moe(**text: Any) -> transformers.Qwen3VLMoeConfig:
+    """Return the configuration of a Qwen3-VL with experts."""
+    dense = config_3(**text).to_dict()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    fields = {**dense["text_config"], **experts, "model_type": "qwen3_vl_moe_text"}
+    vision = {**dense["vision_config"], "model_type": "qwen3_vl_moe_vision"}
+    return transformers.Qwen3VLMoeConfig(text_config=fields, vision_config=vision, **TOKENS)
+
+
 KINDS = {
     "2.5": (transformers.Qwen2_5_VLForConditionalGeneration, config_2_5),
     "3": (transformers.Qwen3VLForConditionalGeneration, config_3),
+    "3-moe": (transformers.Qwen3VLMoeForConditionalGeneration, config_3_moe),
 }
 
 

@@ -116,10 +116,10 @@ class OutlineLoader(WeightLoader):
         """
         index = read_index(self._folder)
         former = former_names(shapes, lambda: index)
-        alternates = ARCHITECTURES.get(self.architecture())
+        form = ARCHITECTURES.get(self.architecture())
         stacked = {}
-        if alternates is not None:
-            stacked = stacked_places(shapes, index, alternates=alternates)
+        if form is not None:
+            stacked = stacked_places(shapes, index, form)
         parts: dict[str, set[str]] = {}
         for name in index:
             parts.setdefault(module_of(name), set()).add(last_of(name))

@@ -252,10 +252,10 @@ class SafetensorsLoader(WeightLoader):
 
     @functools.cached_property
     def _experts(self) -> StackedExperts | None:
-        alternates = ARCHITECTURES.get(self.architecture())
-        if alternates is None:
+        form = ARCHITECTURES.get(self.architecture())
+        if form is None:
             return None
-        return StackedExperts(self._shards(), self._open, self._quantization, alternates=alternates)
+        return StackedExperts(self._shards(), self._open, self._quantization, form)
 
     @functools.cached_property
     def _quantization(self) -> str | None:

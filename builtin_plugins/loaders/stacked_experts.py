@@ -4,7 +4,8 @@ gpt-oss has `X.experts.gate_up_proj` [experts, hidden, 2 * width], the columns o
 turn, and `X.experts.down_proj` [experts, width, hidden]; with `_bias`, [experts, rows]. In MXFP4
 they are `_blocks` [experts, rows, columns / 32, 16] and `_scales` [experts, rows, columns / 32].
 Qwen3.5 has `X.experts.gate_up_proj` [experts, 2 * width, hidden], the rows of gate before those of
-up, and `X.experts.down_proj` [experts, hidden, width].
+up, and `X.experts.down_proj` [experts, hidden, width]. Qwen3-VL has these with the last two
+dimensions swapped, unless transformers 5 has written it.
 Models ask for `X.experts.0.gate_proj.weight` and so on.
 """
 
@@ -14,7 +15,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,12 +26,26 @@ from hardpoint.plugins.quantization import QuantizedWeight
 from .files import refusing_damage
 from .index_file import former_name
 
+
+class StackedLayout(NamedTuple):
+    """Layout of stacked tensors.
+
+    Attributes:
+        alternates: whether the rows of gate and up come in turn.
+        is_transposed: whether rows are the last dimension; None if their sizes show it.
+    """
+
+    alternates: bool = False
+    is_transposed: bool | None = False
+
+
 ARCHITECTURES = {
-    "GptOssForCausalLM": True,
-    "Qwen3_5MoeForCausalLM": False,
-    "Qwen3_5MoeForConditionalGeneration": False,
+    "GptOssForCausalLM": StackedLayout(alternates=True, is_transposed=True),
+    "Qwen3VLMoeForConditionalGeneration": StackedLayout(is_transposed=None),
+    "Qwen3_5MoeForCausalLM": StackedLayout(),
+    "Qwen3_5MoeForConditionalGeneration": StackedLayout(),
 }
-"""Those whose checkpoints are of these forms, and whether it is gpt-oss's."""
+"""Architectures whose checkpoints have stacked experts, and their forms."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _STACKED = {"gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", None)}
 """The stacked tensor of a matrix, and which of the two it is there."""
@@ -48,43 +63,59 @@ class ExpertLocation:
         expert: index in their first dimension.
         half: which of two matrices it is; None if there is one.
         alternates: whether the rows of the two come in turn; else those of one after the other's.
-        is_transposed: whether its rows are the last dimension there.
+        is_transposed: whether its rows are the last dimension there; None if their sizes show it.
     """
 
     tensors: tuple[str, ...]
     expert: int
     half: int | None
     alternates: bool
-    is_transposed: bool
+    is_transposed: bool | None
 
     @property
     def has_codes(self) -> bool:
         """Whether it is quantised."""
         return len(self.tensors) > 1
 
-    def of(self, stacked: torch.Tensor) -> torch.Tensor:
-        """Return it of what a stacked tensor has of the expert."""
-        rows = stacked.T if self.is_transposed else stacked
+    def of(self, stacked: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return it of what a stacked tensor has of the expert.
+
+        Args:
+            stacked: the part of the expert.
+            shape: shape of the weight.
+
+        Raises:
+            ModelError: its sizes do not show whether it is transposed.
+        """
+        is_transposed = self.is_transposed
+        if is_transposed is None:
+            if stacked.shape[0] == stacked.shape[1]:
+                raise ModelError(
+                    f"{self.tensors[0]}: expected experts with other sizes than {shape[1]} rows "
+                    f"and columns, which do not show whether they are transposed"
+                )
+            is_transposed = stacked.shape[1] != shape[1]
+        rows = stacked.T if is_transposed else stacked
         if self.half is None:
             return rows
         return rows[self.half :: 2] if self.alternates else rows.chunk(2)[self.half]
 
 
 def stacked_places(
-    names: Iterable[str], present: Container[str], *, alternates: bool
+    names: Iterable[str], present: Container[str], form: StackedLayout
 ) -> dict[str, ExpertLocation]:
     """Return the places of those weights that are stacked.
 
     Args:
         names: names of weights.
         present: names of the tensors in the files.
-        alternates: whether they are of gpt-oss's form.
+        form: form of the stacked tensors.
     """
-    found = {name: _place(name, present, alternates) for name in names if name not in present}
+    found = {name: _place(name, present, form) for name in names if name not in present}
     return {name: place for name, place in found.items() if place is not None}
 
 
-def _place(name: str, present: Container[str], alternates: bool) -> ExpertLocation | None:
+def _place(name: str, present: Container[str], form: StackedLayout) -> ExpertLocation | None:
     match = _EXPERT.fullmatch(name)
     if match is None:
         return None
@@ -96,11 +127,11 @@ def _place(name: str, present: Container[str], alternates: bool) -> ExpertLocati
     for tensors, is_transposed in (
         ((f"{stem}_bias",), False),
         (tuple(f"{stem}_{codes}" for codes in _CODES), False),
-        ((stem,), alternates),
+        ((stem,), form.is_transposed),
     ):
         is_bias = tensors[0].endswith("_bias")
         if is_bias == (kind == "bias") and all(tensor in present for tensor in tensors):
-            return ExpertLocation(tensors, int(expert), half, alternates, is_transposed)
+            return ExpertLocation(tensors, int(expert), half, form.alternates, is_transposed)
     return None
 
 
@@ -108,16 +139,16 @@ class StackedExperts:
     """The experts that shards have stacked."""
 
     def __init__(
-        self, shards: Sequence[Path], open_shard: Open, scheme: str | None, *, alternates: bool
+        self, shards: Sequence[Path], open_shard: Open, scheme: str | None, form: StackedLayout
     ) -> None:
         """Read the names of the tensors.
 
         Args:
             shards: paths of the files.
             scheme: scheme of the checkpoint's matrices; None if they are not quantised.
-            alternates: whether they are of gpt-oss's form.
+            form: form of the stacked tensors.
         """
-        self._open, self._scheme, self._alternates = open_shard, scheme, alternates
+        self._open, self._scheme, self._form = open_shard, scheme, form
         self._shard_of: dict[str, Path] = {}
         for shard in shards:
             with open_shard(shard) as file:
@@ -125,7 +156,7 @@ class StackedExperts:
 
     def places(self, names: Iterable[str]) -> dict[str, ExpertLocation]:
         """Return the places of those weights that are stacked."""
-        return stacked_places(names, self._shard_of, alternates=self._alternates)
+        return stacked_places(names, self._shard_of, self._form)
 
     def read(
         self,
@@ -146,7 +177,7 @@ class StackedExperts:
         for (tensors, expert), owners in together.items():
             parts = [self._of_expert(tensor, expert) for tensor in tensors]
             for name, place in owners.items():
-                own = [place.of(part) for part in parts]
+                own = [place.of(part, shapes[name]) for part in parts]
                 if len(own) > 1:
                     yield name, self._stored(name, shapes[name], own)
                     continue
@@ -175,7 +206,8 @@ class StackedExperts:
                         outlines[tensor] = outline(file, tensor, self._shard_of[tensor])
             for tensor in place.tensors:
                 self._check(tensor, outlines[tensor].shape, place.expert)
-            own = [place.of(outlines[tensor][place.expert]) for tensor in place.tensors]
+            parts = [outlines[tensor][place.expert] for tensor in place.tensors]
+            own = [place.of(part, shapes[name]) for part in parts]
             size = sum(part.nbytes for part in own)
             if len(own) > 1:
                 stored = self._stored(name, shapes[name], own)

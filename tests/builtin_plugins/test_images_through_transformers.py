@@ -64,6 +64,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(model):
         assert output.outputs[0].token_ids == known.greedy(request, 8), name
 
 
+@pytest.mark.nightly
 def test_a_batch_is_the_same_as_each_alone(model):
     folder, family = model
     each = prompts(family)
@@ -79,6 +80,7 @@ def test_a_batch_is_the_same_as_each_alone(model):
                 assert [results(output) for output in together] == alone, tables
 
 
+@pytest.mark.nightly
 def test_preempted_requests_are_the_same_as_alone(model):
     folder, family = model
     requests = [prompt(family, "abc", index, "xyz") for index in range(4)] * 2

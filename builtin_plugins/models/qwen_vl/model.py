@@ -9,6 +9,7 @@ import torch
 
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
+from hardpoint.builtin_plugins.models.qwen_moe import Qwen3Moe
 from hardpoint.builtin_plugins.models.vision.settings import read_processor
 from hardpoint.plugins import ModelConfig, ModelContext, ModelFiles
 from hardpoint.plugins.requests import MediaFormat
@@ -91,11 +92,29 @@ class Qwen2_5VL(_QwenVL, Qwen2):  # noqa: N801
     config_defaults: ClassVar[Mapping[str, Any]] = {**Qwen2.config_defaults, "rms_norm_eps": 1e-5}
 
 
-class Qwen3VL(_QwenVL, Qwen3):
-    """Qwen3-VL (Qwen Team, 2025): embeddings are added after the first decoder layers, too."""
+class _Deepstack(_QwenVL):
+    """Common to Qwen3-VL: embeddings are added after the first decoder layers, too."""
 
     contract = 1
     replayable = True
     tower_class = DeepstackTower
     sections = (24, 20, 20)
     interleaved = True
+
+
+class Qwen3VL(_Deepstack, Qwen3):
+    """Qwen3-VL (Qwen Team, 2025)."""
+
+    contract = 1
+    replayable = True
+
+
+class Qwen3VLMoe(_Deepstack, Qwen3Moe):
+    """Qwen3-VL with a mixture of experts (Qwen Team, 2025)."""
+
+    contract = 1
+    replayable = True
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        **Qwen3Moe.config_defaults,
+        "norm_topk_prob": True,
+    }

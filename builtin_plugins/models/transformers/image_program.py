@@ -60,9 +60,8 @@ def _raising(cause: Exception) -> Callable[[Any], tuple[tuple[int, ...], bytes]]
 def _processor(folder: str) -> Any:
     import transformers  # noqa: PLC0415 - in the limited process alone
 
-    images = transformers.AutoImageProcessor.from_pretrained(
-        folder, local_files_only=True, backend="pil"
-    )
-    processor = transformers.AutoProcessor.from_pretrained(folder, local_files_only=True)
+    options = {"local_files_only": True, "trust_remote_code": False}
+    images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil", **options)
+    processor = transformers.AutoProcessor.from_pretrained(folder, **options)
     processor.image_processor = images  # that of Pillow, whether torchvision is installed or not
     return processor

@@ -99,6 +99,7 @@ def test_an_unsupported_architecture_is_called_that(name, meant, here):
         "Qwen2Model, Qwen2MoeForCausalLM, Qwen2_5_VLForConditionalGeneration, "
         "Qwen3ForCausalLM, Qwen3ForSequenceClassification, "
         "Qwen3Model, Qwen3MoeForCausalLM, Qwen3NextForCausalLM, Qwen3VLForConditionalGeneration, "
+        "Qwen3VLMoeForConditionalGeneration, "
         "Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5MoeForCausalLM, "
         "Qwen3_5MoeForConditionalGeneration, "
         "RobertaForSequenceClassification, RobertaModel, "

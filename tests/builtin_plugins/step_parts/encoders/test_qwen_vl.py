@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.cases import nightly_but
 from support.gemma_images import distance
 from support.qwen_images import IMAGE, image, prompt, reference, write_model
 
@@ -26,10 +27,11 @@ PROMPTS = {
     "twice": prompt("the same ", 3, " and the same ", 3, " again"),
     "text": prompt("only text here, some of it"),
 }
+KINDS = ["2.5", "3", "3-moe"]
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=3)
 
 
-@pytest.fixture(scope="module", params=["2.5", "3"])
+@pytest.fixture(scope="module", params=nightly_but(KINDS, "2.5"))
 def folder(request, tmp_path_factory) -> Path:
     return write_model(tmp_path_factory.mktemp("qwen_vl"), request.param)
 
@@ -56,6 +58,7 @@ def alone(folder) -> dict[str, Any]:
         return {name: results(llm.generate([each], GREEDY)[0]) for name, each in PROMPTS.items()}
 
 
+@pytest.mark.parametrize("folder", nightly_but(KINDS, "2.5", "3"), indirect=True)
 def test_logits_and_greedy_tokens_are_those_of_transformers(folder):
     params = SamplingParams(
         max_tokens=8, temperature=0.0, ignore_eos=True, prompt_logprobs=120, detokenize=False
@@ -74,16 +77,16 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(folder):
     "tables",
     [
         {"scheduler": {"max_num_batched_tokens": 24}},
-        {"scheduler": {"long_prefill_token_threshold": 5}},
+        pytest.param({"scheduler": {"long_prefill_token_threshold": 5}}, marks=pytest.mark.nightly),
         pytest.param({"scheduler": {"max_num_seqs": 8}}, marks=pytest.mark.nightly),
-        {"plugin": {"encoders": {"budget_tokens": 64}}},
+        pytest.param({"plugin": {"encoders": {"budget_tokens": 64}}}, marks=pytest.mark.nightly),
         {"speculation": {"use": ["ngram"]}},
-        {"scheduler": {"asynchronous": True}},
+        pytest.param({"scheduler": {"asynchronous": True}}, marks=pytest.mark.nightly),
         pytest.param(
             {"parallel": {"pipeline": 2}, "executor": {"use": "multiproc"}},
             marks=pytest.mark.nightly,
         ),
-        {"attention": {"use": "native_cpu"}},
+        pytest.param({"attention": {"use": "native_cpu"}}, marks=pytest.mark.nightly),
         {"debug": {"kv_canary": True}},
     ],
     ids=lambda tables: ", ".join(f"{name}.{next(iter(tables[name]))}" for name in tables),
@@ -110,6 +113,7 @@ def test_preempted_requests_are_the_same_as_alone(folder):
     assert [results(output) for output in together] == alone
 
 
+@pytest.mark.nightly
 def test_completions_of_a_prompt_are_the_same_in_a_batch(folder):
     params = SamplingParams(max_tokens=6, seed=7, n=3, ignore_eos=True)
     request = prompt("of ", 1, " and ", 0, ": ")
@@ -233,10 +237,27 @@ def test_names_of_published_checkpoints_are_read(folder, alone, tmp_path):
         assert results(llm.generate([PROMPTS["four"]], GREEDY)[0]) == alone["four"]
 
 
+@pytest.mark.nightly
+def test_experts_of_published_checkpoints_are_read(tmp_path):
+    folder = write_model(tmp_path / "written", "3-moe")
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    tensors = load_file(copy / "model.safetensors")
+    swapped = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(swapped, copy / "model.safetensors")
+    request = PROMPTS["four"]
+    with open_llm(folder) as llm:
+        expected = results(llm.generate([request], GREEDY)[0])
+    with open_llm(copy) as llm:
+        assert results(llm.generate([request], GREEDY)[0]) == expected
+
+
 @pytest.mark.parametrize(
     "tables",
     [
-        {"quantization": {"use": "int8"}},
+        pytest.param({"quantization": {"use": "int8"}}, marks=pytest.mark.nightly),
         pytest.param({"kv_cache": {"block_size": 8, "dtype": "int8"}}, marks=pytest.mark.nightly),
         pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.nightly),
     ],

@@ -5,8 +5,8 @@
 // number of rows, threads and blocks.
 //
 // Codes are unpacked in registers wherever that costs little beside reading or multiplying them.
-// Else the first rows of a block leave what they unpack of a few panels in memory that stays in
-// cache, for the other rows.
+// Else they are unpacked into memory that stays in cache, a few panels at a time: as bf16 while the
+// first rows of a block are multiplied, or as float32 before.
 #pragma once
 
 #include "codes_chunks.h"
@@ -14,11 +14,11 @@
 
 namespace codes {
 
-// Return whether a block of rows is multiplied with codes that its first rows unpack: with
-// permutations, that pays only where it takes several of them.
+// Return whether a block of rows is multiplied with codes that are unpacked into memory: with
+// permutations, that pays only where it takes many of them.
 inline bool unpacks(const Segment& segment, int rows) {
   if (PERMUTES) return segment.bits > 4 && rows >= 2 * gemm::TILE_ROWS;
-  return rows > 6 || !segment.is_affine;
+  return rows > 2 || !segment.is_affine;
 }
 
 // Rows of x, and their sums over the steps.
@@ -137,6 +137,10 @@ void multiply_panels(const Panels& panels, Rows<X> rows, int count, float* y) {
         tiles<P>(packed, chunk, rows, count, y);
       } else {
         uint8_t* memory = scratch.get(P * STRIDE);
+        if constexpr (!PERMUTES) {
+          unpack<P>(packed, chunk.units, memory, STRIDE);
+          return tiles<P>(Unpacked{memory, STRIDE}, chunk, rows, count, y);
+        }
         int first = std::min(count, gemm::TILE_ROWS);
         tiles<P>(Unpacking<decltype(packed)>{packed, memory, STRIDE}, chunk, rows, first, y);
         tiles<P>(Unpacked{memory, STRIDE}, chunk, rows.from(first), count - first,

@@ -204,9 +204,8 @@ void multiply_strip(const Matrix& matrix, const Segment& segment, long first, lo
   }
 }
 
-// y [rows, columns] = x [rows, depth] W^T + bias. ROUNDS: x is rounded to 8 bits wherever codes are
-// integers.
-template <bool ROUNDS, class T, class Y>
+// y [rows, columns] = x [rows, depth] W^T + bias. x is rounded wherever codes are integers.
+template <integers::Rounding ROUNDING, class T, class Y>
 void linear(const T* x, long x_stride, const uint8_t* packed, const T* bias, Y* y, long y_stride,
             long rows, long, long depth) {
   static thread_local gemm::Operands<T> operands;
@@ -229,11 +228,11 @@ void linear(const T* x, long x_stride, const uint8_t* packed, const T* bias, Y* 
       long own = (segment.panels() + STRIP - 1) / STRIP;
       for (long strip = std::max(first, 0L); strip < std::min(first + per_item, own); strip++) {
         long panel = strip * STRIP, width = std::min(STRIP, segment.panels() - panel);
-        if (ROUNDS && integers::serves(segment)) {
-          bool wide = segment.bits == 8;
-          auto integers = quantized.get(x + row * x_stride, x_stride, count, depth, padded, wide,
-                                        call, row);
-          integers::multiply_strip(matrix, segment, panel, width, integers, row, count, column,
+        if (ROUNDING != integers::NONE && integers::serves(segment)) {
+          bool words = ROUNDING == integers::TO_WORDS || segment.bits == 8;
+          auto part = quantized.get(x + row * x_stride, x_stride, count, depth, padded,
+                                    segment.bits, words, call, row);
+          integers::multiply_strip(matrix, segment, panel, width, part, row, count, words, column,
                                    output);
           continue;
         }

@@ -111,16 +111,18 @@ def compare(folder: Path, positions: int, cache_dtypes: list[str]) -> list[list[
         variants[f"bfloat16, {cache} keys and values"] = "bfloat16", "auto", cache
     for weights in ("int8", "int4"):
         variants[f"bfloat16, {weights}"] = "bfloat16", weights
-        name = f"bfloat16, {weights}, activations in 8 bits"
-        variants[name] = "bfloat16", weights, "auto", "int8"
+        for activations in ("int8", "int16"):
+            name = f"bfloat16, {weights}, {activations} activations"
+            variants[name] = "bfloat16", weights, "auto", activations
     for name, settings in variants.items():
         add(f"Hardpoint, {name}", read_by_hardpoint(checkpoint, texts, *settings))
     expected = read_by_hardpoint(gguf, texts, "float32", "none")
     rows.append(["Hardpoint, float32, GGUF dequantized", "", f"{expected.perplexity:.3f}"])
     add("Hardpoint, float32, GGUF", read_by_hardpoint(gguf, texts, "float32"))
     add("Hardpoint, bfloat16, GGUF", read_by_hardpoint(gguf, texts, "bfloat16"))
-    rounded = read_by_hardpoint(gguf, texts, "bfloat16", activations="int8")
-    add("Hardpoint, bfloat16, GGUF, activations in 8 bits", rounded)
+    for activations in ("int8", "int16"):
+        rounded = read_by_hardpoint(gguf, texts, "bfloat16", activations=activations)
+        add(f"Hardpoint, bfloat16, GGUF, {activations} activations", rounded)
     name = "Hardpoint, bfloat16, GGUF dequantized"
     add(name, read_by_hardpoint(gguf, texts, "bfloat16", "none"))
     return rows

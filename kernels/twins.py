@@ -149,28 +149,41 @@ def linear_codes(
     return y if bias is None else y + bias.float()
 
 
-def round_activations(x: torch.Tensor) -> torch.Tensor:
-    """Return x [rows, columns] rounded to 8 bits in blocks of 32 columns, float64."""
-    rows, columns = x.shape
-    blocks = F.pad(x.float(), (0, -columns % 32)).view(rows, -(-columns // 32), 32)
+def largest_integer(bits: int, activations: str) -> int:
+    """Return the limit of the integers that x becomes, for codes of `bits`."""
+    words = {4: 32767, 5: 16383, 6: 8191, 8: 2047}
+    return words[bits] if bits == 8 or activations == "int16" else 127
+
+
+def round_activations(x: torch.Tensor, limit: int) -> torch.Tensor:
+    """Return x [rows, columns] rounded to integers in blocks of 32 columns, float64."""
+    columns = x.shape[1]
+    blocks = F.pad(x.float(), (0, -columns % 32)).unflatten(1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True)
     is_zero = largest < 2.0**-100
-    limit = torch.full_like(largest, 127)  # torch divides a number by multiplying it
-    integers = blocks.double() * (limit / largest).double()
-    integers = integers.round().clamp(-127, 127).masked_fill(is_zero, 0)
-    scales = (largest / limit).masked_fill(is_zero, 0)
+    limits = torch.full_like(largest, limit)  # torch divides a number by multiplying it
+    integers = blocks.double() * (limits / largest).double()
+    integers = integers.round().clamp(-limit, limit)
+    integers = integers.masked_fill(is_zero, 0)
+    scales = (largest / limits).masked_fill(is_zero, 0)
     scales = scales.masked_fill(~blocks.isfinite().all(-1, keepdim=True), torch.nan)
-    rounded: torch.Tensor = integers * scales.double()
-    return rounded.flatten(1)[:, :columns]
+    return (integers * scales.double()).flatten(1)[:, :columns]
 
 
 def linear_rounded(
-    x: torch.Tensor, parts: Sequence[AffineMatrix], bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    parts: Sequence[AffineMatrix],
+    bias: torch.Tensor | None = None,
+    activations: str = "int8",
 ) -> torch.Tensor:
-    """Return x W^T + b in float32, for x rounded to 8 bits in parts with consecutive values."""
-    rounded = round_activations(x)
+    """Return x W^T + b in float32, for x rounded to integers in parts with consecutive values."""
     products = [
-        (rounded if _is_affine(part) else x.double()) @ dequantize(part).double().T
+        (
+            round_activations(x, largest_integer(part.bits, activations))
+            if _is_affine(part)
+            else x.double()
+        )
+        @ dequantize(part).double().T
         for part in parts
     ]
     y = torch.cat(products, 1).float()

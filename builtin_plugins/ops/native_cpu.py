@@ -25,7 +25,7 @@ class NativeOps(Ops):
 
     contract = 1
     devices = ("cpu",)
-    activations = ("none", "int8")
+    activations = ("none", "int8", "int16")
     replayable = True
 
     def __init__(self, context: OpsContext) -> None:
@@ -135,7 +135,8 @@ class NativeOps(Ops):
         dtype = self.context.dtype
         kernel = "linear" if out_dtype in (None, dtype) else "logits"
         if packed.dtype == torch.uint8:
-            kernel += "_codes" if self.context.activations == "none" else "_rounded"
+            activations = self.context.activations
+            kernel += "_codes" if activations == "none" else f"_{activations}"
         return _Product(
             self._library, self._results, packed, shape, bias, kernel, dtype, out_dtype or dtype
         )

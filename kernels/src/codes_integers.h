@@ -1,13 +1,15 @@
-// Products of low-bit codes with activations that are rounded to 8 bits: sums of whole numbers.
+// Products of low-bit codes with activations that are rounded to integers: sums of whole numbers.
 //
-// x is divided in blocks of 32 depths. Each has the scale max |x| / 127, and integers from -127 to
-// 127. A block's products with codes are exact sums of integers, which one float32 multiplication
-// scales; the blocks are added in order, so that a row has one result in any batch.
+// x is divided in blocks of 32 depths. Each has the scale max |x| / limit, and integers from -limit to
+// limit: bytes, or words of 16 bits. A block's products with codes are exact sums of integers, which
+// one float32 multiplication scales; the blocks are added in order, so that a row has one result in
+// any batch.
 //
-// Bounds: codes of 4, 5 and 6 bits are bytes. The instruction vpmaddubsw adds two products of an
-// unsigned and a signed byte to 16 bits, and saturates; two products are at most 2 * 127 * 15, 31 or
-// 63, and SUMMED<BITS> such sums fit 32767. Codes of 8 bits are the upper bytes of 16 bits, whose
-// products vpmaddwd adds to 32 bits: those of a block are at most 32 * 127 * 128 * 256 < 2^31.
+// Bounds: the instruction vpmaddubsw adds two products of an unsigned and a signed byte to 16 bits,
+// and saturates. Codes of 4, 5 and 6 bits are at most 15, 31 and 63; SUMMED<BITS> sums of two of their
+// products with bytes fit 32767. vpmaddwd adds two products of words to 32 bits. Codes of 8 bits are
+// the upper bytes of words. All sums of a block with words are less than 2^24, times 256 for codes of
+// 8 bits, and fit float32 exactly.
 #pragma once
 
 #include "codes_chunks.h"
@@ -24,24 +26,38 @@ typedef float Sums __attribute__((vector_size(32)));
 constexpr int COLUMNS = 8;                    // of a vector
 constexpr int VECTORS = PANEL / COLUMNS;      // of a panel
 constexpr int QUADS = (int)BLOCK / 4;         // of depths in a block
-constexpr int LARGEST = 127;                  // of an activation's integers
 constexpr int UPPER = 256;                    // what codes of 8 bits are multiplied with
 
-// The order of 8 depths of x: below 8 bits as the codes of two quads lie in bytes, else as those of
-// each quad lie in the even and the odd bytes.
-constexpr int ORDER[8] = {0, 4, 1, 5, 2, 6, 3, 7};
-constexpr int WIDE_ORDER[8] = {0, 2, 1, 3, 4, 6, 5, 7};
+// How x becomes integers. For codes of 8 bits they are words always.
+enum Rounding { NONE, TO_BYTES, TO_WORDS };
+
+constexpr int largest_integer(long bits, bool words) {
+  if (bits == 8) return 2047;
+  return !words ? 127 : bits == 4 ? 32767 : bits == 5 ? 16383 : 8191;
+}
+
+// The order of 8 depths of x: as the codes of two quads lie in bytes, as the bytes of each quad lie in
+// the even and the odd ones, or as they are.
+constexpr int ORDERS[3][8] = {
+    {0, 4, 1, 5, 2, 6, 3, 7}, {0, 2, 1, 3, 4, 6, 5, 7}, {0, 1, 2, 3, 4, 5, 6, 7}};
+constexpr const int (&order_of(long bits, bool words))[8] {
+  return ORDERS[bits == 8 ? 1 : words ? 2 : 0];
+}
+
 // Bytes of a block of a row.
-template <int BITS>
-constexpr long X_BYTES = BITS == 8 ? 2 * BLOCK : BLOCK;
+constexpr long x_bytes(bool words) { return words ? 2 * BLOCK : BLOCK; }
 
 // Sums of two products that 16 bits hold, for codes below 8 bits.
 template <int BITS>
 constexpr int SUMMED = BITS == 4 ? 8 : BITS == 5 ? 4 : 2;
 template <int BITS>
-constexpr bool FITS = SUMMED<BITS> * 2 * ((1 << BITS) - 1) * LARGEST <= INT16_MAX;
+constexpr bool FITS = SUMMED<BITS> * 2 * ((1 << BITS) - 1) * largest_integer(BITS, false) <= INT16_MAX;
 static_assert(FITS<4> && FITS<5> && FITS<6>);
-static_assert((int64_t)BLOCK * LARGEST * 128 * UPPER <= INT32_MAX);
+template <int BITS>
+constexpr bool IS_EXACT =
+    BLOCK * (BITS == 8 ? 128 : (1 << BITS) - 1) * largest_integer(BITS, true) <= 1 << 24;
+static_assert(IS_EXACT<4> && IS_EXACT<5> && IS_EXACT<6> && IS_EXACT<8>);
+static_assert((int64_t)BLOCK * 128 * UPPER * largest_integer(8, true) <= INT32_MAX);
 
 // Sums of two products, of unsigned and signed bytes.
 INLINE Shorts multiply_pairs(Bytes codes, Bytes x) {
@@ -138,6 +154,21 @@ constexpr int group_size(long left) {
   return left >= MOST_ROWS ? MOST_ROWS : left >= FEW_ROWS ? FEW_ROWS : 1;
 }
 
+// Codes of pair p of depths of a block below 8 bits, as words.
+template <int BITS>
+INLINE Shorts read_pair(const uint8_t* block, int half, int p) {
+  Quads words = shift(load_quads(block + p / 4 * 64 + half * 32), -(p % 4 * 4)) & 0x000f000f;
+  if constexpr (BITS == 5) {
+    Quads high = load_quads(block + 256 + half * 32);
+    words |= shift(high, 4 - p) & 0x00100010;
+  }
+  if constexpr (BITS == 6) {
+    Quads high = load_quads(block + 256 + p / 8 * 64 + half * 32);
+    words |= shift(high, 4 - p % 8 * 2) & 0x00300030;
+  }
+  return (Shorts)words;
+}
+
 // Rows of x as integers. Rows that are multiplied together lie block by block, side by side.
 struct Rows {
   const int8_t* x;      // [blocks][rows][32], of one or two bytes
@@ -145,17 +176,16 @@ struct Rows {
   const float* sums;    // [blocks][2][rows], of what the integers of a unit stand for
   long blocks;
 
-  template <int BITS>
-  Rows from(long row) const {
+  Rows from(long row, bool words) const {
     long at = row * blocks;
-    return {x + at * X_BYTES<BITS>, scales + at, sums + at * 2, blocks};
+    return {x + at * x_bytes(words), scales + at, sums + at * 2, blocks};
   }
 };
 
-// Round a block of x; what is beyond `count` is 0. wide: for codes of 8 bits.
+// Round a block of x for codes of some bits; what is beyond `count` is 0.
 template <class T>
-void quantize_block(const T* x, long count, bool wide, int8_t* to, float* scale, float* sums,
-                    int sums_stride) {
+void quantize_block(const T* x, long count, long bits, bool words, int8_t* to, float* scale,
+                    float* sums, int sums_stride) {
   float values[BLOCK] = {}, largest = 0, special = 0;
   for (long k = 0; k < count; k++) values[k] = to_float(x[k]);
   for (int k = 0; k < BLOCK; k++) {
@@ -163,20 +193,21 @@ void quantize_block(const T* x, long count, bool wide, int8_t* to, float* scale,
     special += values[k] * 0.0f;  // NaN if a value is not finite
   }
   bool is_zero = largest < 0x1p-100f;  // the quotient would be infinite
-  float factor = is_zero ? 0.0f : LARGEST / largest;
-  float unit = (is_zero ? 0.0f : largest / LARGEST) + special;
-  *scale = wide ? unit / UPPER : unit;
+  const int limit = largest_integer(bits, words);
+  float factor = is_zero ? 0.0f : (float)limit / largest;
+  float unit = (is_zero ? 0.0f : largest / (float)limit) + special;
+  *scale = bits == 8 ? unit / UPPER : unit;
   int whole[BLOCK];
   constexpr double MAGIC = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to a whole number
   for (int k = 0; k < BLOCK; k++) {
     double rounded = (double)values[k] * factor + MAGIC;  // the product is exact
-    int64_t bits;
-    memcpy(&bits, &rounded, sizeof bits);
-    whole[k] = std::clamp((int)bits, -LARGEST, LARGEST);  // the lower half is the number
+    int64_t number;
+    memcpy(&number, &rounded, sizeof number);
+    whole[k] = std::clamp((int)number, -limit, limit);  // the lower half is the number
   }
   for (int k = 0; k < BLOCK; k++) {
-    int from = k / 8 * 8 + (wide ? WIDE_ORDER : ORDER)[k % 8];
-    wide ? (void)(((int16_t*)to)[k] = (int16_t)whole[from]) : (void)(to[k] = (int8_t)whole[from]);
+    int from = whole[k / 8 * 8 + order_of(bits, words)[k % 8]];
+    words ? (void)(((int16_t*)to)[k] = (int16_t)from) : (void)(to[k] = (int8_t)from);
   }
   for (int half = 0; half < BLOCK / UNIT; half++) {
     int sum = 0;
@@ -190,21 +221,22 @@ class Quantized {
  public:
   // Get rows that the thread may have got already in this call of `linear`.
   template <class T>
-  Rows get(const T* x, long x_stride, int rows, long depth, long padded, bool wide, long call,
-           long block) {
+  Rows get(const T* x, long x_stride, int rows, long depth, long padded, long bits, bool words,
+           long call, long block) {
     long blocks = padded / BLOCK;
-    long bytes = wide ? X_BYTES<8> : X_BYTES<4>;
+    long bytes = x_bytes(words);
+    int limit = largest_integer(bits, words);
     int8_t* to = integers_.get((size_t)rows * blocks * bytes);
     float* scales = scales_.get((size_t)rows * blocks * 3);
     float* sums = scales + rows * blocks;
-    if (call != call_ || block != block_ || wide != is_wide_) {
-      call_ = call, block_ = block, is_wide_ = wide;
+    if (call != call_ || block != block_ || limit != limit_) {
+      call_ = call, block_ = block, limit_ = limit;
       for (int first = 0, size; first < rows; first += size) {
         size = group_size(rows - first);
         for (long i = 0; i < size * blocks; i++) {
           long r = i % size, b = i / size, at = first * blocks + i;
           quantize_block(x + (first + r) * x_stride + b * BLOCK, std::min(BLOCK, depth - b * BLOCK),
-                         wide, to + at * bytes, scales + at,
+                         bits, words, to + at * bytes, scales + at,
                          sums + (first * blocks + b * size) * 2 + r, size);
         }
       }
@@ -216,7 +248,7 @@ class Quantized {
   Scratch<int8_t> integers_;
   Scratch<float> scales_;
   long call_ = 0, block_ = 0;
-  bool is_wide_ = false;
+  int limit_ = 0;
 };
 
 // totals = sums over COUNT quads from `first` on of a block, of R rows and P panels.
@@ -234,7 +266,7 @@ INLINE void add_up(const uint8_t* block, int first, const int8_t* x,
       codes[v] = read_quad<BITS>(block + v / VECTORS * BITS * 64, v % VECTORS, q);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      Bytes quad = (Bytes)splat_quad(x + r * X_BYTES<BITS> + q * 4);
+      Bytes quad = (Bytes)splat_quad(x + r * x_bytes(false) + q * 4);
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) {
         Shorts pairs = multiply_pairs(codes[v], quad);
@@ -253,34 +285,36 @@ INLINE void add_up(const uint8_t* block, int first, const int8_t* x,
   }
 }
 
-// As `add_up`, for codes of 8 bits; totals are UPPER times the sums.
-template <int COUNT, int R, int P>
-INLINE void add_up_wide(const uint8_t* block, int first, const int8_t* x,
-                        Totals (&totals)[R][P * VECTORS]) {
+// As `add_up`, with words; for codes of 8 bits totals are UPPER times the sums.
+template <int BITS, int COUNT, int R, int P>
+INLINE void add_up_words(const uint8_t* block, int first, const int8_t* x,
+                         Totals (&totals)[R][P * VECTORS]) {
   constexpr int V = P * VECTORS;
-#pragma GCC unroll 8
-  for (int q = first; q < first + COUNT; q++) {
-    Shorts codes[V][2];
+#pragma GCC unroll 16
+  for (int p = 2 * first; p < 2 * (first + COUNT); p++) {
+    Shorts codes[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
-      Shorts quads = (Shorts)read_quad<8>(block + v / VECTORS * 512, v % VECTORS, q);
-      codes[v][0] = quads << 8;
-      codes[v][1] = quads & (int16_t)0xff00;
+      const uint8_t* panel = block + v / VECTORS * BITS * 64;
+      if constexpr (BITS < 8) {
+        codes[v] = read_pair<BITS>(panel, v % VECTORS, p);
+      } else {
+        Shorts quads = (Shorts)read_quad<BITS>(panel, v % VECTORS, p / 2);
+        codes[v] = p % 2 ? quads & (int16_t)0xff00 : quads << 8;
+      }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-      for (int odd = 0; odd < 2; odd++) {
-        Shorts pair = (Shorts)splat_quad(x + r * X_BYTES<8> + q * 8 + odd * 4);
+    for (int r = 0; r < R; r++) {
+      Shorts pair = (Shorts)splat_quad(x + r * x_bytes(true) + p * 4);
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) {
-          Totals products = multiply_wide(codes[v][odd], pair);
-          if (q == first && !odd)
-            totals[r][v] = products;
-          else
-            add(totals[r][v], products);
-        }
+      for (int v = 0; v < V; v++) {
+        Totals products = multiply_wide(codes[v], pair);
+        if (p == 2 * first)
+          totals[r][v] = products;
+        else
+          add(totals[r][v], products);
       }
+    }
   }
 }
 
@@ -292,13 +326,13 @@ INLINE Sums load_sums(const float* from) {
 
 // Add the products of R rows with the blocks of a chunk to y [R][P * PANEL]. HALVES: a step is half
 // of a block. at: the chunk's first block. ahead: how far memory is asked for codes, or 0.
-template <int BITS, bool HALVES, int R, int P>
+template <int BITS, bool WORDS, bool HALVES, int R, int P>
 __attribute__((noinline)) void tile(const uint8_t* at, long stride, const Chunk& chunk,
                                     const Rows rows, float* y, long ahead) {
   constexpr int V = P * VECTORS, PARTS = HALVES ? 2 : 1, COUNT = QUADS / PARTS;
   long first = chunk.first_unit * UNIT / BLOCK, left = HALVES ? 0 : chunk.lengths[0] / 2;
   const uint8_t* length = chunk.lengths;
-  const int8_t* x = rows.x + first * R * X_BYTES<BITS>;
+  const int8_t* x = rows.x + first * R * x_bytes(WORDS);
   const float *row_scales = rows.scales + first * R, *row_sums = rows.sums + first * R * 2;
   const float *scales = chunk.scales, *offsets = chunk.offsets;
   for (long b = 0; b < chunk.units / 2; b++) {
@@ -309,8 +343,8 @@ __attribute__((noinline)) void tile(const uint8_t* at, long stride, const Chunk&
 #pragma GCC unroll 2
     for (int part = 0; part < PARTS; part++) {
       Totals totals[R][V];
-      if constexpr (BITS == 8)
-        add_up_wide<COUNT, R, P>(at, part * COUNT, x, totals);
+      if constexpr (WORDS)
+        add_up_words<BITS, COUNT, R, P>(at, part * COUNT, x, totals);
       else
         add_up<BITS, COUNT, R, P>(at, part * COUNT, x, totals);
       Sums sums[R][V];
@@ -338,21 +372,21 @@ __attribute__((noinline)) void tile(const uint8_t* at, long stride, const Chunk&
         if (!HALVES) left = *++length / 2;
       }
     }
-    at += stride, x += R * X_BYTES<BITS>, row_scales += R, row_sums += R * 2;
+    at += stride, x += R * x_bytes(WORDS), row_scales += R, row_sums += R * 2;
   }
 }
 
 // As `tile`, for any number of rows.
-template <int BITS, bool HALVES, int P>
+template <int BITS, bool WORDS, bool HALVES, int P>
 void tiles(const uint8_t* at, long stride, const Chunk& chunk, Rows rows, int count, float* y) {
   constexpr int MOST = P == 1 ? MOST_ROWS : 1, FEW = std::min(FEW_ROWS, MOST);
   for (int row = 0; row < count;) {
     int size = std::min(group_size(count - row), MOST);
-    auto run = tile<BITS, HALVES, 1, P>;
-    if (size == FEW) run = tile<BITS, HALVES, FEW, P>;
-    if (size == MOST) run = tile<BITS, HALVES, MOST, P>;
+    auto run = tile<BITS, WORDS, HALVES, 1, P>;
+    if (size == FEW) run = tile<BITS, WORDS, HALVES, FEW, P>;
+    if (size == MOST) run = tile<BITS, WORDS, HALVES, MOST, P>;
     // The first rows wait for memory.
-    run(at, stride, chunk, rows.from<BITS>(row), y + row * P * PANEL, row == 0 ? AHEAD : 0);
+    run(at, stride, chunk, rows.from(row, WORDS), y + row * P * PANEL, row == 0 ? AHEAD : 0);
     row += size;
   }
 }
@@ -369,7 +403,7 @@ void add_constant(Chunk& chunk, float constant, bool had_offsets) {
 
 // Multiply `count` rows with P panels: y [count][P * PANEL].
 template <int P>
-void multiply_panels(const Panels& panels, Rows rows, int count, float* y) {
+void multiply_panels(const Panels& panels, Rows rows, int count, bool words, float* y) {
   const Segment& segment = panels.segment;
   long padded = panels.matrix.padded(), bytes = segment.bits * 64;
   long stride = panels.strip.width * bytes;
@@ -380,8 +414,11 @@ void multiply_panels(const Panels& panels, Rows rows, int count, float* y) {
   float constant = segment.bits == 8 ? 0.0f : to_float(segment.values[0]);
   std::fill(y, y + count * P * PANEL, 0.0f);
   auto run = [&](auto bits, auto halves) {
-    tiles<decltype(bits)::value, decltype(halves)::value, P>(
-        at + chunk.first_unit * UNIT / BLOCK * stride, stride, chunk, rows, count, y);
+    constexpr int BITS = decltype(bits)::value;
+    constexpr bool HALVES = decltype(halves)::value;
+    const uint8_t* from = at + chunk.first_unit * UNIT / BLOCK * stride;
+    auto tiles_of = words ? tiles<BITS, true, HALVES, P> : tiles<BITS, BITS == 8, HALVES, P>;
+    tiles_of(from, stride, chunk, rows, count, y);
   };
   auto run_bits = [&](auto bits) {
     if (segment.group == UNIT) return run(bits, std::true_type{});
@@ -406,18 +443,18 @@ void multiply_panels(const Panels& panels, Rows rows, int count, float* y) {
 // Multiply some rows with all panels of a strip, and write the products.
 template <class T, class Y>
 void multiply_strip(const Matrix& matrix, const Segment& segment, long first, long width, Rows rows,
-                    long row, int count, long column, const Output<T, Y>& output) {
+                    long row, int count, bool words, long column, const Output<T, Y>& output) {
   alignas(64) float sums[gemm::MAX_ROWS * PANEL];
   for (long panel = first; panel < first + width;) {
     Panels panels(matrix, segment, panel);
     long from = panel * PANEL, left = segment.rows - from;
     if (count == 1 && first + width - panel >= ROW_PANELS) {
-      multiply_panels<ROW_PANELS>(panels, rows, count, sums);
+      multiply_panels<ROW_PANELS>(panels, rows, count, words, sums);
       output.template write<ROW_PANELS>(sums, row, count, column + from,
                                         std::min<long>(left, ROW_PANELS * PANEL));
       panel += ROW_PANELS;
     } else {
-      multiply_panels<1>(panels, rows, count, sums);
+      multiply_panels<1>(panels, rows, count, words, sums);
       output.template write<1>(sums, row, count, column + from, std::min<long>(left, PANEL));
       panel++;
     }

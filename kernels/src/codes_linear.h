@@ -5,8 +5,8 @@
 // number of rows, threads and blocks.
 //
 // Codes are unpacked in registers wherever that costs little beside reading or multiplying them.
-// Else the first rows of a block leave what they unpack of a few panels in memory that stays in
-// cache, for the other rows.
+// Else they are unpacked into memory that stays in cache, a few panels at a time: as bf16 while the
+// first rows of a block are multiplied, or as float32 before.
 #pragma once
 
 #include "codes_chunks.h"
@@ -14,11 +14,11 @@
 
 namespace codes {
 
-// Return whether a block of rows is multiplied with codes that its first rows unpack: with
-// permutations, that pays only where it takes several of them.
+// Return whether a block of rows is multiplied with codes that are unpacked into memory: with
+// permutations, that pays only where it takes many of them.
 inline bool unpacks(const Segment& segment, int rows) {
   if (PERMUTES) return segment.bits > 4 && rows >= 2 * gemm::TILE_ROWS;
-  return rows > 6 || !segment.is_affine;
+  return rows > 2 || !segment.is_affine;
 }
 
 // Rows of x, and their sums over the steps.
@@ -137,6 +137,10 @@ void multiply_panels(const Panels& panels, Rows<X> rows, int count, float* y) {
         tiles<P>(packed, chunk, rows, count, y);
       } else {
         uint8_t* memory = scratch.get(P * STRIDE);
+        if constexpr (!PERMUTES) {
+          unpack<P>(packed, chunk.units, memory, STRIDE);
+          return tiles<P>(Unpacked{memory, STRIDE}, chunk, rows, count, y);
+        }
         int first = std::min(count, gemm::TILE_ROWS);
         tiles<P>(Unpacking<decltype(packed)>{packed, memory, STRIDE}, chunk, rows, first, y);
         tiles<P>(Unpacked{memory, STRIDE}, chunk, rows.from(first), count - first,
@@ -200,9 +204,8 @@ void multiply_strip(const Matrix& matrix, const Segment& segment, long first, lo
   }
 }
 
-// y [rows, columns] = x [rows, depth] W^T + bias. ROUNDS: x is rounded to 8 bits wherever codes are
-// integers.
-template <bool ROUNDS, class T, class Y>
+// y [rows, columns] = x [rows, depth] W^T + bias. x is rounded wherever codes are integers.
+template <integers::Rounding ROUNDING, class T, class Y>
 void linear(const T* x, long x_stride, const uint8_t* packed, const T* bias, Y* y, long y_stride,
             long rows, long, long depth) {
   static thread_local gemm::Operands<T> operands;
@@ -225,11 +228,11 @@ void linear(const T* x, long x_stride, const uint8_t* packed, const T* bias, Y* 
       long own = (segment.panels() + STRIP - 1) / STRIP;
       for (long strip = std::max(first, 0L); strip < std::min(first + per_item, own); strip++) {
         long panel = strip * STRIP, width = std::min(STRIP, segment.panels() - panel);
-        if (ROUNDS && integers::serves(segment)) {
-          bool wide = segment.bits == 8;
-          auto integers = quantized.get(x + row * x_stride, x_stride, count, depth, padded, wide,
-                                        call, row);
-          integers::multiply_strip(matrix, segment, panel, width, integers, row, count, column,
+        if (ROUNDING != integers::NONE && integers::serves(segment)) {
+          bool words = ROUNDING == integers::TO_WORDS || segment.bits == 8;
+          auto part = quantized.get(x + row * x_stride, x_stride, count, depth, padded,
+                                    segment.bits, words, call, row);
+          integers::multiply_strip(matrix, segment, panel, width, part, row, count, words, column,
                                    output);
           continue;
         }

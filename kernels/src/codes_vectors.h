@@ -14,7 +14,6 @@ namespace codes {
 
 constexpr long AHEAD = 8192;   // bytes of codes that the second cache asks for ahead of their use
 constexpr int PAIRS = 8;       // of depths in a unit
-constexpr long PAIR_BYTES = 64;  // of a panel, as bf16
 
 INLINE Floats load_half(const uint16_t* from) {
   Halves halves;
@@ -73,6 +72,9 @@ constexpr bool PERMUTES = true;  // values are looked up in registers
 #else
 constexpr bool PERMUTES = false;
 #endif
+
+// Of a panel, unpacked: as bf16, or as float32 where converting bf16 takes instructions of its own.
+constexpr long PAIR_BYTES = PERMUTES ? 64 : 128;
 
 #if defined(__AVX512VBMI__)
 constexpr int FOUR_ROWS = 4;  // that are multiplied with codes of 8 bits of four depths at a time
@@ -216,7 +218,8 @@ struct Packed {
   }
 };
 
-// Values that were unpacked: bf16, for each panel the pairs of depths one after the other.
+// Values that were unpacked, for each panel the pairs of depths one after the other: pairs of bf16, or
+// those of one depth, then of the other one.
 struct Unpacked {
   static constexpr int MOST_ROWS = gemm::TILE_ROWS;
 
@@ -246,11 +249,37 @@ struct Unpacked {
   template <int V>
   __attribute__((always_inline)) void floats(const Unit<V>& unit, int v, int p, Floats& even,
                                              Floats& odd) const {
+    if constexpr (!PERMUTES) {
+      const float* from = (const float*)(unit.vectors[v] + p * PAIR_BYTES);
+      even = load(from);
+      odd = load(from + PANEL);
+      return;
+    }
     Words words = pair(unit, v, p);
     even = lower(words);
     odd = upper(words);
   }
 };
+
+// Unpack `units` units of P panels, as float32.
+template <int P, class Source>
+void unpack(const Source& source, long units, uint8_t* to, long stride) {
+  constexpr int V = P * PANEL_VECTORS;
+  for (long i = 0; i < units; i++, to += PAIRS * PAIR_BYTES) {
+    auto unit = source.template unit<V>(i);
+#pragma GCC unroll 8
+    for (int p = 0; p < PAIRS; p++)
+#pragma GCC unroll 16
+      for (int v = 0; v < V; v++) {
+        Floats even, odd;
+        source.floats(unit, v, p, even, odd);
+        float* at = (float*)(to + v / PANEL_VECTORS * stride + p * PAIR_BYTES) +
+                    v % PANEL_VECTORS * LANES;
+        store(at, even);
+        store(at + PANEL, odd);
+      }
+  }
+}
 
 // Codes that are unpacked into memory, laid out as `Unpacked` says, while they are multiplied.
 template <class Source>

@@ -55,6 +55,10 @@ long with_stored(long stored, Function function) {
 #define RECORDED(NAME) \
   void hp_call_##NAME(const int64_t* words) { call(hp_##NAME, words); }
 
+using codes::integers::NONE;
+using codes::integers::TO_BYTES;
+using codes::integers::TO_WORDS;
+
 constexpr long RECORD = 18;  // words of a recorded call: a function hp_call_X, then the arguments
 
 #pragma GCC visibility push(default)
@@ -98,11 +102,15 @@ int hp_supports(const char* path) {
   }                                                                                               \
   void hp_linear_codes_##NAME(const T* x, long x_stride, const uint8_t* w, const T* bias, T* y,   \
                               long y_stride, long rows, long columns, long depth) {               \
-    codes::linear<false>(x, x_stride, w, bias, y, y_stride, rows, columns, depth);                \
+    codes::linear<NONE>(x, x_stride, w, bias, y, y_stride, rows, columns, depth);                 \
   }                                                                                               \
-  void hp_linear_rounded_##NAME(const T* x, long x_stride, const uint8_t* w, const T* bias, T* y, \
-                                long y_stride, long rows, long columns, long depth) {             \
-    codes::linear<true>(x, x_stride, w, bias, y, y_stride, rows, columns, depth);                 \
+  void hp_linear_int8_##NAME(const T* x, long x_stride, const uint8_t* w, const T* bias, T* y,    \
+                             long y_stride, long rows, long columns, long depth) {                \
+    codes::linear<TO_BYTES>(x, x_stride, w, bias, y, y_stride, rows, columns, depth);             \
+  }                                                                                               \
+  void hp_linear_int16_##NAME(const T* x, long x_stride, const uint8_t* w, const T* bias, T* y,   \
+                              long y_stride, long rows, long columns, long depth) {               \
+    codes::linear<TO_WORDS>(x, x_stride, w, bias, y, y_stride, rows, columns, depth);             \
   }                                                                                               \
   void hp_gather_codes_##NAME(const uint8_t* w, const int64_t* ids, long count, T* out) {         \
     codes::gather(w, ids, count, out);                                                            \
@@ -173,7 +181,8 @@ int hp_supports(const char* path) {
   }                                                                                               \
   RECORDED(linear_##NAME)                                                                         \
   RECORDED(linear_codes_##NAME)                                                                   \
-  RECORDED(linear_rounded_##NAME)                                                                 \
+  RECORDED(linear_int8_##NAME)                                                                    \
+  RECORDED(linear_int16_##NAME)                                                                   \
   RECORDED(gather_codes_##NAME)                                                                   \
   RECORDED(rms_norm_##NAME)                                                                       \
   RECORDED(rms_norm_float_##NAME)                                                                 \
@@ -226,14 +235,19 @@ void hp_logits_bfloat16(const bf16* x, long x_stride, const bf16* w, const bf16*
 RECORDED(logits_bfloat16)
 void hp_logits_codes_bfloat16(const bf16* x, long x_stride, const uint8_t* w, const bf16* bias,
                               float* y, long y_stride, long rows, long columns, long depth) {
-  codes::linear<false>(x, x_stride, w, bias, y, y_stride, rows, columns, depth);
+  codes::linear<NONE>(x, x_stride, w, bias, y, y_stride, rows, columns, depth);
 }
 RECORDED(logits_codes_bfloat16)
-void hp_logits_rounded_bfloat16(const bf16* x, long x_stride, const uint8_t* w, const bf16* bias,
-                              float* y, long y_stride, long rows, long columns, long depth) {
-  codes::linear<true>(x, x_stride, w, bias, y, y_stride, rows, columns, depth);
+void hp_logits_int8_bfloat16(const bf16* x, long x_stride, const uint8_t* w, const bf16* bias,
+                             float* y, long y_stride, long rows, long columns, long depth) {
+  codes::linear<TO_BYTES>(x, x_stride, w, bias, y, y_stride, rows, columns, depth);
 }
-RECORDED(logits_rounded_bfloat16)
+RECORDED(logits_int8_bfloat16)
+void hp_logits_int16_bfloat16(const bf16* x, long x_stride, const uint8_t* w, const bf16* bias,
+                              float* y, long y_stride, long rows, long columns, long depth) {
+  codes::linear<TO_WORDS>(x, x_stride, w, bias, y, y_stride, rows, columns, depth);
+}
+RECORDED(logits_int16_bfloat16)
 
 // Low-bit codes: bytes of a packed matrix of some forms, and the packing of form `index`.
 long hp_codes_size(const int64_t* forms, long count, long depth) {

@@ -1,8 +1,9 @@
-"""Products of low-bit codes with activations of 8 bits equal their twin, alone and in any batch."""
+"""Products of low-bit codes with rounded activations equal their twin, alone and in any batch."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -23,7 +24,13 @@ from support.searching import examples
 from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
 from hardpoint.builtin_plugins.ops.torch import TorchOps
 from hardpoint.kernels import cpu
-from hardpoint.kernels.twins import AffineMatrix, dequantize, linear_codes, linear_rounded
+from hardpoint.kernels.twins import (
+    AffineMatrix,
+    dequantize,
+    largest_integer,
+    linear_codes,
+    linear_rounded,
+)
 from hardpoint.plugins import ModelError, OpsContext
 from hardpoint.plugins.quantization import AffineCodes
 
@@ -39,12 +46,13 @@ def library(request) -> cpu.Library:
     parts=st.lists(forms, min_size=1, max_size=3),
     depth=st.sampled_from([1, 31, 32, 50, 160, 257, 576, 1100]),
     rows=st.integers(1, 12) | st.sampled_from([64, 65, 70]),
-    dtype=st.sampled_from([BF16, FLOAT]),
+    kernel=st.tuples(st.sampled_from(["int8", "int16"]), st.sampled_from([BF16, FLOAT])),
     biased=st.booleans(),
     gap=st.sampled_from([0, 1, 40]),
     seed=st.integers(0, 2**31),
 )
-def test_any_form(library, parts, depth, rows, dtype, biased, gap, seed):
+def test_any_form(library, parts, depth, rows, kernel, biased, gap, seed):
+    activations, dtype = kernel
     generator = torch.Generator().manual_seed(seed)
     matrix = [random_codes(form, depth, generator) for form in parts]
     bias = None
@@ -52,10 +60,10 @@ def test_any_form(library, parts, depth, rows, dtype, biased, gap, seed):
         bias = torch.randn(sum(form.rows for form in parts), generator=generator).to(dtype)
     x = torch.randn(rows, depth + gap, generator=generator).to(dtype)[:, :depth]
     x[::3, : depth // 2] = 0  # whole blocks of zeros
-    product = Product(library, matrix, bias, dtype, kernel="rounded")
+    product = Product(library, matrix, bias, dtype, kernel=activations)
 
     y = product(x)
-    expected = linear_rounded(x, matrix, bias)
+    expected = linear_rounded(x, matrix, bias, activations)
     weight = torch.cat([dequantize(part) for part in matrix])
     size = x.float().abs() @ weight.abs().T
     # Offsets and codes cancel: their parts may be larger than the weights.
@@ -75,21 +83,24 @@ def test_any_form(library, parts, depth, rows, dtype, biased, gap, seed):
 @pytest.mark.parametrize("rows", [1, 2, 4, 7])
 @pytest.mark.parametrize("group", [16, 32, 128])
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])
-def test_largest_products_do_not_saturate(library, bits, group, rows, sign):
+@pytest.mark.parametrize("activations", ["int8", "int16"])
+def test_largest_products_do_not_saturate(library, activations, bits, group, rows, sign):
     """The largest codes times the largest activations are summed exactly."""
     code, dtype = (-128, torch.int8) if bits == 8 else (2**bits - 1, torch.uint8)
-    columns = 256
+    columns = 128  # that float32 sums exactly
     codes = torch.full((48, columns), code, dtype=dtype)
     part = AffineMatrix(codes, bits, group, torch.ones(48, columns // group))
-    x = torch.full((rows, columns), 127.0 * sign)
-    y = Product(library, [part], None, FLOAT, kernel="rounded")(x)
-    assert torch.equal(y, torch.full((rows, 48), 127.0 * sign * code * columns))
+    value = float(largest_integer(bits, activations) * sign)
+    x = torch.full((rows, columns), value)
+    y = Product(library, [part], None, FLOAT, kernel=activations)(x)
+    assert torch.equal(y, torch.full((rows, 48), value * code * columns))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 9, 40])
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])
-def test_integers_come_out_exactly(library, bits, rows):
-    """Activations that are integers from -127 to 127 are not rounded."""
+@pytest.mark.parametrize("activations", ["int8", "int16"])
+def test_integers_come_out_exactly(library, activations, bits, rows):
+    """Activations that are integers of the limit's range are not rounded."""
     generator = torch.Generator().manual_seed(bits)
     parts = [
         random_codes(Form(rows_of, bits, group, torch.float16, offsets, values), 192, generator)
@@ -100,13 +111,14 @@ def test_integers_come_out_exactly(library, bits, rows):
         )
     ]
     x = torch.randint(-4, 5, (rows, 192), generator=generator).float()
-    x[:, ::32] = 127
-    y = Product(library, parts, None, FLOAT, kernel="rounded")(x)
+    x[:, ::32] = largest_integer(bits, activations)
+    y = Product(library, parts, None, FLOAT, kernel=activations)(x)
     assert torch.equal(y, linear_codes(x, parts))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_special_activations(library, bits):
+@pytest.mark.parametrize("activations", ["int8", "int16"])
+def test_special_activations(library, activations, bits):
     """Zeros and tiny numbers give zeros; what is not finite gives NaN in its row alone."""
     generator = torch.Generator().manual_seed(7)
     part = random_codes(Form(20, bits, 32, torch.float16, None, "codes"), 64, generator)
@@ -115,7 +127,7 @@ def test_special_activations(library, bits):
     x[2] = 1e-38
     x[3, 40] = torch.inf
     x[4, 3] = torch.nan
-    y = Product(library, [part], None, FLOAT, kernel="rounded")(x)
+    y = Product(library, [part], None, FLOAT, kernel=activations)(x)
     assert torch.equal(y[1:3], torch.zeros(2, 20))
     assert y[3:5].isnan().all()
     assert y[[0, 5]].isfinite().all()
@@ -129,7 +141,10 @@ def test_operations_round_activations(library, monkeypatch):
     codes = AffineCodes(part.codes, 4, 32, part.scales, part.offsets)
     x = torch.randn(3, 96, generator=generator).to(BF16)
     context = OpsContext(name="native_cpu", options=None, device=torch.device("cpu"), dtype=BF16)
-    for activations, twin in (("none", linear_codes), ("int8", linear_rounded)):
+    rounded = {
+        name: functools.partial(linear_rounded, activations=name) for name in ("int8", "int16")
+    }
+    for activations, twin in {"none": linear_codes, **rounded}.items():
         ops = NativeOps(dataclasses.replace(context, activations=activations))
         packed = ops.pack_codes([codes])
         for out_dtype in (None, FLOAT):

@@ -479,12 +479,12 @@ class QuantizationConfig(Strict):
             the name of a scheme such as "int8" quantizes the matrices of any checkpoint. The name
             of a scheme that only reads requires it.
         skip: patterns of weights in the model's dtype; `lm_head.*` also names a tied embedding.
-        activations: "int8" rounds the inputs of products with quantized weights to 8 bits.
+        activations: "int8" or "int16" rounds the inputs of products with quantized weights.
     """
 
     use: Name = "auto"
     skip: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
-    activations: Literal["none", "int8"] = "none"
+    activations: Literal["none", "int8", "int16"] = "none"
 
 
 class WeightCacheConfig(Strict):

@@ -99,12 +99,15 @@ class Ops(Component, LogitsOps):
     activations: ClassVar[tuple[str, ...]] = ("none",)
     """Supported values of `quantization.activations`; others raise ModelError.
 
-    "none" multiplies the elements of x as they are. "int8" rounds them in `linear`, for parts of
-    `pack_codes` whose values are consecutive (`AffineCodes.values`), in blocks of 32 columns:
+    "none" multiplies the elements of x as they are. "int8" and "int16" round them in `linear`, for
+    parts of `pack_codes` whose values are consecutive (`AffineCodes.values`), in blocks of 32
+    columns:
 
-    * scale = (largest magnitude of the block, in float32) / 127. A block whose largest magnitude is
-      below 2^-100 has scale 0; one with a number that is not finite has scale NaN.
-    * The integers are element * (127 / largest magnitude), with a float32 quotient and an exact
+    * limit = 2047 for parts of 8 bits. For others it is 127 with "int8"; with "int16" it is 32767
+      for 4 bits, 16383 for 5 and 8191 for 6.
+    * scale = (largest magnitude of the block, in float32) / limit. A block whose largest magnitude
+      is below 2^-100 has scale 0; one with a number that is not finite has scale NaN.
+    * The integers are element * (limit / largest magnitude), with a float32 quotient and an exact
       product, rounded to the nearest, ties to even.
     * Each element counts as integer * scale, also in products with offsets. Sums of integers are
       exact.

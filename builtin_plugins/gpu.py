@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hardpoint.errors import install_command
 from hardpoint.plugins import AttentionContext, ModelError, OpsContext
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,7 +31,7 @@ def load_kernels(context: AttentionContext | OpsContext, path: str) -> bool:
     except ImportError as cause:
         raise ModelError(
             f"{path}: {context.name!r} needs triton, which cannot be imported ({cause}); "
-            f"pip install 'hardpoint[gpu]'"
+            f"{install_command('gpu')}"
         ) from cause
     try:
         launch.check_device(context.device)

@@ -45,7 +45,7 @@ from hardpoint.typed import join_path, read_only
 from .kv_cache import CacheSize
 
 if TYPE_CHECKING:
-    from .engine.inputs import OpenInputs
+    from .engine.core import OpenInputs
     from .weights.worker_spec import StartWorker, WorkerSpec
 
 _log = logging.getLogger("hardpoint")
@@ -119,20 +119,15 @@ class PreparedEngine:
             ModelError: the model cannot be loaded.
             EngineDeadError: the engine's process ended or was not ready in time.
         """
-        with self._closed_on_error():
-            parts = self._parts(*open_client(self))
-        engine = new_engine(parts)
-        _start_hooks(parts, self, engine.close)
-        return engine
-
-    @contextlib.contextmanager
-    def _closed_on_error(self) -> Iterator[None]:
         with contextlib.ExitStack() as undo:
             for companion in self.companions:
                 undo.callback(companion.close)
             undo.callback(self.step_parts.close)
-            yield
+            parts = self._parts(*open_client(self))
             undo.pop_all()
+        engine = new_engine(parts)
+        _start_hooks(parts, self, engine.close)
+        return engine
 
     def _parts(self, client: EngineCoreClient, size: CacheSize) -> EngineParts:
         """Return the parts of an engine of that size; its client is closed if calling it fails.
@@ -212,7 +207,7 @@ def _open_in_process(
 ) -> tuple[EngineCoreClient, CacheSize]:
     with naming_plugin(prepared.spec.plugins):
         from hardpoint.core.engine.build import build_core  # noqa: PLC0415 - needs torch
-        from hardpoint.core.engine.inputs import EngineInputs  # noqa: PLC0415 - as above
+        from hardpoint.core.engine.core import EngineInputs  # noqa: PLC0415 - as above
 
         built = build_core(
             dataclasses.replace(prepared.spec, start_worker=start_worker),
@@ -255,7 +250,7 @@ def prepare_engine(
     files = spec.loader.context.files
     new_tokenizer = functools.partial(_tokenizer, config, plugins, files, vocab_size)
     tokenizer = new_tokenizer()
-    vocabulary = _AskedVocabulary(tokenizer)
+    vocabulary = functools.cache(tokenizer.vocabulary)
     fields = spec.for_parts | {"config": config}
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     with naming_plugin(plugins):
@@ -280,7 +275,7 @@ def prepare_engine(
         clock,
         step_parts,
         opened,
-        vocabulary.found,
+        vocabulary() if vocabulary.cache_info().currsize else None,  # if a part has asked for it
         began,
     )
 
@@ -360,25 +355,3 @@ def _tokenizer(
     path = config.tokenizer.path
     files = find_files(path, "tokenizer.path") if path else model_files
     return open_tokenizer(plugins, plugins.one("tokenizers"), files, vocab_size)
-
-
-class _AskedVocabulary:
-    """The vocabulary of the tokenizer, for frontend halves of step parts.
-
-    Attributes:
-        found: the vocabulary; None if none has asked, or the tokenizer has none.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.found: Vocabulary | None = None
-
-    def __call__(self) -> Vocabulary:
-        """Return the vocabulary.
-
-        Raises:
-            NotImplementedError: the tokenizer has none; with the reason.
-        """
-        if self.found is None:
-            self.found = self._tokenizer.vocabulary()
-        return self.found

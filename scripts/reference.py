@@ -21,6 +21,7 @@ import itertools
 import json
 import re
 import sys
+import textwrap
 import tomllib
 import typing
 from collections import Counter
@@ -891,10 +892,13 @@ def _toml(value: Any) -> str:
 
 def _member_doc(member: enum.Enum) -> str:
     """Return the docstring that follows an enum member in the source, else its value."""
-    lines = inspect.getsource(type(member)).splitlines()
-    start = next(i for i, line in enumerate(lines) if line.strip().startswith(f"{member.name} ="))
-    after = lines[start + 1].strip() if start + 1 < len(lines) else ""
-    return after.strip('"') if after.startswith('"') else repr(member.value)
+    body = ast.parse(textwrap.dedent(inspect.getsource(type(member)))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for assignment, after in zip(body.body, body.body[1:], strict=False):
+        is_it = isinstance(assignment, ast.Assign) and ast.unparse(assignment.targets[0])
+        if is_it == member.name and isinstance(after, ast.Expr):
+            return " ".join(str(ast.literal_eval(after.value)).split())
+    return repr(member.value)
 
 
 def _prose(thing: Any, *, whole: bool = False) -> list[str]:

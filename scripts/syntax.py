@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 
 _TRIPLE = '"""(?:[^"\\\\]|\\\\.|"(?!""))*"""'
 _SINGLE = '"(?:[^"\\\\\\n]|\\\\.)*"'
@@ -28,6 +29,7 @@ def statements(tree: ast.Module) -> Iterator[ast.AST]:
             nodes += reversed(getattr(node, field, ()))
 
 
+@lru_cache(maxsize=1)
 def literals(text: str) -> list[tuple[int, str]]:
     """Return the line number and the text of each comment and string of a module."""
     matches = []

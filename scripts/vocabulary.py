@@ -1,6 +1,7 @@
-"""Check that code and prose use the field's words; print what does not, and exit 1 if anything is.
+"""Check that code, prose and commit subjects use the field's words; exit 1 if anything does not.
 
-scripts/vocabulary                 checks the package, docs, examples and benchmarks
+scripts/vocabulary                 checks the package, docs, examples, benchmarks, the figures of
+                                   language.py, and commit subjects since the merge base with main
 scripts/vocabulary core/client     checks one folder or file
 
 Looked at are identifiers (definitions, parameters, variables, attributes that the file assigns),
@@ -11,17 +12,21 @@ the folders in CHECKED_STYLE are also checked for ellipsis and for code that spe
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 
+import language
 from syntax import literals, statements, without_literals
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ("src", "core", "host", "plugins", "builtin_plugins", "deployment")
 CHECKED = (*PACKAGE, "examples", "benchmarks", "docs", "README.md")
+GENERATED = ROOT / "docs" / "reference"
+"""Pages that scripts/reference writes; git ignores them, so their sentences are not counted."""
 CHECKED_STYLE = (*PACKAGE, "benchmarks", "examples", "kernels", "tests")
 """Folders and files that keep STYLE, STYLE_OPENINGS and STYLE_NAMES, too.
 
@@ -41,7 +46,7 @@ IDENTIFIERS = {
     "Taken": "ProcessedBatch",
     "take": "process_outputs, pop, read, ...",
     "took": "record_output",
-    "Surroundings": "PauseDependencies",
+    "Surroundings": "PausedSteps",
     "Pausing": "PauseController",
     "guilty": "responsible_plugin",
     "blamed": "attribute_error",
@@ -192,6 +197,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 def main() -> int:
     """Print each violation as `path:line: message`; return the exit code."""
+    gc.disable()  # each collection would visit the trees, which takes longer than the rest
     places = [Path(argument).resolve() for argument in sys.argv[1:]]
     checked = set(files(places or [ROOT / name for name in CHECKED]))
     styled = {
@@ -199,14 +205,33 @@ def main() -> int:
     }
     if places:
         styled &= checked
-    found = []
+    problems = []
+    counts = language.Counts()
     for path in sorted(checked | styled):
+        text = path.read_text(encoding="utf-8")
         messages = list(violations(path)) if path in checked else []
         if path in styled:
-            messages += style(path.read_text(encoding="utf-8"))
-        found += [f"{path.relative_to(ROOT)}:{line}: {message}" for line, message in messages]
-    print("\n".join(found) or "vocabulary: nothing to change")
-    return 1 if found else 0
+            messages += style(text)
+        if path in checked:
+            count(path, text, counts)
+        problems += [f"{path.relative_to(ROOT)}:{line}: {message}" for line, message in messages]
+    if not places:
+        problems += language.report(counts.values(), language.settings(ROOT))
+        problems += language.commit_problems(ROOT)
+    print("\n".join(problems) or "vocabulary: nothing to change")
+    return 1 if problems else 0
+
+
+def count(path: Path, text: str, counts: language.Counts) -> None:
+    """Add the docstrings, names, messages or sentences of a file to the counts."""
+    if path.suffix == ".md":
+        if GENERATED not in path.parents:
+            counts.add_page(text)
+        return
+    counts.add_heads(first for _, first, _ in docstrings(text))
+    counts.add_messages((literal for _, literal in literals(text)), ANY_STYLE)
+    if not words(text).isdisjoint(language.UNSPECIFIC_NAMES):
+        counts.names += language.unspecific_names(tree(text), text)
 
 
 def files(places: list[Path]) -> Iterator[Path]:
@@ -257,11 +282,17 @@ def tree(text: str) -> ast.Module:
 
 
 @lru_cache(maxsize=1)
+def nodes(text: str) -> list[ast.AST]:
+    """Return the module and the statements of a text."""
+    return list(statements(tree(text)))
+
+
+@lru_cache(maxsize=1)
 def docstrings(text: str) -> list[tuple[int, str, ast.AST]]:
     """Return the line, the first line of the docstring, and the node of each definition."""
     return [
         (getattr(node, "lineno", 1), (ast.get_docstring(node) or "").split("\n")[0], node)
-        for node in statements(tree(text))
+        for node in nodes(text)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
     ]
 
@@ -270,7 +301,7 @@ def described_lines(text: str) -> dict[int, str]:
     """Return the lines of the docstrings and comments of a module by number."""
     rows = text.split("\n")
     lines = {line: literal for line, literal in literals(text) if literal.startswith("#")}
-    for node in statements(tree(text)):
+    for node in nodes(text):
         match node:
             case ast.Expr(value=ast.Constant(value=str())):
                 span = range(node.lineno, (node.end_lineno or node.lineno) + 1)

@@ -193,6 +193,13 @@ def test_the_checkout_is_a_package_by_its_path_alone():
     assert done.stdout.startswith(f"{PACKAGE}/plugins/"), done.stderr
 
 
+def test_torch_is_not_imported_before_an_engine_process_starts():
+    """An engine process imports torch while the program does, which takes seconds."""
+    code = "import hardpoint.process.build, sys; print('torch' in sys.modules)"
+    done = run(PACKAGE.parent, "-c", code, cwd=ROOT)
+    assert done.stdout.strip() == "False", done.stderr
+
+
 def test_a_completing_shell_shows_what_is_imported_on_use(installed):
     code = "import hardpoint, sys; print(*dir(hardpoint), 'torch' in sys.modules)"
     done = run(installed, "-c", code)

@@ -8,9 +8,11 @@ from hardpoint.plugins import Command, hookimpl
 
 from . import chat, completion, config, embed, generate, models
 from .bench import command as bench
+from .hub import pull
 from .plugins import command as plugins
 from .records import journal, trace
 from .remote import engine, keys
+from .setup import info
 from .simulation import calibrate, simulate
 
 contract = 1
@@ -24,9 +26,11 @@ def cli_commands() -> Sequence[Command]:
         chat.COMMAND,
         embed.COMMAND,
         trace.COMMAND,
+        pull.COMMAND,
         models.COMMAND,
         plugins.COMMAND,
         config.COMMAND,
+        info.COMMAND,
         engine.COMMAND,
         keys.COMMAND,
         bench.COMMAND,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,11 +16,21 @@ from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointEr
 from hardpoint.plugins.commands import ConfigSources
 from hardpoint.typed import suggest
 
-from .conversation import ChatHistory, TextOutput, is_dumb_terminal, notice, read_messages
-from .sampling import add_sampling_options, conversation_params, sampling_params
-
-if TYPE_CHECKING:
-    from hardpoint.plugins.server.commands import Generator
+from .conversation import (
+    ChatHistory,
+    ChatModel,
+    TextOutput,
+    is_dumb_terminal,
+    notice,
+    read_messages,
+)
+from .remote.chat_server import ServedModel
+from .sampling import (
+    add_sampling_options,
+    conversation_params,
+    sampling_fields,
+    sampling_params,
+)
 
 _HELP = "/help lists the commands, Ctrl-C stops an answer, exit or Ctrl-D leaves."
 _LEAVING = ("exit", "quit")
@@ -41,6 +50,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "In a conversation, /help lists its commands."
     add = parser.add_argument
+    add("--url", metavar="URL", help="a running server with OpenAI's API, such as http://HOST:8000")
     add("--system", metavar="TEXT", help="the system message")
     add("--load", metavar="FILE", type=Path, help="go on with a conversation that /save wrote")
     add(
@@ -101,10 +111,19 @@ class _Chat:
         self.is_over = False
         self._conversation, self._options, self._context = conversation, options, context
         self._config, self._config_sources = config
-        self._use(context.open_model(*config))
+        self._use(self._open(*config))
 
-    def _use(self, generator: Generator) -> None:
+    def _open(self, config: EngineConfig, config_sources: ConfigSources) -> ChatModel:
+        if self._options.url is None:
+            return self._context.open_model(config, config_sources)
+        is_default = config_sources.of("model") == "default"
+        name = None if is_default else config.model
+        return ServedModel(self._options.url, name, sampling_fields(self._options))
+
+    def _use(self, generator: ChatModel) -> None:
         self._generator = generator
+        if self._options.url is not None:
+            self._config = msgspec.structs.replace(self._config, model=generator.config.model)
         self._params = conversation_params(self._options, generator)
 
     @property
@@ -175,7 +194,7 @@ class _Chat:
         config = msgspec.structs.replace(self._config, model=name)
         sources = ConfigSources({**self._config_sources.by_path, "model": f"/model {name}"})
         # The old one is closed once the new one is open, and so is there when that fails.
-        new = self._context.open_model(config, sources)
+        new = self._open(config, sources)
         self._generator.close()
         self._config, self._config_sources = config, sources
         self._use(new)
@@ -295,4 +314,4 @@ def _input() -> str:
     return "\n".join(lines)
 
 
-COMMAND = Command("chat", "Talk with the model.", _configure, _run)
+COMMAND = Command("chat", "talk with the model", _configure, _run)

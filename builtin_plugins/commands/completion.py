@@ -32,4 +32,4 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:  # noqa: 
     return 0
 
 
-COMMAND = Command("completion", "Print a script for TAB completion.", _configure, _run)
+COMMAND = Command("completion", "print a script for TAB completion", _configure, _run)

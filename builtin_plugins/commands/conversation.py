@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -14,10 +14,12 @@ import msgspec
 from hardpoint.plugins import CompletionOutput, RequestError, SamplingParams
 
 if TYPE_CHECKING:
-    from hardpoint.plugins.server.commands import Generator
+    from hardpoint.plugins import EngineConfig, RequestOutput
+    from hardpoint.plugins.server.groups import PromptControl
 
 __all__ = [
     "ChatHistory",
+    "ChatModel",
     "HistoryMessage",
     "TextOutput",
     "is_dumb_terminal",
@@ -50,6 +52,24 @@ class TextOutput(Protocol):
         """Write what is held back, and end the line."""
 
 
+class ChatModel(Protocol):
+    """A model that answers: one in this program, or that of a server."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration, with the context length."""
+
+    @property
+    def model(self) -> PromptControl:
+        """Default parameters and chat template."""
+
+    def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yield the outputs of a prompt as they come; each holds only what is new."""
+
+    def close(self) -> None:
+        """Release the model."""
+
+
 class ChatHistory:
     """The messages so far. After an error, a question is not one of them."""
 
@@ -77,7 +97,7 @@ class ChatHistory:
         return [*([HistoryMessage("system", self.system)] if self.system else []), *self.messages]
 
     def ask(
-        self, generator: Generator, params: SamplingParams, text: str, output: TextOutput
+        self, generator: ChatModel, params: SamplingParams, text: str, output: TextOutput
     ) -> None:
         """Write the answer to a message as it comes.
 
@@ -113,7 +133,7 @@ class ChatHistory:
             notice(_why_cut(tokens, generator, params))
 
     def _prompt(
-        self, generator: Generator, params: SamplingParams, question: HistoryMessage
+        self, generator: ChatModel, params: SamplingParams, question: HistoryMessage
     ) -> Mapping[str, Any]:
         """Return the messages to send: as many turns before the question as there is room for.
 
@@ -223,13 +243,13 @@ def _replace_file(path: Path, content: bytes) -> None:
             raise
 
 
-def _context_length(generator: Generator) -> int:
+def _context_length(generator: ChatModel) -> int:
     length = generator.config.max_model_len
     assert isinstance(length, int)  # the engine has filled it in
     return length
 
 
-def _why_cut(tokens: int, generator: Generator, params: SamplingParams) -> str:
+def _why_cut(tokens: int, generator: ChatModel, params: SamplingParams) -> str:
     limit = _context_length(generator)
     if tokens >= limit:
         return f"The answer was cut: the context of {limit} tokens is full."

@@ -112,4 +112,4 @@ def _output(path: str | None, stack: contextlib.ExitStack) -> IO[str]:
         raise RequestError(f"--output: {path!r} cannot be written: {reason}") from None
 
 
-COMMAND = Command("embed", "Print vectors of texts.", _configure, _run)
+COMMAND = Command("embed", "print vectors of texts", _configure, _run)

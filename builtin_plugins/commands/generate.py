@@ -147,4 +147,4 @@ def _report_errors(completions: Sequence[AssembledCompletion], context: CommandC
     return bool(errors)
 
 
-COMMAND = Command("generate", "Continue prompts.", _configure, _run)
+COMMAND = Command("generate", "continue prompts", _configure, _run)

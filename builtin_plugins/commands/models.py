@@ -1,10 +1,11 @@
-"""`hardpoint models`: what can be run, and what one model is and needs in memory."""
+"""`hardpoint models`: what can be run, what one model is and needs, and those in the cache."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from hardpoint.plugins import Command, CommandContext, RequestError
 
+from .hub.cached import list_models, remove_model
+from .hub.sizes import size_text
 from .tables import print_table
 
 if TYPE_CHECKING:
@@ -36,8 +39,27 @@ _WEIGHTS = (
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options] COMMAND ..."
+    parser.description = "Show, list and remove models."
+    # `models MODEL`, the form before `models show MODEL`, works for one version.
+    parser.set_defaults(default_command="show")
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="COMMAND", prog=parser.prog
+    )
+    listed = actions.add_parser("list", help="list the models in the cache")
+    listed.description = "List the models of the Hugging Face hub that are in the cache."
+    listed.add_argument("--json", action="store_true", help="print JSON")
+    _configure_show(actions.add_parser("show", help="show what a model is and needs"))
+    removed = actions.add_parser("rm", help="remove a model from the cache")
+    removed.description = "Remove a model of the Hugging Face hub from the cache."
+    removed.add_argument(
+        "name", metavar="OWNER/NAME[:QUANT]", help="as `models list` shows it; all without QUANT"
+    )
+
+
+def _configure_show(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Without MODEL, print the architectures, file formats and quantisation schemes that can be "
+        "Without MODEL, print the architectures, file formats and quantization schemes that can be "
         "run. With it, print what the model is and what it would need in memory, as it is "
         "configured (--set dtype=..., quantization.use=..., max_model_len=...). No weights are "
         f"read. The exit code is {_DOES_NOT_FIT} if the model does not fit into memory."
@@ -57,6 +79,20 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
+    if options.action == "list":
+        return list_models(options)
+    if options.action == "rm":
+        return remove_model(options, context)
+    if getattr(options, "is_default_command", False) and not context.quiet:
+        print(
+            "hardpoint: `hardpoint models [MODEL]` is now `hardpoint models show [MODEL]`; the old "
+            "form goes with the next version",
+            file=sys.stderr,
+        )
+    return _show(options, context)
+
+
+def _show(options: argparse.Namespace, context: CommandContext) -> int:
     if any(length < 1 for length in options.context):
         raise RequestError(f"--context: expected at least 1, got {min(options.context)}")
     name = options.name
@@ -151,23 +187,23 @@ def _print_report(report: ModelReport) -> None:
         }
     )
     print(f"\nmemory{suffix}")
-    loading = f", and {_size_text(report.loading_bytes)} while it is loaded"
+    loading = f", and {size_text(report.loading_bytes)} while it is loaded"
     _print_facts(
         {
-            "weights": [f"{_size_text(report.weights_bytes)}{loading}"],
-            "largest step": [_size_text(report.step_bytes)],
+            "weights": [f"{size_text(report.weights_bytes)}{loading}"],
+            "largest step": [size_text(report.step_bytes)],
             "KV cache": [
                 *(_context_text(memory, report) for memory in report.contexts),
-                f"{_size_text(report.token_bytes)} for a token that all layers see",
+                f"{size_text(report.token_bytes)} for a token that all layers see",
             ],
-            "available": [f"{_size_text(report.available)} ({report.limit})"],
+            "available": [f"{size_text(report.available)} ({report.limit})"],
         }
     )
     if report.problem:
         print(f"\nIt does not fit: {report.problem}")
         return
     print(
-        f"\nIt fits: with a KV cache of {_size_text(report.cache_bytes)}, for requests of up to "
+        f"\nIt fits: with a KV cache of {size_text(report.cache_bytes)}, for requests of up to "
         f"{min(report.longest, report.max_model_len)} tokens."
     )
 
@@ -180,12 +216,12 @@ def _print_facts(facts: dict[str, Sequence[str]]) -> None:
 
 def _weights_text(group: WeightGroup) -> str:
     stored = group.stored or "weights"
-    size = "" if group.stored_bytes is None else f", {_size_text(group.stored_bytes)} in the files"
+    size = "" if group.stored_bytes is None else f", {size_text(group.stored_bytes)} in the files"
     held = "as they are" if group.held == group.stored else f"as {group.held}"
     return (
-        f"{group.count} in {stored}{size}; held {held}, {_size_text(group.held_bytes)}"
+        f"{group.count} in {stored}{size}; held {held}, {size_text(group.held_bytes)}"
         if group.stored
-        else f"{group.count}, held {held}, {_size_text(group.held_bytes)}"
+        else f"{group.count}, held {held}, {size_text(group.held_bytes)}"
     )
 
 
@@ -236,8 +272,8 @@ def _length_text(report: ModelReport) -> str:
 
 
 def _context_text(memory: ContextMemory, report: ModelReport) -> str:
-    text = f"{_size_text(memory.one_request)} for a request of {memory.num_tokens} tokens"
-    text += f", {_size_text(memory.all_requests)} for {report.max_num_seqs} of them"
+    text = f"{size_text(memory.one_request)} for a request of {memory.num_tokens} tokens"
+    text += f", {size_text(memory.all_requests)} for {report.max_num_seqs} of them"
     if memory.num_tokens > report.max_model_len:
         return f"{text}; longer than max_model_len, {report.max_model_len}"
     return text if memory.fits or report.problem else f"{text}; one does not fit"
@@ -250,12 +286,4 @@ def _number_text(count: int) -> str:
     return str(count)
 
 
-def _size_text(count: int) -> str:
-    """Return a number of bytes in KiB, MiB or GiB."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if count >= unit:
-            return f"{count / unit:.{int(unit == 2**30)}f} {name}"
-    return f"{count / 2**10:.0f} KiB"
-
-
-COMMAND = Command("models", "Show which models run, and what one needs.", _configure, _run)
+COMMAND = Command("models", "show, list and remove models", _configure, _run)

@@ -13,7 +13,7 @@ from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.typed import parse_value, split_setting
 
 if TYPE_CHECKING:
-    from hardpoint.plugins.server.commands import Generator
+    from .conversation import ChatModel
 
 _FIELDS = (
     "temperature",
@@ -82,17 +82,17 @@ def add_sampling_options(
     )
 
 
-def conversation_params(options: argparse.Namespace, generator: Generator) -> SamplingParams:
+def conversation_params(options: argparse.Namespace, generator: ChatModel) -> SamplingParams:
     """Return checked parameters of a conversation: what is not given, the model recommends."""
     return sampling_params(options, _recommended(generator) or _CONVERSATION)
 
 
-def prompt_params(options: argparse.Namespace, generator: Generator) -> SamplingParams:
+def prompt_params(options: argparse.Namespace, generator: ChatModel) -> SamplingParams:
     """Return checked parameters of prompts: what is not given, the model recommends."""
     return sampling_params(options, _recommended(generator) or GREEDY)
 
 
-def _recommended(generator: Generator) -> SamplingParams | None:
+def _recommended(generator: ChatModel) -> SamplingParams | None:
     recommended = generator.model.default_sampling_params()
     return None if recommended == SamplingParams() else recommended
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from hardpoint.plugins import (
-    BlockIds,
     EngineCoreRequest,
     Executor,
     KVConnectorContext,
@@ -24,6 +23,9 @@ from hardpoint.plugins.kv_connector import (
 
 from .jobs import BlockLoad, Handshake, Jobs, Lookup, Renewal, Save, TransferSource, WorkerMessage
 from .transfer_params import TransferParams, new_secret, offered_params, read_params
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.requests.plan import BlockIds
 
 _Matched = tuple[int | None, bool]
 _NOTHING: _Matched = (0, False)

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from hardpoint import plugins
 from hardpoint.builtin_plugins.secret_files import read_secret
+from hardpoint.errors import install_command
 from hardpoint.plugins import ConfigError, KVStore
 from hardpoint.plugins.kv_store import BlockBuffer
 
@@ -278,7 +279,7 @@ def _import_library() -> Any:
         return importlib.import_module("redis")
     except ImportError as cause:
         raise ImportError(
-            f"it needs the library redis: pip install 'hardpoint[redis]' ({cause})"
+            f"it needs the library redis: {install_command('redis')} ({cause})"
         ) from cause
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 
@@ -22,7 +22,9 @@ from hardpoint.plugins import (
     Rows,
     SparseLogitsProcessor,
 )
-from hardpoint.plugins.requests import ReasoningPosition
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.requests.markers import ReasoningPosition
 
 TokenId = Annotated[int, Meta(ge=0)]
 

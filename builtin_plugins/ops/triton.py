@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from hardpoint.builtin_plugins.gpu import load_kernels
-from hardpoint.plugins import ClampedSwiGLU, Op, OpsContext, Recorded
+from hardpoint.plugins import ClampedSwiGLU, Op, OpsContext
 from hardpoint.plugins.quantization import AffineCodes
 
 from .cuda_graphs import CudaGraphs, RepeatedRun, decode_sizes
 from .torch import TorchOps
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.model.ops import Recorded
 
 
 class TritonOps(TorchOps):

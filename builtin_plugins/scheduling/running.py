@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from hardpoint.plugins import BlockIds, RequestStatus
+from hardpoint.plugins import RequestStatus
 
 from . import wait_reasons
 from .encoder import choose_features, schedule_features
@@ -12,6 +13,9 @@ from .live_request import SchedulerRequest
 from .prompt_time import PromptTime, is_prompt
 from .step import StepState
 from .tracker import RequestTracker
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.requests.plan import BlockIds
 
 _RUNNING = RequestStatus.RUNNING  # looking up a member of an enumeration takes longer than a call
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from hardpoint.plugins import (
-    BlockIds,
     CachedRequests,
     NewRequest,
     RequestStatus,
@@ -19,6 +19,9 @@ from hardpoint.plugins import (
 from .live_request import SchedulerRequest
 from .prompt_time import PromptTime
 from .tracker import RequestTracker
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.requests.plan import BlockIds
 
 
 class StepState(msgspec.Struct):

@@ -206,6 +206,10 @@ class Application:
         self._is_admin = is_admin
         self.routes = [route for route, _ in routes]
         self._websockets = [compile_path(r.path)[0] for r, _ in routes if r.websocket]
+        self._paths = frozenset(r.path for r in self.routes if "{" not in r.path)
+        # Open routes have one form, so that no other path is open.
+        self._with_forms = self._paths.difference(service.settings.open_routes)
+        self._patterns = [compile_path(route.path)[0] for route in self.routes]
         self._body_types = [
             (compile_path(route.path)[0], route.body_types)
             for route, _ in routes
@@ -233,6 +237,7 @@ class Application:
         state["is_gone"] = False
         if self._root_path:
             _remove_prefix(scope, self._root_path)
+        scope["path"] = self._canonical(scope["path"])
         headers = [
             (b"x-request-id", request_id.encode("latin-1")),
             *self._cross_origin.headers(scope),
@@ -258,6 +263,31 @@ class Application:
             path = path.removeprefix(self._root_path)
         return any(pattern.match(path) for pattern in self._websockets)
 
+    def _canonical(self, path: str) -> str:
+        """Return the route's own path for one with a trailing slash, without `/v1` or with two.
+
+        Authentication and router see that one path. Only the paths of routes that need a key
+        and have no parameters have such forms.
+        """
+        if path in self._paths:
+            return path
+        bare = path.rstrip("/")
+        if bare in self._with_forms:
+            return bare
+        if self._is_admin or any(pattern.match(path) for pattern in self._patterns):
+            return path
+        forms = (f"/v1{bare}", bare.removeprefix("/v1"))
+        return next((form for form in forms if form in self._with_forms), path)
+
+    def _body_types_of(self, path: str) -> Collection[str] | None:
+        """Return the media types that bodies may have; None if there is no such route."""
+        for pattern, types in self._body_types:
+            if pattern.match(path):
+                return types
+        if path in self._paths or any(pattern.match(path) for pattern in self._patterns):
+            return JSON
+        return None
+
     async def ask(self, client: Client, path: str, body: bytes) -> Response:
         """Return the answer to a POST of JSON by somebody who is known; see `ServerContext.ask`."""
         exchange = _Exchange(body)
@@ -267,8 +297,7 @@ class Application:
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
         if "client" in scope["state"]:  # of `ask`
             return await self._inner(scope, receive, send)
-        types = (types for path, types in self._body_types if path.match(scope["path"]))
-        self._guard.check(scope, next(types, JSON))
+        self._guard.check(scope, self._body_types_of(scope["path"]))
         if (answer := self._cross_origin.preflight(scope)) is not None:
             return await answer(scope, receive, send)
         scope["state"]["client"] = await self._authentication.client(scope)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect as types
 
 from hardpoint.plugins import RequestError
-from hardpoint.typed import convert, join_path, shown
+from hardpoint.typed import convert, join_path
 
 from .config import ServerLimits
 from .errors import AnswerError
-
-_log = logging.getLogger("hardpoint")
+from .operations.ignored_fields import LONGEST_NAME, IgnoredFields, is_near_miss
 
 T = TypeVar("T")
 
@@ -169,29 +168,30 @@ _LISTS = {
 
 
 def convert_body(
-    body: dict[str, Any], type_: type[T], *, lenient: bool, has_nulls: bool = True
+    body: dict[str, Any],
+    type_: type[T],
+    *,
+    lenient: bool,
+    ignored: IgnoredFields | None = None,
 ) -> T:
     """Return a decoded body as a checked struct.
 
+    Unknown fields of messages, tool definitions and content parts are ignored always, because
+    clients send back what other servers returned.
+
     Args:
-        lenient: leave out fields that are not known, and log them.
-        has_nulls: whether members in it may be null.
+        lenient: ignore other unknown fields too, unless they are near misses of known ones.
+        ignored: record of the ignored fields, filled in.
 
     Raises:
         RequestError: naming the field, its value and what would be right.
     """
-    try:
+    with contextlib.suppress(RequestError):
         return convert(body, type_, path="", error=RequestError)
-    except RequestError:
-        if not (lenient or has_nulls):
-            raise
-    # The usual body is done; this one may have members that are null inside, which is as absent.
-    unknown: list[str] = []
+    # Members that are null inside are absent; a second conversion raises any other error.
     key: Any = type_
-    known = _known(body, _type_info(key), "", unknown if lenient else None)
-    if unknown:
-        names = shown(", ".join(unknown[:20]), 500)  # quoted: they may hold line ends
-        _log.warning("unknown fields of a request were left out: %s", names)
+    record = IgnoredFields() if ignored is None else ignored
+    known = _Cleaner(record, lenient=lenient).cleaned(body, _type_info(key), "")
     return convert(known, type_, path="", error=RequestError)
 
 
@@ -200,37 +200,69 @@ def _type_info(type_: Any) -> types.Type:
     return types.type_info(type_)
 
 
-def _known(value: Any, info: types.Type, path: str, unknown: list[str] | None) -> Any:
-    """Return a value without the members of its structs that are null.
+_RETURNED = frozenset(
+    {"messages", "tools", "input", "system", "documents", "query", "items", "tool_calls"}
+)
+"""Fields with messages, tool definitions and content parts."""
 
-    Args:
-        unknown: fields that a struct does not have are left out too, and their paths listed here;
-            None keeps them.
-    """
-    if isinstance(info, types.Metadata):
-        return _known(value, info.type, path, unknown)
-    if isinstance(info, types.UnionType):
-        fitting = [option for option in info.types if _may_hold(option, value)]
-        return _known(value, fitting[0], path, unknown) if len(fitting) == 1 else value
-    if isinstance(info, types.ListType) and isinstance(value, list):
-        if not _holds_structs(info.item_type):
-            return value
-        return [_known(v, info.item_type, f"{path}[{i}]", unknown) for i, v in enumerate(value)]
-    if not isinstance(info, types.StructType) or not isinstance(value, Mapping):
+
+class _Cleaner:
+    """Removes null members and ignored fields from a body."""
+
+    def __init__(self, ignored: IgnoredFields, *, lenient: bool) -> None:
+        self._ignored, self._lenient = ignored, lenient
+
+    def cleaned(self, value: Any, info: types.Type, path: str, *, returned: bool = False) -> Any:
+        """Return a value without the null members and the ignored fields of its structs.
+
+        Args:
+            returned: whether it belongs to a message, a tool definition or a content part.
+        """
+        if isinstance(info, types.Metadata):
+            return self.cleaned(value, info.type, path, returned=returned)
+        if isinstance(info, types.UnionType):
+            fitting = [option for option in info.types if _may_hold(option, value)]
+            if len(fitting) != 1:
+                return value
+            return self.cleaned(value, fitting[0], path, returned=returned)
+        if isinstance(info, types.ListType) and isinstance(value, list):
+            if not _holds_structs(info.item_type):
+                return value
+            return [
+                self.cleaned(item, info.item_type, f"{path}[{index}]", returned=returned)
+                for index, item in enumerate(value)
+            ]
+        if isinstance(info, types.StructType) and isinstance(value, Mapping):
+            return self._members(value, info, path, returned=returned)
         return value
-    fields = {field.encode_name: field.type for field in info.fields}
-    tag = {info.tag_field} if info.tag_field else set()
-    kept: dict[str, Any] = {}
-    for name, item in value.items():
-        if item is None:
-            continue
-        if name in fields:
-            kept[name] = _known(item, fields[name], join_path(path, name), unknown)
-        elif name in tag or unknown is None or not info.forbid_unknown_fields:
-            kept[name] = item
-        else:
-            unknown.append(join_path(path, name)[:100])
-    return kept
+
+    def _members(
+        self, value: Mapping[str, Any], info: types.StructType, path: str, *, returned: bool
+    ) -> dict[str, Any]:
+        fields = {field.encode_name: field.type for field in info.fields}
+        kept: dict[str, Any] = {}
+        for name, item in value.items():
+            if item is None:
+                continue
+            if name in fields:
+                inside = returned or name in _RETURNED
+                kept[name] = self.cleaned(
+                    item, fields[name], join_path(path, name), returned=inside
+                )
+                continue
+            is_allowed = name == info.tag_field or not info.forbid_unknown_fields
+            if is_allowed or not self._ignores(name, fields, path, returned=returned):
+                kept[name] = item
+        return kept
+
+    def _ignores(self, name: str, known: Iterable[str], path: str, *, returned: bool) -> bool:
+        """Return whether an unknown field is ignored, and record it if it is."""
+        if not returned:
+            is_refused = not self._lenient or self._ignored.is_full
+            if is_refused or any(is_near_miss(name, field) for field in known):
+                return False
+        self._ignored.add(join_path(path, name[:LONGEST_NAME]))
+        return True
 
 
 def _holds_structs(info: types.Type) -> bool:

@@ -72,6 +72,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="an option of --on ray, such as max_engines=4",
     )
     add(
+        "--from-vllm",
+        metavar="FLAGS",
+        help="print the configuration that flags of `vllm serve` mean, and serve it",
+    )
+    add(
         "--api-key",
         metavar="KEY",
         help="a key that requests need; better in HARDPOINT_API_KEY, for lists of processes show "
@@ -89,8 +94,8 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     from .serving import loop_factory  # noqa: PLC0415
 
     manager = ServiceManager.of_environment(os.environ)
-    model = options.served_model
-    loaded = context.load_config(model=model) if model else context.load_config()
+    model = {"model": options.served_model} if options.served_model else {}
+    loaded = context.load_config(*_settings_of_vllm(options), **model)
     config, sources = _config(options, *loaded)
     settings = config.table(ServerConfig)
     if options.on == "ray":
@@ -117,6 +122,34 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             served = _serve(engine, context, users, admin, keys, outliving, manager)
             return outliving.run(runner, served)
+
+
+def _settings_of_vllm(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the settings that flags of `vllm serve` mean, if any, after printing them.
+
+    Raises:
+        ConfigError: a flag has no counterpart, or the package is not installed.
+    """
+    if options.from_vllm is None:
+        return ()
+    try:
+        from hardpoint.vllm.serve import (  # type: ignore[import-not-found,unused-ignore] # noqa: PLC0415
+            read_flags,
+        )
+    except ModuleNotFoundError as cause:
+        if cause.name not in ("hardpoint.vllm", "hardpoint.vllm.serve"):
+            raise
+        raise ConfigError(
+            "--from-vllm: expected the package hardpoint-vllm to be installed; from a clone: "
+            "pip install ./examples/hardpoint_vllm"
+        ) from None
+    flags = read_flags(options.from_vllm)
+    for note in flags.notes:
+        print(f"# {note}")
+    print(flags.toml, flush=True)
+    if options.api_key is None:
+        options.api_key = flags.api_key
+    return tuple(flags.settings)
 
 
 def _run_workers(

@@ -94,8 +94,12 @@ class ServerConfig(Strict):
         admin: address of the admin routes: "unix:PATH", or "HOST:PORT", which needs
             `admin_keys_file`; None serves no admin routes.
         admin_keys_file: TOML file of the administrators' keys.
-        unknown_fields: "error" refuses requests with fields that the server does not know, "warn"
-            leaves them out and logs them.
+        unknown_fields: "warn" ignores unknown fields of requests, logs and counts them, and lists
+            them in the header `x-hardpoint-ignored-fields`; misspelled names are errors. "error"
+            rejects requests with unknown fields. Those of messages, tool definitions and content
+            parts are ignored in both cases.
+        hosted_tools: "ignore" leaves hosted tools, such as `web_search`, out of requests to
+            `/v1/responses` with a warning; "reject" rejects these requests.
         replace_routes: paths of the server's own routes that plugins may replace.
         extension_seconds: maximum time that an authenticator, a transform or a middleware of a
             plugin may take for a request, without what it wraps; and a route of a plugin until its
@@ -136,7 +140,8 @@ class ServerConfig(Strict):
     tls_key: str | None = None
     admin: str | None = None
     admin_keys_file: str | None = None
-    unknown_fields: Literal["error", "warn"] = "error"
+    unknown_fields: Literal["error", "warn"] = "warn"
+    hosted_tools: Literal["ignore", "reject"] = "ignore"
     replace_routes: list[str] = []
     extension_seconds: PositiveSeconds = 10.0
     adapter_folders: list[Annotated[str, Meta(min_length=1)]] = []

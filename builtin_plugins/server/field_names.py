@@ -14,6 +14,10 @@ _PATHS = {
     **{
         f"guided_{part}.{part}": f"guided_{part}" for part in ("json", "regex", "choice", "grammar")
     },
+    "regex.regex": "regex",
+    "ebnf.grammar": "ebnf",
+    "grammar.grammar": "grammar",
+    "json_schema.json": "json_schema",
     "tools.structural_tag": "tools",
 }
 """Where the parts of what an answer must be are in a request."""
@@ -25,6 +29,7 @@ _ADVICE = {
     "text.format": _STRICT,
     "output_config.format": _LENIENT,
     "guided_json": _LENIENT,
+    "json_schema": _LENIENT,
     "structured_outputs": "; `lenient: true` checks it at the end instead",
     "tools": "; `strict: false` of the tool leaves it out",
 }

@@ -38,6 +38,7 @@ from .errors import (
 from .extensions import Transforms
 from .faults import Owned, ServerFaults
 from .operations.adapters import ServedAdapters
+from .operations.ignored_fields import IgnoredFields
 from .operations.load import InFlightRequests
 from .operations.traffic import TrafficRecorder, current_key, current_request_id
 from .receiving import SMALL_BYTES, BodyReceiver
@@ -206,12 +207,15 @@ class Service:
         return fields
 
     async def checked(self, message: bytes, fields: dict[str, Any], type_: type[T]) -> T:
-        """Return the fields of a message as its type.
+        """Return the fields of a message of a WebSocket as its type.
+
+        Unknown fields are errors even if requests may have some, because a message has no answer
+        with headers that could list them.
 
         Raises:
             RequestError: one is wrong.
         """
-        return await self._large(message, self._converted, fields, type_)
+        return await self._large(message, self._converted, fields, type_, is_message=True)
 
     async def read_plain(self, request: Request, type_: type[T]) -> T:
         """Return the checked body of a request to a route of a plugin.
@@ -238,31 +242,41 @@ class Service:
         return decode_object(body, self.settings.limits)
 
     def _plain(self, body: bytes, type_: type[T], *, is_shaped: bool = True) -> T:
-        has_nulls = b"null" in body
-        fields = self._decoded(body)
-        return self._converted(fields, type_, has_nulls=has_nulls, is_shaped=is_shaped)
+        return self._converted(self._decoded(body), type_, is_shaped=is_shaped)
 
     def _converted(
         self,
         fields: dict[str, Any],
         type_: type[T],
         *,
-        has_nulls: bool = True,
         is_shaped: bool = True,
+        is_message: bool = False,
     ) -> T:
         """Return a decoded body, checked.
 
         Args:
-            has_nulls: whether members in it may be null.
             is_shaped: whether its lists have the names and limits of the generating routes.
+            is_message: whether it is a message of a WebSocket, whose unknown fields are errors.
         """
-        lenient = self.settings.unknown_fields == "warn"
+        lenient = self.settings.unknown_fields == "warn" and not is_message
+        ignored = IgnoredFields()
+        hosted = getattr(type_, "without_hosted_tools", None)
+        if hosted is not None and self.settings.hosted_tools == "ignore":
+            fields, paths = hosted(fields)
+            for path in paths:
+                ignored.add(path)
+        unenforced = getattr(type_, "unenforced", None)
+        for path in () if unenforced is None else unenforced(fields):
+            ignored.add(path)
         fields = without_ignored(fields, type_)
         if is_shaped:
             check_lengths(fields, self.settings.limits)
         if (prepared := getattr(type_, "prepared", None)) is not None:
             fields = prepared(fields)
-        return convert_body(fields, type_, lenient=lenient, has_nulls=has_nulls)
+        body = convert_body(fields, type_, lenient=lenient, ignored=ignored)
+        if ignored.paths:
+            self.traffic.ignored(ignored)
+        return body
 
     async def model(self, name: str | None) -> tuple[str, LoRARequest | None]:
         """Return the name of the model for the answer, and the adapter if it is the name of one.

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from hardpoint import plugins
+from hardpoint.errors import install_command
 from hardpoint.plugins import (
     ConfigError,
     FinishedRequest,
@@ -74,8 +75,7 @@ class OpenTelemetrySink(StatSink):
             self._opened = self._open_provider()
         except ImportError as cause:
             raise ImportError(
-                "it needs the library OpenTelemetry: pip install 'hardpoint[opentelemetry]' "
-                f"({cause})"
+                f"it needs the library OpenTelemetry: {install_command('opentelemetry')} ({cause})"
             ) from cause
         self._trace, self._closed = trace, False
         self._propagator = tracecontext.TraceContextTextMapPropagator()

@@ -189,7 +189,8 @@ class TransformersTokenizer(Tokenizer):
         if tools and "tools" not in source:
             raise RequestError(
                 f"tools: the chat template of {self.context.files.name!r} does not show the model "
-                f"any tools; the option chat_template of the tokenizer gives it another one"
+                f"any tools: set another one (plugin.{self.name}.chat_template), or require a call "
+                f'(tool_choice "required" or a named tool), which a grammar writes'
             )
         for name in variables or ():
             if name not in self.options.template_variables:

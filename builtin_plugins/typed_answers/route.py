@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -38,6 +39,11 @@ class SystemOneRequest(Strict):
         tags: labels for policies and sinks; those of the key win.
         cache_salt: requests with different salts share no cached prompts.
     """
+
+    refused: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("audio", "images", "videos"), "the state is text or JSON"),
+        "chat_template_kwargs": "the route sets the variables of the template",
+    }
 
     state: Content
     questions: Annotated[dict[str, AnyQuestion], Meta(min_length=1, max_length=64)]

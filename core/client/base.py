@@ -16,14 +16,8 @@ from hardpoint.host.boundary.activity import Activity, PluginCall
 from hardpoint.host.boundary.errors import engine_dead
 from hardpoint.host.live.change import Slot
 from hardpoint.host.registry.blame import raise_unless_fault
-from hardpoint.plugins import (
-    EngineConfig,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    HardpointError,
-)
+from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest, HardpointError
 from hardpoint.plugins.component.manifest import Manifest
-from hardpoint.plugins.server.engine_set import EngineSet
 
 
 @dataclass(frozen=True)
@@ -72,10 +66,6 @@ class EngineCoreClient(Protocol):
     @property
     def pids(self) -> Mapping[int, int]:
         """The process ids of the engines that serve in processes of their own, by rank."""
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether an engine accepts requests: not while the only one is restarted."""
 
     @property
     def num_restarts(self) -> int:
@@ -133,28 +123,6 @@ class EngineCoreClient(Protocol):
     def watch_deaths(self, watcher: DeathWatcher) -> None:
         """Call a bound method for each engine whose death the client outlives; held weakly."""
 
-    def scale(self, num_engines: int, drain_s: float) -> EngineSet:
-        """Start or retire engines, so that there are so many; return those that there are.
-
-        Raises:
-            RequestError: the number is not possible.
-            HardpointError: the client is of one engine alone, or changes its engines already; or an
-                engine cannot be started, then nothing has changed.
-        """
-
-    def retire(self, ranks: Sequence[int], drain_s: float) -> EngineSet:
-        """End engines, once their requests have ended or the time is up; return the others.
-
-        Requests that have not ended go on at other engines.
-
-        Args:
-            ranks: numbers of the engines.
-            drain_s: seconds.
-
-        Raises:
-            As `scale`.
-        """
-
     def close(self) -> None:
         """End the engine."""
 
@@ -165,7 +133,6 @@ class OneEngine:
     ranks: Collection[int] = (0,)
     change_slots: Sequence[Slot] = ()
     shares_engines: bool = False
-    is_serving = True
     num_restarts = 0
 
     def watch_deaths(self, watcher: DeathWatcher) -> None:
@@ -173,25 +140,6 @@ class OneEngine:
 
     def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
         """Do nothing: no engine is restarted."""
-
-    def scale(self, num_engines: int, drain_s: float) -> EngineSet:  # noqa: ARG002
-        """Refuse: the engine was started alone.
-
-        Raises:
-            HardpointError: always.
-        """
-        raise HardpointError(
-            f"scale: expected 1, for the engine was started alone, got {num_engines}; with "
-            'parallel.data > 1 or engine.restart = "on_failure", the number may change'
-        )
-
-    def retire(self, ranks: Sequence[int], drain_s: float) -> EngineSet:  # noqa: ARG002
-        """Refuse: the engine is the only one.
-
-        Raises:
-            HardpointError: always.
-        """
-        raise HardpointError("retire: there is one engine alone; close() ends it")
 
 
 class InprocClient(OneEngine):

@@ -37,9 +37,7 @@ class Batch:
     @classmethod
     def lost(cls, plan: SchedulerOutput) -> Batch:
         """Return the batch of a plan that an interrupt kept from being started."""
-        forward: Future[ModelRunnerOutput | None] = Future()
-        forward.set_result(None)
-        return cls(plan, forward, is_lost=True)
+        return cls(plan, completed_future(None), is_lost=True)
 
     @property
     def done(self) -> bool:
@@ -137,6 +135,13 @@ class BatchQueue:
     def pop(self) -> Batch:
         """Remove and return the oldest batch, which need not be done."""
         return self._batches.popleft()
+
+
+def completed_future(output: ModelRunnerOutput | None) -> Future[ModelRunnerOutput | None]:
+    """Return a future that is done."""
+    future: Future[ModelRunnerOutput | None] = Future()
+    future.set_result(output)
+    return future
 
 
 def start_batch(

@@ -13,13 +13,7 @@ from functools import partial
 
 import msgspec
 
-from hardpoint.core.kv_cache import (
-    BlockManager,
-    BlockMetadata,
-    CacheSize,
-    Eviction,
-    size_cache,
-)
+from hardpoint.core.kv_cache import BlockManager, BlockMetadata, CacheSize, Eviction, size_cache
 from hardpoint.core.weights.shares import check_shares
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginContractError, PluginFaultError, shown
@@ -42,7 +36,7 @@ from hardpoint.plugins import (
     Executor,
     ExecutorContext,
     PublisherContext,
-    Request,
+    Scheduler,
     SchedulerContext,
     StepRecord,
     WorkerInfo,
@@ -50,16 +44,15 @@ from hardpoint.plugins import (
 from hardpoint.plugins.cache_memory import block_needs, tightest
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.toolkit.step_cost import StepCostFit
 from hardpoint.typed import read_only
 
-from .border import EngineBorder
-from .cache_changes import CacheChangeLog
-from .core import EngineCore
-from .inputs import Clock, EngineInputs, OpenInputs, RecordStep
-from .prepare import check_drafts, limits_of, num_batches, plans_ahead
+from .core import Clock, EngineCore, EngineInputs, OpenInputs, RecordStep
+from .pause import PauseController
+from .prepare import limits_of, num_batches
 from .step import EngineCoreParts
 from .step_log import StepLog
 from .worker_launch import WorkerLauncher
@@ -83,7 +76,7 @@ def build_core(
     clock: Clock,
     activity: Activity | None = None,
     vocabulary: Vocabulary | None = None,
-    changes: CacheChangeLog | None = None,
+    follow_cache: Callable[[Sequence[KVEvent]], None] | None = None,
     open_inputs: OpenInputs = EngineInputs,
 ) -> BuiltCore:
     """Load the model and build the engine core. If a part fails, the others are closed.
@@ -95,7 +88,7 @@ def build_core(
         clock: seconds.
         activity: records what the engine does; None is in memory of this process.
         vocabulary: vocabulary of the tokenizer, for grammars.
-        changes: collects the changes of the KV cache for clients; None if they get none.
+        follow_cache: is called with the events of the KV cache, besides publishers.
         open_inputs: opens the record/replay hook.
 
     Raises:
@@ -110,12 +103,16 @@ def build_core(
         # The plugins of the engine: one that cannot start fails before a model loads.
         policy = PolicySlot(plugins, faults, spec.model_config.vocab_size)
         close_if_failed(undo, policy.close)
-        kv_events = _open_kv_events(plugins, faults, spec.place.rank)
+        rank = spec.place.rank
+        publishers = create_all(
+            plugins, "kv_event_publishers", faults, PublisherContext, data_parallel_rank=rank
+        )
+        kv_events = KVEventFanout(publishers, time.time, rank, follow_cache)
         close_if_failed(undo, kv_events.close)
         blocks = BlockMetadata(clock)
         eviction_policy, eviction = _build_eviction(plugins, faults, blocks, clock)
         close_if_failed(undo, partial(close_all, [eviction_policy]))
-        block_hashes, border = _BlockHashes(), EngineBorder(spec.loader)
+        pause = PauseController(spec.loader)
         context = EngineHalfContext(
             components=Components(plugins, faults.calls),
             describe_fault=describe_fault,
@@ -126,11 +123,11 @@ def build_core(
             vocabulary=vocabulary,
             block_size=spec.config.kv_cache.block_size,
             world_size=spec.config.parallel.world_size,
-            block_hashes=block_hashes,
+            block_hashes=lambda request, count: kv_cache.block_hashes(request, count),
             publish=kv_events.publish,
             retained=blocks.retained,
             step_cost=fit.current,
-            border=border,
+            border=pause,
         )
         step_parts = open_parts(plugins, spec.for_parts, context, faults)
         close_if_failed(undo, step_parts.close)
@@ -143,9 +140,20 @@ def build_core(
         info, size, config = _start_workers(executor, spec, config_sources, step_parts)
         launcher.close()
 
-        events = changes is not None or bool(plugins.entries("kv_event_publishers"))
-        kv_cache = _build_kv_cache(config, size, info, step_parts, eviction, blocks, events=events)
-        block_hashes.set(kv_cache.block_hashes)
+        cache, needs = config.kv_cache, block_needs(config, info)
+        kv_cache = BlockManager(
+            size.num_blocks,
+            cache.block_size,
+            groups=needs.groups,
+            num_states=size.num_states,
+            max_step_tokens=needs.max_step_tokens,
+            prefix_caching=cache.prefix_caching,
+            hash_algorithm=cache.hash_algorithm,
+            part_keys=step_parts.block_keys,
+            eviction=eviction,
+            metadata=blocks,
+            events=kv_events.has_any,
+        )
         step_parts.blocks.start()
         gates, transfers = inputs.gates(step_parts.gates), inputs.transfers(step_parts.transfers)
         scheduler = plugins.create(
@@ -156,7 +164,7 @@ def build_core(
             policy=policy.policy,
             policy_fault=policy.report_fault,
             clock=clock,
-            watermark=config.kv_cache.watermark,
+            watermark=cache.watermark,
             step_cost=fit.current,
             transfers=transfers,
             encoder_cache=step_parts.encoder_cache,
@@ -173,6 +181,7 @@ def build_core(
             policy=policy,
             kv_events=kv_events,
             faults=faults,
+            pause=pause,
             scheduler_label=str(plugins.one("schedulers").source),
             executor_label=str(plugins.one("executors").source),
             components=[eviction_policy],
@@ -185,33 +194,10 @@ def build_core(
             sleep_levels=info.sleep_levels,
             idle_method=info.idle_method,
             activity=activity,
-            border=border,
-            cache_changes=changes,
         )
         core = inputs.core(parts)
         undo.pop_all()
         return BuiltCore(core, size, info)
-
-
-class _BlockHashes:
-    """Hashes of blocks for step parts, which are built before the KV cache."""
-
-    def __init__(self) -> None:
-        self._function: Callable[[Request, int], Sequence[bytes]] | None = None
-
-    def set(self, function: Callable[[Request, int], Sequence[bytes]]) -> None:
-        self._function = function
-
-    def __call__(self, request: Request, num_blocks: int) -> Sequence[bytes]:
-        assert self._function is not None, "there is no KV cache yet"
-        return self._function(request, num_blocks)
-
-
-def _open_kv_events(plugins: PluginSet, faults: StepFaults, rank: int) -> KVEventFanout:
-    publishers = create_all(
-        plugins, "kv_event_publishers", faults, PublisherContext, data_parallel_rank=rank
-    )
-    return KVEventFanout(publishers, time.time, rank)
 
 
 def _build_eviction(
@@ -253,35 +239,12 @@ def _build_executor(
     parts.calls.use(executor.collective_rpc)
     parts.blocks.use(executor, spec.config.weight_cache)
     _check_depth(executor, spec.config)
-    if spec.num_draft_tokens:
-        check_drafts(spec, parts.drafting)
+    entry = spec.plugins.one("schedulers")
+    scheduler = spec.plugins.target(entry)
+    if spec.num_draft_tokens and scheduler.update_drafts is Scheduler.update_drafts:
+        drafting = f"it takes no drafts, which {parts.drafting} makes"
+        raise ConfigError(f"{entry.source}: {drafting}: enable one of the two")
     return executor
-
-
-def _build_kv_cache(
-    engine_config: EngineConfig,
-    size: CacheSize,
-    info: WorkerInfo,
-    parts: EngineHalves,
-    eviction: Eviction,
-    blocks: BlockMetadata,
-    *,
-    events: bool,
-) -> BlockManager:
-    config, needs = engine_config.kv_cache, block_needs(engine_config, info)
-    return BlockManager(
-        size.num_blocks,
-        config.block_size,
-        groups=needs.groups,
-        num_states=size.num_states,
-        max_step_tokens=needs.max_step_tokens,
-        prefix_caching=config.prefix_caching,
-        hash_algorithm=config.hash_algorithm,
-        part_keys=parts.block_keys,
-        eviction=eviction,
-        metadata=blocks,
-        events=events,
-    )
 
 
 def _start_workers(
@@ -311,12 +274,9 @@ def _start_workers(
         executor.collective_rpc("set_num_states", (size.num_states,))
     executor.initialize_cache(size.num_blocks)
     parts.workers_started()
-    return info, size, _resolve_config(config, size)
-
-
-def _resolve_config(config: EngineConfig, size: CacheSize) -> EngineConfig:
-    kv_cache = msgspec.structs.replace(config.kv_cache, num_blocks=size.num_blocks)
-    return msgspec.structs.replace(config, max_model_len=size.max_model_len, kv_cache=kv_cache)
+    replace = msgspec.structs.replace
+    kv_cache = replace(config.kv_cache, num_blocks=size.num_blocks)
+    return info, size, replace(config, max_model_len=size.max_model_len, kv_cache=kv_cache)
 
 
 def _find_tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
@@ -394,14 +354,18 @@ def _scheduler_limits(
     parts: EngineHalves,
     num_draft_tokens: int,
 ) -> SchedulerLimits:
-    ahead = plans_ahead(config, executor)
+    # A stage gets the tokens of the last one with the next plan, so that none is made without them.
+    # Ranks of one stage send them to each other, if asked to.
+    parallel, depth = config.parallel, executor.max_concurrent_batches
+    can_follow = parallel.world_size == 1 or config.scheduler.asynchronous
+    ahead = depth > 1 and parallel.pipeline == 1 and can_follow
     return limits_of(
         config,
         size.max_model_len,
         num_draft_tokens=num_draft_tokens,
         max_encoder_tokens=parts.max_encoder_tokens,
         asynchronous=ahead,
-        num_batches=1 if ahead else executor.max_concurrent_batches,
+        num_batches=1 if ahead else depth,
     )
 
 

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.host.boundary.errors import RefusedInCallError, close_all
+from hardpoint.host.boundary.parts.gates import PartTransfers
 from hardpoint.host.boundary.step_check import live_request
 from hardpoint.host.live.engine import EngineChanges
 from hardpoint.host.registry.blame import describe, faults_as
 from hardpoint.host.system.plugin_settings import StepSettings
-from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
-from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
+from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError, StepRecord
+from hardpoint.plugins.requests.stats import SchedulerStats
+from hardpoint.plugins.scheduling.scheduler import BlockTransfers, Gates
 
-from .pause import PauseController, PauseDependencies
 from .step import EngineCoreParts, Outputs, StepRunner
 from .utility_calls import EngineUtilities
+
+if TYPE_CHECKING:
+    from hardpoint.core.weights.worker_spec import WorkerSpec
+
+Clock = Callable[[], float]
+"""Returns seconds."""
+
+RecordStep = Callable[[StepRecord], None]
+"""Receives the record of a step."""
 
 QueuedRequest = tuple[EngineCoreRequest, list[bytes] | None, float | None]
 """The arguments of `EngineCore.add_request`."""
@@ -47,19 +57,10 @@ class EngineCore(EngineUtilities):
         self.activity = parts.activity
         self._changes = EngineChanges(parts, steps.abort_later)
         self._idle_since: int | None = None  # wake-ups when workers had nothing more to do
-        self._pause = PauseController(
-            PauseDependencies(
-                parts.scheduler,
-                parts.executor,
-                functools.partial(steps.abort_later, None),
-                steps.settle,
-                parts.sleep_levels,
-                parts.step_parts,
-                steps.halves_built,
-            )
+        self._pause = parts.pause
+        self._pause.use(
+            parts.scheduler, parts.executor, parts.step_parts, parts.sleep_levels, steps
         )
-        if parts.border is not None:
-            parts.border.use(self._pause, parts.scheduler, parts.step_parts)
 
     # Requests
 
@@ -180,29 +181,18 @@ class EngineCore(EngineUtilities):
                 self._idle_since = self._pause.num_wake_ups
             return any(answers)
 
-    def load(self, num_steps: int) -> EngineLoad:
-        """Return the load of the engine after so many steps."""
-        stats = self._parts.scheduler_stats()
-        return EngineLoad(
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            kv_cache_usage=stats.kv_cache_usage,
-            num_steps=num_steps,
-            adapters=list(stats.num_requests_by_adapter),
-        )
+    def stats(self) -> SchedulerStats:
+        """Return the state of the scheduler, as `scheduler_stats` does for programs."""
+        return self._parts.scheduler_stats()
 
-    def take_cache_changes(self) -> KVCacheChanges | None:
-        """Return the changes of the KV cache since the last call, if any; they are published.
+    def cached_blocks(self) -> Iterable[bytes]:
+        """Publish changes outside of steps; return the hashes of the blocks that can be found.
 
         Raises:
             PluginFaultError: a publisher whose faults end the engine failed.
         """
-        parts = self._parts
-        if parts.cache_changes is None:
-            return None
-        if events := parts.kv_cache.take_events():  # outside of steps, as by a reset
-            parts.publish(events)
-        return parts.cache_changes.pop()
+        self._parts.kv_events.publish(self._parts.kv_cache.take_events())
+        return self._parts.kv_cache.pool.index[0]
 
     def flush(self) -> list[Outputs]:
         """Complete all steps that are under way; return the outputs that are not sent yet."""
@@ -245,3 +235,39 @@ class EngineCore(EngineUtilities):
             stack.callback(parts.policy.close)
             stack.callback(parts.step_parts.close)
             stack.callback(close_all, [self._scheduler, self._executor])
+
+
+class EngineInputs:
+    """The record/replay hook: all that a core reads from its environment, here unchanged.
+
+    Subclasses record or replay it.
+
+    Attributes:
+        spec: specification of the engine's workers.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+
+    def clock(self, clock: Clock) -> Clock:
+        """Return the clock of the scheduler, the caches and the step parts."""
+        return clock
+
+    def gates(self, gates: Gates) -> Gates:
+        """Return the gates of step parts for the scheduler."""
+        return gates
+
+    def transfers(self, transfers: PartTransfers | None) -> BlockTransfers | None:
+        """Return the block transfers of a step part for the scheduler; None if there are none."""
+        return transfers
+
+    def recorder(self, record: RecordStep | None) -> RecordStep | None:
+        """Return the receiver of step records; None if no records are needed."""
+        return record
+
+    def core(self, parts: EngineCoreParts) -> EngineCore:
+        """Return the core, which gets the requests, aborts and control calls."""
+        return EngineCore(parts)
+
+
+OpenInputs: TypeAlias = "Callable[[WorkerSpec], EngineInputs]"

@@ -1,4 +1,4 @@
-"""Pause and resume, sleep and wake-up of an engine core."""
+"""Pause and resume, sleep and wake-up of an engine core, and actions between two steps."""
 
 from __future__ import annotations
 
@@ -6,17 +6,25 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from hardpoint import typed
 from hardpoint.host.boundary.parts.engine_halves import EngineHalves
 from hardpoint.host.registry.blame import raise_unless_fault
-from hardpoint.plugins import Executor, HardpointError, PauseState, RequestError, Scheduler
+from hardpoint.plugins import (
+    Executor,
+    HardpointError,
+    PauseState,
+    Request,
+    RequestError,
+    Scheduler,
+    WeightLoader,
+)
 
 MEMORY_TAGS = ("weights", "kv_cache")
 SCHEDULING_TAG = "scheduling"
 _RELEASES_MODEL = 2  # level of sleep
-_USER = ""  # owner of the pauses by `pause` and `sleep`; those by `run_paused` have others
+_USER = ""  # owner of the pauses by `pause` and `sleep`; those by `run` are of step parts
 
 
 class PauseMode(StrEnum):
@@ -30,25 +38,17 @@ class PauseMode(StrEnum):
     """They keep their state, without steps, until the engine is resumed."""
 
 
-@dataclass(frozen=True)
-class PauseDependencies:
-    """The parts of an engine core that the pause controller calls.
+class PausedSteps(Protocol):
+    """The steps of an engine core, as pauses end and complete them."""
 
-    Attributes:
-        abort_all: ends every request; one of the next steps reports that to the clients.
-        settle: completes all steps that are under way.
-        sleep_levels: levels that the workers support, in addition to 0.
-        step_parts: are notified of a model that was loaded again.
-        halves_built: called when the worker halves of step parts were built again.
-    """
+    def abort_later(self, request_ids: Sequence[str] | None) -> None:
+        """End requests, None is all of them; one of the next steps reports that to the clients."""
 
-    scheduler: Scheduler
-    executor: Executor
-    abort_all: Callable[[], None]
-    settle: Callable[[], None]
-    sleep_levels: tuple[int, ...] = (1, 2)
-    step_parts: EngineHalves = field(default_factory=EngineHalves)
-    halves_built: Callable[[], None] = lambda: None
+    def settle(self) -> None:
+        """Complete all steps that are under way."""
+
+    def halves_built(self) -> None:
+        """Notify step parts of worker halves that were built again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,15 +64,18 @@ class PauseController:
     """The pause state of an engine core, and which of its memory is released.
 
     Where a busy loop steps the core, a pause is complete once no step is left to run, and caches
-    are cleared then. Without a loop, every pause is complete at once.
+    are cleared then. Without a loop, every pause is complete at once. Step parts use it as the
+    `StepBorder` of the contract.
 
     Attributes:
+        loader: loader of the weights that the engine started with.
         has_loop: whether a busy loop steps the core and calls `went_idle`.
         num_wake_ups: calls of the workers' `wake_up`.
     """
 
-    def __init__(self, core: PauseDependencies) -> None:
-        self._core = core
+    def __init__(self, loader: WeightLoader) -> None:
+        """Know no engine yet, which is built after its step parts."""
+        self.loader = loader
         self._states = {_USER: PauseState.UNPAUSED}  # by owner
         self._asleep: set[str] = set()  # memory tags
         self._sleep_level = 0
@@ -80,6 +83,18 @@ class PauseController:
         self._last_sleep: Future[None] | None = None
         self.has_loop = False
         self.num_wake_ups = 0
+
+    def use(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        step_parts: EngineHalves,
+        sleep_levels: tuple[int, ...],
+        steps: PausedSteps,
+    ) -> None:
+        """Pause an engine with these parts; `sleep_levels` are those of its workers besides 0."""
+        self._scheduler, self._executor, self._step_parts = scheduler, executor, step_parts
+        self._sleep_levels, self._steps = sleep_levels, steps
 
     @property
     def is_paused(self) -> bool:
@@ -128,7 +143,7 @@ class PauseController:
             RequestError: an unknown level or mode.
             HardpointError: the engine is asleep already, or is about to be.
         """
-        levels = (0, *self._core.sleep_levels)
+        levels = (0, *self._sleep_levels)
         if level not in levels:
             known = f"{', '.join(map(str, levels[:-1]))} or {levels[-1]}"
             why = ", which the workers cannot do" if level == 1 else ""
@@ -170,22 +185,22 @@ class PauseController:
 
     def _wake_up(self, memory: Sequence[str]) -> None:
         """Reallocate memory; start worker halves of step parts again, if the model was released."""
-        core, parts = self._core, self._core.step_parts
+        parts = self._step_parts
         released = self._sleep_level >= _RELEASES_MODEL
         loads = released and "weights" in memory
         if loads:
             parts.blocks.weights_load()
-        core.executor.collective_rpc("wake_up", (memory,))
+        self._executor.collective_rpc("wake_up", (memory,))
         self._asleep -= set(memory)
         if loads:
             parts.weights_changed()
         if released and "kv_cache" in memory:
             parts.blocks.restart()
         if loads:
-            core.halves_built()
+            self._steps.halves_built()
 
     def check(self, mode: str) -> None:
-        """Check that `run_paused` can pause the engine.
+        """Check that `run` can pause the engine.
 
         Raises:
             RequestError: as `pause`.
@@ -195,11 +210,11 @@ class PauseController:
         self._check_no_sleep_waits()
         self._checked(mode)
 
-    def run_paused(self, owner: str, mode: str, action: Callable[[], Any]) -> Future[Any]:
+    def run(self, part: str, mode: str, action: Callable[[], Any]) -> Future[Any]:
         """Pause, run an action, and continue as the other pauses have it by then.
 
         Args:
-            owner: the owner of the pause; it has no other one, see `give_up`.
+            part: the step part that owns the pause; an action of it that waits is given up.
             mode: as for `pause`.
             action: called when no step is under way; the future gets its result, or exception.
 
@@ -207,22 +222,50 @@ class PauseController:
             RequestError, HardpointError: as `check`.
         """
         self.check(mode)
-        self._begin(mode, owner)
+        self.give_up(part, f"{part}: another action came before the next step")
+        self._begin(mode, part)
 
-        def run() -> Any:
+        def run_action() -> Any:
             try:
                 self._check_awake()
                 return action()
             finally:
                 self.num_wake_ups += 1  # workers may have work to do ahead again
-                self._set_state(PauseState.UNPAUSED, owner)
+                self._set_state(PauseState.UNPAUSED, part)
 
-        return self._run_when_idle(run, owner)
+        return self._run_when_idle(run_action, part)
 
-    def give_up(self, owner: str, message: str) -> None:
-        """Fail the future of `run_paused` whose action has not run, and end its pause."""
-        self.fail_pending(message, owner)
-        self._set_state(PauseState.UNPAUSED, owner)
+    def give_up(self, part: str, why: str) -> None:
+        """Fail the future of `run` whose action has not run, and end its pause."""
+        self.fail_pending(why, part)
+        self._set_state(PauseState.UNPAUSED, part)
+
+    @property
+    def moves_blocks(self) -> str | None:
+        """The setting that makes a part move KV blocks; None if none does."""
+        return self._step_parts.moves_blocks
+
+    def live_requests(self) -> Iterable[Request[Any]]:
+        """Return the live requests."""
+        return self._scheduler.live_requests()
+
+    def change_weights(
+        self, change: Callable[[], object], loader: Callable[[], WeightLoader], *, recompute: bool
+    ) -> None:
+        """Change the weights of all workers; notify step parts, and start those that move blocks.
+
+        Args:
+            change: gives the workers other weights.
+            loader: returns a loader of these weights, for parts that move KV blocks.
+            recompute: whether requests that have begun compute their keys and values again.
+        """
+        parts = self._step_parts
+        if parts.moves_blocks is not None:
+            parts.blocks.weights_load(loader())
+        self._scheduler.reset_prefix_cache(recompute_running=recompute)
+        change()
+        parts.weights_changed()
+        parts.blocks.restart()
 
     def went_idle(self) -> None:
         """Complete the pauses that wait for the engine to be idle."""
@@ -236,7 +279,7 @@ class PauseController:
                     waiting.future.set_exception(error)
                 else:
                     waiting.future.set_result(result)
-            if waiting.owner != _USER and self._core.scheduler.has_requests():
+            if waiting.owner != _USER and self._scheduler.has_requests():
                 break  # its own pause was the stricter one
 
     def fail_pending(self, message: str, owner: str | None = None) -> None:
@@ -264,7 +307,7 @@ class PauseController:
         pauses_all = mode is PauseMode.KEEP or self._asleep
         self._set_state(PauseState.PAUSED_ALL if pauses_all else PauseState.PAUSED_NEW, owner)
         if mode is PauseMode.ABORT:
-            self._core.abort_all()
+            self._steps.abort_later(None)
 
     def _checked(self, mode: str) -> PauseMode:
         checked = typed.convert(mode, PauseMode, path="mode", error=RequestError)
@@ -277,22 +320,22 @@ class PauseController:
 
     def _set_state(self, state: PauseState, owner: str = _USER) -> None:
         self._states[owner] = state
-        self._core.scheduler.set_pause(max(self._states.values(), key=list(PauseState).index))
+        self._scheduler.set_pause(max(self._states.values(), key=list(PauseState).index))
 
     def _run_when_idle(self, action: Callable[[], Any], owner: str = _USER) -> Future[Any]:
         waiting = _Waiting(action, owner)
         # The user's pauses are last: they may have to wait again once the others are over.
         self._when_idle.insert(len(self._when_idle) if owner == _USER else 0, waiting)
         if not self.has_loop:
-            self._core.settle()
+            self._steps.settle()
             self.went_idle()
         return waiting.future
 
     def _clear_caches(self) -> None:
-        self._core.scheduler.reset_prefix_cache(recompute_running=True)
+        self._scheduler.reset_prefix_cache(recompute_running=True)
 
     def _release_memory(self, level: int) -> None:
         self._clear_caches()
         self._set_state(PauseState.PAUSED_ALL)  # no request can run now, whatever the mode
-        self._core.executor.collective_rpc("sleep", (level,))
+        self._executor.collective_rpc("sleep", (level,))
         self._asleep, self._sleep_level = set(MEMORY_TAGS), level

@@ -24,7 +24,6 @@ from hardpoint.plugins import (
     ModelError,
     ModelFiles,
     Quantization,
-    Scheduler,
     WeightLoader,
 )
 from hardpoint.plugins.component import Progress
@@ -92,32 +91,6 @@ def num_batches(config: EngineConfig) -> int:
     return 2 if stages == 1 and config.scheduler.asynchronous else stages
 
 
-def plans_ahead(config: EngineConfig, executor: Executor) -> bool:
-    """Return whether steps are scheduled before the results of earlier ones are known."""
-    # A stage gets the tokens of the last one with the next plan, so that none is made without them.
-    # Ranks of one stage send them to each other, if asked to.
-    parallel = config.parallel
-    can_follow = parallel.world_size == 1 or config.scheduler.asynchronous
-    return executor.max_concurrent_batches > 1 and parallel.pipeline == 1 and can_follow
-
-
-def check_drafts(spec: WorkerSpec, drafting: str) -> None:
-    """Check that the scheduler can work with step parts that draft tokens.
-
-    Args:
-        spec: specification of the workers.
-        drafting: names the parts.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    entry = spec.plugins.one("schedulers")
-    if spec.plugins.target(entry).update_drafts is Scheduler.update_drafts:
-        raise ConfigError(
-            f"{entry.source}: it takes no drafts, which {drafting} makes: enable one of the two"
-        )
-
-
 def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> WeightLoader:
     """Return the configured loader, or the first that recognises the files.
 
@@ -164,7 +137,10 @@ def prepare_worker(
         if not is_out_of_memory(error):
             raise
         raise ModelError(f"model: {out_of_memory(error, memory_limit(device))}") from error
-    if not _is_model_config(model_config):
+    if not isinstance(model_config, ModelConfig) or not all(
+        isinstance(size, int) and size >= 1
+        for size in (model_config.vocab_size, model_config.max_position_embeddings)
+    ):
         raise PluginFaultError(
             f"{source}: its config() gave {repr(model_config)[:120]}, expected a ModelConfig with "
             f"sizes >= 1"
@@ -189,13 +165,6 @@ def prepare_worker(
         progress=progress,
         prepare=lambda other: prepare_worker(other, plugins, config_sources, progress, place),
         place=place,
-    )
-
-
-def _is_model_config(found: object) -> bool:
-    return isinstance(found, ModelConfig) and all(
-        isinstance(size, int) and size >= 1
-        for size in (found.vocab_size, found.max_position_embeddings)
     )
 
 

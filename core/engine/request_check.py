@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sized
+from collections.abc import Collection, Iterable, Mapping, Sized
 from types import MappingProxyType
 
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, RequestError
@@ -51,12 +51,7 @@ class RequestCheck:
         ids = request.prompt_token_ids
         if not ids:
             raise RequestError("prompt_token_ids: expected at least one token, got none")
-        for token in (min(ids), max(ids)):
-            if not 0 <= token < self._vocab_size:
-                raise RequestError(
-                    f"prompt_token_ids: expected token ids from 0 to {self._vocab_size - 1}, "
-                    f"got {token}"
-                )
+        self._check_ids("prompt_token_ids", (min(ids), max(ids)))
         self.check_resumed(request)
 
     def check_resumed(self, request: EngineCoreRequest) -> None:
@@ -65,7 +60,39 @@ class RequestCheck:
         Raises:
             RequestError: it may not; names the field.
         """
-        _check_resumed(request, self._vocab_size, self.processors)
+        if (resumed := request.resumed) is None:
+            return
+        if request.pooling_params is not None:
+            raise RequestError(
+                "resumed: expected none with pooling_params, for such a request generates no tokens"
+            )
+        tokens, params = resumed.output_token_ids, request.params
+        if params.max_tokens is not None and len(tokens) >= params.max_tokens:
+            raise RequestError(
+                f"{_OUTPUTS}: expected fewer than max_tokens, {params.max_tokens}, for one is to "
+                f"come, got {len(tokens)}"
+            )
+        ends = frozenset(request.stop_token_ids)
+        for index, token in enumerate(tokens):
+            if not 0 <= token < self._vocab_size:
+                raise RequestError(
+                    f"{_OUTPUTS}[{index}]: expected a token id from 0 to {self._vocab_size - 1}, "
+                    f"got {token}"
+                )
+            if token in ends and index >= params.min_tokens:
+                raise RequestError(
+                    f"{_OUTPUTS}[{index}]: expected no token that ends the request, got {token}"
+                )
+        for name in request.plugin_args.keys() & self.processors.keys():
+            _check_processor(name, self.processors[name], request)
+        _check_logprobs(resumed.observed_logprobs, len(tokens))
+        positions = len(request.prompt_token_ids)
+        for field, limit in (
+            ("num_prompt_logprobs", positions),
+            ("num_routed_positions", positions + len(tokens)),
+        ):
+            if (count := getattr(resumed, field)) > limit:
+                raise RequestError(f"resumed.{field}: expected at most {limit}, got {count}")
 
     def _check_markers(self, markers: ReasoningMarkers) -> None:
         prefixes = (markers.message_prefix, markers.content_prefix)
@@ -75,12 +102,14 @@ class RequestCheck:
                     f"reasoning_markers: expected at most {_LONGEST_MARKER} tokens each, "
                     f"got {len(ids)}"
                 )
-            for token in ids:
-                if not 0 <= token < self._vocab_size:
-                    raise RequestError(
-                        f"reasoning_markers: expected token ids from 0 to {self._vocab_size - 1}, "
-                        f"got {token}"
-                    )
+            self._check_ids("reasoning_markers", ids)
+
+    def _check_ids(self, field: str, ids: Iterable[int]) -> None:
+        for token in ids:
+            if not 0 <= token < self._vocab_size:
+                raise RequestError(
+                    f"{field}: expected token ids from 0 to {self._vocab_size - 1}, got {token}"
+                )
 
     def _check_fields(self, request: EngineCoreRequest) -> None:
         for name, reason in REQUEST_FIELDS.items():
@@ -111,43 +140,6 @@ class RequestCheck:
                 f"data_parallel_rank: expected {self._engine_index}, the rank of this engine, or "
                 f"none, got {rank}"
             )
-
-
-def _check_resumed(
-    request: EngineCoreRequest, vocab_size: int, processors: Mapping[str, type[LogitsPlugin]]
-) -> None:
-    if (resumed := request.resumed) is None:
-        return
-    if request.pooling_params is not None:
-        raise RequestError(
-            "resumed: expected none with pooling_params, for such a request generates no tokens"
-        )
-    tokens, params = resumed.output_token_ids, request.params
-    if params.max_tokens is not None and len(tokens) >= params.max_tokens:
-        raise RequestError(
-            f"{_OUTPUTS}: expected fewer than max_tokens, {params.max_tokens}, for one is to come, "
-            f"got {len(tokens)}"
-        )
-    ends = frozenset(request.stop_token_ids)
-    for index, token in enumerate(tokens):
-        if not 0 <= token < vocab_size:
-            raise RequestError(
-                f"{_OUTPUTS}[{index}]: expected a token id from 0 to {vocab_size - 1}, got {token}"
-            )
-        if token in ends and index >= params.min_tokens:
-            raise RequestError(
-                f"{_OUTPUTS}[{index}]: expected no token that ends the request, got {token}"
-            )
-    for name in request.plugin_args.keys() & processors.keys():
-        _check_processor(name, processors[name], request)
-    _check_logprobs(resumed.observed_logprobs, len(tokens))
-    positions = len(request.prompt_token_ids)
-    for field, limit in (
-        ("num_prompt_logprobs", positions),
-        ("num_routed_positions", positions + len(tokens)),
-    ):
-        if (count := getattr(resumed, field)) > limit:
-            raise RequestError(f"resumed.{field}: expected at most {limit}, got {count}")
 
 
 def _check_processor(name: str, cls: type[LogitsPlugin], request: EngineCoreRequest) -> None:

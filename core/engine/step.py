@@ -40,14 +40,12 @@ from hardpoint.plugins import (
     SchedulerOutput,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.plugins.requests.plan import SampledTokens
 from hardpoint.plugins.requests.stats import SchedulerStats
 from hardpoint.toolkit.step_cost import StepCostFit, StepTimes
 
-from .batch_queue import Batch, BatchQueue, start_batch
-from .border import EngineBorder
-from .cache_changes import CacheChangeLog
+from .batch_queue import Batch, BatchQueue, completed_future, start_batch
+from .pause import PauseController
 from .step_log import StepLog, log_failure
 
 _log = logging.getLogger("hardpoint")
@@ -79,8 +77,6 @@ class EngineCoreParts:
         idle_method: method of workers that is called while nothing else is to do; None if they
             have no such method.
         activity: records the requests of each step.
-        border: runs actions of step parts between two steps; None if they have none.
-        cache_changes: collects the changes of the KV cache for clients; None if they get none.
     """
 
     scheduler: Scheduler
@@ -89,6 +85,7 @@ class EngineCoreParts:
     policy: PolicySlot
     kv_events: KVEventFanout
     faults: StepFaults
+    pause: PauseController
     scheduler_label: str = "the scheduler"
     executor_label: str = "the executor"
     components: Sequence[Component] = ()
@@ -103,14 +100,6 @@ class EngineCoreParts:
     sleep_levels: tuple[int, ...] = (1, 2)
     idle_method: str | None = None
     activity: Activity = field(default_factory=Activity)
-    border: EngineBorder | None = None
-    cache_changes: CacheChangeLog | None = None
-
-    def publish(self, events: Sequence[KVEvent]) -> None:
-        """Pass events of the KV cache to all that follow it."""
-        self.kv_events.publish(events)
-        if self.cache_changes is not None:
-            self.cache_changes.add(events)
 
     def states(self) -> States:
         """Return the states of the components of the engine's process."""
@@ -261,10 +250,10 @@ class StepRunner:
             self._times.begins(plan)
         self._activity.begin_step(self._batches.request_ids(plan))
         if events := self._parts.kv_cache.take_events():
-            self._parts.publish(events)
+            self._parts.kv_events.publish(events)
         data = self._step_parts.begin(plan)
         if self._sampled is not None and not data and _is_empty(plan):
-            return _completed_future(ModelRunnerOutput())
+            return completed_future(ModelRunnerOutput())
         if self._sampled:
             plan = msgspec.structs.replace(plan, sampled=tuple(self._sampled))
         if data:
@@ -444,9 +433,3 @@ def _is_empty(plan: SchedulerOutput) -> bool:
         or plan.preempted_request_ids
         or plan.freed_encoder_inputs
     )
-
-
-def _completed_future(output: ModelRunnerOutput) -> Future[ModelRunnerOutput | None]:
-    future: Future[ModelRunnerOutput | None] = Future()
-    future.set_result(output)
-    return future

@@ -22,7 +22,6 @@ from hardpoint.host.system.control_calls import (
 from hardpoint.host.system.encoding import WireError
 from hardpoint.plugins import Executor, HardpointError, RequestError, SchedulerStats, WaitReason
 from hardpoint.plugins.executor import Worker
-from hardpoint.plugins.requests.engine_state import KVCacheChanges
 from hardpoint.plugins.requests.stats import Health, PluginMeter, PluginReport, StepFault
 from hardpoint.plugins.scheduling.step_record import LiveRequest
 
@@ -251,20 +250,6 @@ class EngineUtilities(ControlCalls):
     def why_waiting(self: UtilityHost, request_ids: list[str]) -> list[WaitReason | None]:
         """Return per live request why it got no tokens in the last step; None if it got some."""
         return [self._parts.scheduler.why_waiting(request_id) for request_id in request_ids]
-
-    @utility()
-    def cached_blocks(self: UtilityHost) -> KVCacheChanges:
-        """Return the blocks that can be found now, 262144 at most, as a change of an empty cache.
-
-        For a client that has lost changes; those that come next continue it.
-
-        Raises:
-            HardpointError: this engine reports no changes of its KV cache.
-        """
-        changes = self._parts.cache_changes
-        if changes is None:
-            raise HardpointError("this engine does not report changes of its KV cache")
-        return changes.all_of(self._parts.kv_cache.pool.index[0])
 
     @utility()
     def live_change(

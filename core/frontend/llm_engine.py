@@ -34,6 +34,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config_tables import Seconds
+from hardpoint.plugins.requests import Prompt
 from hardpoint.plugins.requests.stats import Health, StepFault
 from hardpoint.typed import convert
 
@@ -41,8 +42,7 @@ from .engine_owner import EngineOwner
 from .engine_parts import EngineParts
 from .frontend import METRICS_TIMEOUT_S
 from .outputs.request_state import AnyOutput
-from .requests.input_processor import NO_EXTRAS, RequestExtras
-from .requests.prompts import Params, Prompt
+from .requests.input_processor import NO_EXTRAS, Params, RequestExtras
 from .requests.submission import Submission
 
 _log = logging.getLogger("hardpoint")

@@ -3,8 +3,7 @@
 from hardpoint.host.boundary.kv_cache import Eviction
 
 from .block_hashes import BlockHashes
-from .block_metadata import BlockMetadata
-from .block_pool import BlockPool
+from .block_pool import BlockMetadata, BlockPool
 from .manager import BlockManager
 from .sizing import CacheSize, size_cache
 

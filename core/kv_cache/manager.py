@@ -13,8 +13,7 @@ from hardpoint.plugins.kv_cache.manager import BlockNeeds
 from hardpoint.plugins.requests.stats import PrefixCacheStats
 
 from .block_hashes import BlockHashes, PartKeys
-from .block_metadata import BlockMetadata
-from .block_pool import NULL_BLOCK, BlockPool, EventLog
+from .block_pool import NULL_BLOCK, BlockMetadata, BlockPool, EventLog
 
 _NEVER = sys.maxsize
 _AT_ONCE = 1024  # hashes
@@ -54,6 +53,9 @@ class BlockManager:
     Implements `hardpoint.plugins.kv_cache.KVCacheManager`. A block can be found as soon as the step
     that fills it is planned: a request that finds it in the same step reads it after it was
     written, because each layer writes keys and values of the whole batch before it attends.
+
+    Attributes:
+        pool: the block pool.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of the cache
@@ -98,7 +100,7 @@ class BlockManager:
         # Blocks that requests can hold: all but the null block.
         self.num_usable_blocks = num_blocks - self._needs.num_null_blocks
         self._events = EventLog(block_size) if events else None
-        self._pool = BlockPool(
+        self.pool = BlockPool(
             num_blocks,
             len(groups),
             null_block=bool(self._windows),
@@ -114,19 +116,14 @@ class BlockManager:
         self._stats = PrefixCacheStats()
 
     @property
-    def pool(self) -> BlockPool:
-        """The block pool."""
-        return self._pool
-
-    @property
     def num_free_blocks(self) -> int:
         """Blocks that no request holds, cached ones included."""
-        return self._pool.num_free
+        return self.pool.num_free
 
     @property
     def num_free_states(self) -> int | None:
         """How many of these are for states; None if no group has states."""
-        return self._pool.num_free_states if self._num_states else None
+        return self.pool.num_free_states if self._num_states else None
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Return the most blocks, over all groups, that a request of `num_tokens` tokens holds."""
@@ -161,9 +158,9 @@ class BlockManager:
         size = self.block_size
         limit = (request.num_tokens - 1) // size
         hashes = self._hashes.of(request, limit)
-        length, tables = _longest_prefix(self.groups, self._pool.index, hashes, limit, size)
+        length, tables = _longest_prefix(self.groups, self.pool.index, hashes, limit, size)
         while (whole := request.source.whole_prefix(length * size) // size) < length:
-            length, tables = _longest_prefix(self.groups, self._pool.index, hashes, whole, size)
+            length, tables = _longest_prefix(self.groups, self.pool.index, hashes, whole, size)
         return CachedPrefix(length * size, tables) if length else _NO_PREFIX
 
     def admit(
@@ -182,7 +179,7 @@ class BlockManager:
         Raises:
             ValueError: the request has blocks already, or there is lookahead and states.
         """
-        pool, size = self._pool, self.block_size
+        pool, size = self.pool, self.block_size
         if request in self._blocks:
             raise ValueError(f"request {request.request_id!r} holds blocks already")
         if num_lookahead_tokens and self._num_states:  # which are where a step ends
@@ -259,7 +256,7 @@ class BlockManager:
                     f"{blocks.num_passed[group] * size} were released"
                 )
         first = num_tokens // size
-        self._pool.forget([block for table in blocks.tables for block in table[first:]])
+        self.pool.forget([block for table in blocks.tables for block in table[first:]])
         if first < blocks.num_cached:
             blocks.num_cached = first
             if blocks.next_caching != _NEVER:
@@ -267,7 +264,7 @@ class BlockManager:
 
     def discard(self, block_ids: Iterable[int]) -> None:
         """Remove blocks with wrong content from the index."""
-        self._pool.forget(block_ids)
+        self.pool.forget(block_ids)
 
     def free(self, request: Request) -> None:
         """Release all blocks of a request, the last one first.
@@ -277,7 +274,7 @@ class BlockManager:
         blocks = self._blocks.pop(request, None)
         if blocks is not None:
             self._delayed.discard(request)
-            self._pool.release(self._last_first(blocks))
+            self.pool.release(self._last_first(blocks))
         if request.status is RequestStatus.FINISHED:
             self._hashes.drop(request)
 
@@ -288,7 +285,7 @@ class BlockManager:
 
     def reset(self) -> None:
         """Empty the index. Requests keep their blocks, but cache none until they are readmitted."""
-        self._pool.clear()
+        self.pool.clear()
         self._delayed.clear()
         for blocks in self._blocks.values():
             blocks.next_caching = _NEVER
@@ -312,7 +309,7 @@ class BlockManager:
         num_new = -(-(num_tokens - blocks.capacity) // self.block_size)  # per group
         passed = self._passed(request, blocks) if self._windows else []
         if num_new > 0:
-            freed = [b for g, i in passed if self._pool.ref_count[b := blocks.tables[g][i]] == 1]
+            freed = [b for g, i in passed if self.pool.ref_count[b := blocks.tables[g][i]] == 1]
             if not self._has_room(num_new, freed=freed):
                 return None
         if passed:
@@ -331,7 +328,7 @@ class BlockManager:
 
         Of both kinds a share of `reserved` is to be left; of states there have to be `min_states`.
         """
-        pool, has_states = self._pool, bool(self._num_states)
+        pool, has_states = self.pool, bool(self._num_states)
         found = has_states and pool.num_states_of(taken) - pool.num_states_of(freed)
         states = max(has_states * min(count, 2) + found, min_states)
         keys = count * (len(self.groups) - has_states) + len(taken) - len(freed) - found
@@ -343,7 +340,7 @@ class BlockManager:
         new = []
         for group, table in zip(self.groups, blocks.tables, strict=True):
             real = min(count, 2) if (states := group.has_states) else count
-            added = [NULL_BLOCK] * (count - real) + self._pool.allocate(real, states=states)
+            added = [NULL_BLOCK] * (count - real) + self.pool.allocate(real, states=states)
             table += added
             new.append(added)
         blocks.capacity = len(blocks.tables[0]) * self.block_size
@@ -372,8 +369,8 @@ class BlockManager:
                     dropped.append(block)
             blocks.tables[group][i] = NULL_BLOCK
             blocks.num_passed[group] = i + 1
-        self._pool.forget(dropped)
-        self._pool.release(released)
+        self.pool.forget(dropped)
+        self.pool.release(released)
 
     def _cache_full_blocks(self, request: Request, blocks: _RequestBlocks, end: int) -> None:
         """Add the blocks to the index that known tokens before position `end` fill."""
@@ -385,7 +382,7 @@ class BlockManager:
                 # A step writes states at its end, and where its last block begins.
                 written = 1 + (end % size == 0) if self.groups[group].has_states else num_full
                 first = max(start, num_full - written)
-                positions = self._pool.register(group, table, hashes, first, num_full)
+                positions = self.pool.register(group, table, hashes, first, num_full)
                 if self._events is not None:
                     self._events.stored(request, group, hashes, positions)
             blocks.num_cached = num_full

@@ -14,12 +14,7 @@ from hardpoint.host.boundary.checked_schemes import CheckedMatrix, SchemeCalls
 from hardpoint.host.boundary.errors import close_all
 from hardpoint.host.boundary.guard import checked
 from hardpoint.host.registry.blame import faults_as
-from hardpoint.plugins import (
-    ConfigError,
-    EngineConfig,
-    Model,
-    ModelError,
-)
+from hardpoint.plugins import ConfigError, EngineConfig, Model, ModelError
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.model.loader import WeightFormat
 from hardpoint.plugins.model.quantization import COLUMNS
@@ -90,7 +85,7 @@ class QuantizedWeights:
                     f"{model.context.config.architecture} has no matrices that may have few bits, "
                     f"or quantization.skip names them all"
                 )
-            self._use = self._scheme(self._config.use)
+            self._use = self.scheme(self._config.use)
         self._quantizes = self._use is not None and self._use[0].quantizes
         self._counts: Counter[str] = Counter()
         self._dequantized: Counter[str] = Counter()
@@ -154,7 +149,7 @@ class QuantizedWeights:
 
     def has_own_linear(self, scheme: str) -> bool:
         """Return whether the matrices of a scheme multiply themselves."""
-        return self._scheme(scheme)[0].own_linear
+        return self.scheme(scheme)[0].own_linear
 
     def stored_bytes(self, scheme: str, shape: tuple[int, ...]) -> int | None:
         """Return the bytes of a matrix in a scheme; None if it takes as many as numbers do.
@@ -162,7 +157,7 @@ class QuantizedWeights:
         Raises:
             PluginFaultError: the scheme raised something, or gave something else.
         """
-        component, source = self._scheme(scheme)
+        component, source = self.scheme(scheme)
         rows, columns = shape
         with faults_as(PluginFaultError, f"{source}: its stored_bytes()"):
             found = component.stored_bytes((rows, columns))
@@ -184,14 +179,6 @@ class QuantizedWeights:
         if self._has_own and self._model.packed_weights() is None:
             parts.append("not kept in the weight cache, for they multiply themselves")
         return ", ".join(parts) or None
-
-    def check_config(self, scheme: str) -> None:
-        """Build the scheme that a checkpoint names, which checks how it is described.
-
-        Raises:
-            ModelError: the scheme cannot read such a checkpoint.
-        """
-        self._scheme(scheme)
 
     def check_stored(self, formats: Mapping[str, WeightFormat]) -> None:
         """Check that schemes can read what files store, and that they have the required scheme.
@@ -259,7 +246,7 @@ class QuantizedWeights:
 
     def _scheme_of_weight(self, name: str, scheme: str) -> Scheme:
         try:
-            return self._scheme(scheme)
+            return self.scheme(scheme)
         except PluginNotFoundError as cause:
             raise ModelError(f"model: weight {name!r} of {self._checkpoint!r}: {cause}") from cause
 
@@ -312,7 +299,12 @@ class QuantizedWeights:
         names = (name, _HEAD) if name == self._tied_table else (name,)
         return any(fnmatch.fnmatchcase(one, pattern) for one in names)
 
-    def _scheme(self, name: str) -> Scheme:
+    def scheme(self, name: str) -> Scheme:
+        """Return a scheme, which is built once: it checks how a checkpoint describes it.
+
+        Raises:
+            ModelError: the scheme cannot read such a checkpoint.
+        """
         if name not in self._schemes:
             self._schemes[name] = self._build(name)
         return self._schemes[name]
@@ -331,7 +323,7 @@ class QuantizedWeights:
         self._model.load_quantized(calls.name, matrix)
 
     def _check_estimate(self, matrix: QuantizedMatrix, scheme: str) -> None:
-        component, source = self._scheme(scheme)
+        component, source = self.scheme(scheme)
         if component.own_linear or isinstance(matrix, DenseMatrix):
             return
         if self.stored_bytes(scheme, matrix.shape) is not None:

@@ -10,21 +10,14 @@ import msgspec
 import numpy as np
 import torch
 
-from hardpoint.plugins import (
-    AttentionStep,
-    BatchUpdate,
-    LogitsRequest,
-    Move,
-    SamplingParams,
-)
+from hardpoint.plugins import AttentionStep, BatchUpdate, LogitsRequest, Move, SamplingParams
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.kv_cache import BlockIds
 from hardpoint.plugins.requests.plan import CachedRequests, SampledTokens
 from hardpoint.plugins.sampling.rows import Added, Moved
 from hardpoint.typed import ReadOnlyDict
 
-from .spans import Spans
-from .step_input import IntArray, PackedStep, StepInput
+from .step_input import IntArray, PackedStep, Spans, StepInput
 
 
 class BatchUpdateBuilder:
@@ -39,18 +32,6 @@ class BatchUpdateBuilder:
         self._added: list[Added] = []
         self._moved: list[Moved] = []
         self._locked = False
-        self._changed = False
-
-    @property
-    def changed(self) -> bool:
-        """Whether there was any change since the last update, rows removed and reused included."""
-        return self._changed
-
-    @property
-    def removed(self) -> tuple[int, ...]:
-        """The free rows, highest first; reading them ends registration for this step."""
-        self._locked = self._locked or bool(self._removed)
-        return tuple(sorted(self._removed, reverse=True))
 
     def remove(self, row: int) -> None:
         """Register the removal of a row.
@@ -63,7 +44,6 @@ class BatchUpdateBuilder:
                 f"row {row} cannot be removed: the free rows of this step were read already"
             )
         heapq.heappush(self._removed, row)
-        self._changed = True
 
     def peek_removed(self) -> int | None:
         """Return the lowest free row, or None."""
@@ -82,12 +62,10 @@ class BatchUpdateBuilder:
     def add(self, added: Added) -> None:
         """Register a request that was added."""
         self._added.append(added)
-        self._changed = True
 
     def move(self, source: int, destination: int, direction: Move) -> None:
         """Register a move."""
         self._moved.append(Moved(source, destination, direction))
-        self._changed = True
 
     def get_and_reset(self, batch_size: int) -> BatchUpdate | None:
         """Return the update, None if nothing changed, and start the next step."""
@@ -95,15 +73,8 @@ class BatchUpdateBuilder:
         if self._removed or self._added or self._moved:
             removed = tuple(sorted(self._removed, reverse=True))
             update = BatchUpdate(batch_size, removed, tuple(self._added), tuple(self._moved))
-        self.reset()
+        self._removed, self._added, self._moved, self._locked = [], [], [], False
         return update
-
-    def reset(self) -> bool:
-        """Discard all changes; return whether there were any."""
-        changed = self._changed
-        self._removed, self._added, self._moved = [], [], []
-        self._locked = self._changed = False
-        return changed
 
 
 Drafts = Mapping[str, Sequence[int]]

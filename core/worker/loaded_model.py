@@ -1,4 +1,4 @@
-"""A loaded model of a rank: the memory that it leaves, and what step parts get of it."""
+"""The models of a rank: the memory that one leaves, what step parts get of it, and further ones."""
 
 from __future__ import annotations
 
@@ -6,20 +6,32 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 
+import msgspec
 import torch
 
-from hardpoint.core.weights.planned_model import PlannedModel
+from hardpoint.core.weights.planned_model import (
+    PlannedModel,
+    load_weights,
+    open_attention,
+    open_ops,
+    plan_model,
+)
 from hardpoint.core.weights.worker_spec import WorkerSpec
+from hardpoint.errors import size_text
 from hardpoint.host.boundary.activity import Activity, PluginCalls
 from hardpoint.host.boundary.checked_attention import CheckedAttention
 from hardpoint.host.boundary.checked_model import CheckedModel, is_replayable
+from hardpoint.host.boundary.errors import attribute_error, close_all, error_of, kind_of
 from hardpoint.host.boundary.parts.components import Components, describe_fault
 from hardpoint.host.boundary.parts.opening import open_worker_parts
 from hardpoint.host.boundary.parts.worker_parts import WorkerParts
+from hardpoint.host.boundary.text_guards import open_tokenizer
 from hardpoint.host.boundary.trial_steps import PaddedTrial, decode_bytes, trial_bytes
-from hardpoint.host.registry.blame import close_if_failed
+from hardpoint.host.registry.blame import close_if_failed, raise_unless_fault
+from hardpoint.host.registry.model_files import find_files
 from hardpoint.host.system.memory import (
     MemoryEstimate,
     MemoryLimit,
@@ -28,12 +40,26 @@ from hardpoint.host.system.memory import (
     memory_limit,
     out_of_memory,
 )
-from hardpoint.plugins import ModelError, Ops, WeightLoader, WorkerInfo
+from hardpoint.host.system.weight_cache import WeightCache
+from hardpoint.plugins import (
+    ConfigError,
+    EngineConfig,
+    ModelError,
+    ModelFiles,
+    Ops,
+    WeightLoader,
+    WorkerInfo,
+)
+from hardpoint.plugins.component.base import no_progress
+from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.step_part.worker import PreparedModel
 from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
+from hardpoint.toolkit.workers.sequences import LoadedSequences
 
 from .ranks import Ranks
-from .sequence_model import model_opener
+
+_SEQUENCE_TRIAL = 8  # tokens
+_RELOAD_TRIAL = 2  # tokens and rows
 
 _log = logging.getLogger("hardpoint")
 
@@ -141,13 +167,19 @@ def open_parts(
         describe_fault=describe_fault,
         host_memory=lambda: memory_limit(torch.device("cpu")).available,
         loaded=_loaded_model(spec, planned, ops, prepare_again),
-        open_model=model_opener(spec),
+        open_model=_model_opener(spec),
+        num_draft_tokens=spec.num_draft_tokens,
     )
     samples = ranks.is_output
     parts = open_worker_parts(spec.plugins, spec.for_parts, context, activity, samples=samples)
     with contextlib.ExitStack() as undo:
         close_if_failed(undo, parts.close)
         parts.check_hooks(planned.checked, ranks.parallel)
+        if spec.num_draft_tokens and samples and parts.verifier is None:
+            raise ConfigError(
+                "plugins: a step part drafts tokens, and none verifies drafts; expected one whose "
+                'worker half has verify_drafts, such as "speculation"'
+            )
         undo.pop_all()
     return parts
 
@@ -181,3 +213,192 @@ def _loaded_model(
         loader=spec.loader,
         prepare_again=prepare_again,
     )
+
+
+def _open_sequences(spec: WorkerSpec, num_tokens: int) -> LoadedSequences:
+    """Load a further model, with a KV cache for so many tokens of all sequences together.
+
+    Raises:
+        ModelError: the model or its cache does not fit, or weights are missing.
+    """
+    backend, ops = open_attention(spec), open_ops(spec)
+    planned = plan_model(spec, ops, backend, Parallel(), lambda: memory_limit(spec.device))
+    attention, size = planned.attention, spec.config.kv_cache.block_size
+    if attention.states is not None:
+        raise ModelError(
+            f"model: {spec.config.model!r} keeps states in some layers, which a further model "
+            f"in a worker cannot; expected one with attention in all layers"
+        )
+    num_blocks = -(-num_tokens // size)
+    cache_bytes = num_blocks * attention.bytes_per_block
+    close = functools.partial(close_all, [backend, planned.model, ops])
+    with contextlib.ExitStack() as undo:
+        undo.callback(close)
+        with contextlib.closing(planned.quantized):
+            needed, limit = planned.estimate.weights + cache_bytes, planned.estimate.limit
+            if needed > limit.available:
+                raise ModelError(
+                    f"model: {spec.config.model!r} and its cache of {num_tokens} tokens need "
+                    f"{needed} bytes, {limit.available} are available"
+                )
+            load_weights(spec, planned, WeightCache(spec.config.weight_cache), bool)
+        with torch.inference_mode():
+            planned.checked.run_trial(min(_SEQUENCE_TRIAL, spec.max_model_len), 1)
+        undo.pop_all()
+    return LoadedSequences(
+        planned.checked,
+        attention,
+        num_blocks,
+        close,
+        vocab_size=spec.model_config.vocab_size,
+        max_model_len=spec.max_model_len,
+        block_size=size,
+        device=spec.device,
+    )
+
+
+def _model_opener(spec: WorkerSpec) -> Callable[..., LoadedSequences]:
+    """Return the function by which plugins of a worker open a further model.
+
+    Args:
+        spec: spec of the worker; its settings hold for the further model, too.
+    """
+
+    def open_model(
+        model: str,
+        num_tokens: int,
+        *,
+        vocab_size: int | None = None,
+        same_tokens: bool = False,
+    ) -> LoadedSequences:
+        assert spec.prepare is not None, "the worker's spec was made by hand"
+        further = spec.prepare(_config_of(spec.config, model))
+        own = further.model_config.vocab_size
+        if vocab_size is not None and own != vocab_size:
+            raise ModelError(
+                f"model: {model!r} has a vocabulary of {own} tokens, expected {vocab_size}, that "
+                f"of {spec.config.model!r}"
+            )
+        if same_tokens:
+            _check_tokens(spec, further)
+        return _open_sequences(further, num_tokens)
+
+    return open_model
+
+
+def _check_tokens(spec: WorkerSpec, further: WorkerSpec) -> None:
+    path = spec.config.tokenizer.path
+    own = find_files(path, "tokenizer.path") if path else spec.loader.context.files
+    files = further.loader.context.files
+    if own.path == files.path:
+        return
+    try:
+        tokens, others = _tokens_of(spec, own), _tokens_of(spec, files)
+    except (ModelError, NotImplementedError) as cause:
+        _log.warning("the tokens of %s and %s are not compared: %s", own.name, files.name, cause)
+        return
+    if tokens == others:
+        return
+    pairs = enumerate(zip_longest(tokens, others, fillvalue=b""))
+    token, (one, other) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+    raise ModelError(
+        f"model: {further.config.model!r} has another tokenizer: its token {token} is "
+        f"{_text_of(other)}, that of {spec.config.model!r} is {_text_of(one)}"
+    )
+
+
+def _tokens_of(spec: WorkerSpec, files: ModelFiles) -> Sequence[bytes]:
+    """Return the bytes of each token of a tokenizer.
+
+    Raises:
+        ModelError: there is no tokenizer.
+        NotImplementedError: it has no vocabulary.
+    """
+    entry, size = spec.plugins.one("tokenizers"), spec.model_config.vocab_size
+    with contextlib.closing(open_tokenizer(spec.plugins, entry, files, size)) as tokenizer:
+        return tokenizer.vocabulary().tokens
+
+
+def _text_of(token: bytes) -> str:
+    return repr(token.decode(errors="backslashreplace")) if token else "none"
+
+
+def _config_of(config: EngineConfig, model: str) -> EngineConfig:
+    replace = msgspec.structs.replace
+    kv_cache = replace(config.kv_cache, dtype="auto", num_blocks=None, window_groups=False)
+    return replace(config, model=model, dtype="auto", max_model_len=None, kv_cache=kv_cache)
+
+
+class ReloadedModel:
+    """The share of a rank of the model with other weights; see the contract's `PreparedModel`."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        loader: Callable[[], WeightLoader],
+        plan: Callable[[WorkerSpec], PlannedModel],
+        use: Callable[[PlannedModel, WorkerSpec], None],
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            plan: builds the model without weights.
+            use: lets the worker run with the model, of which this is the spec then.
+        """
+        self._spec = dataclasses.replace(spec, progress=no_progress)
+        self._loader, self._plan, self._use = loader, plan, use
+        self._planned: PlannedModel | None = None
+
+    def read(self) -> None:
+        """Build the model, read its weights and try it; in any thread.
+
+        Raises:
+            ModelError: weights are missing or wrong, or memory is short.
+            HardpointError: a plugin failed.
+        """
+        try:
+            self._spec = dataclasses.replace(self._spec, loader=self._loader())
+            self._planned = self._load(self._spec)
+        except BaseException as error:
+            raise_unless_fault(error)
+            if is_out_of_memory(error):
+                raise ModelError(f"weights: memory is short: {error}") from error
+            named = attribute_error(error, self._spec.plugins)
+            raise error_of(kind_of(named), str(named)) from error
+
+    def _load(self, spec: WorkerSpec) -> PlannedModel:
+        planned = self._plan(spec)
+        with contextlib.ExitStack() as undo:
+            undo.callback(planned.model.close)
+            with contextlib.closing(planned.quantized):
+                _check_memory(planned)
+                # No file of the cache for each of the many versions of a training.
+                off = WeightCache(msgspec.structs.replace(spec.config.weight_cache, path="off"))
+                load_weights(spec, planned, off, bool)
+            # Calls among ranks would mix with those of the steps that run.
+            if (among := planned.model.context.parallel).tensor.size == among.engines.size == 1:
+                with torch.inference_mode():
+                    planned.checked.run_trial(min(_RELOAD_TRIAL, spec.max_model_len), _RELOAD_TRIAL)
+            undo.pop_all()
+        return planned
+
+    def use(self) -> None:
+        """Let the worker run with the model from the next step on."""
+        planned, self._planned = self._planned, None
+        assert planned is not None, "read() comes first"
+        self._use(planned, self._spec)
+
+    def close(self) -> None:
+        """Release the model, unless it is in use."""
+        planned, self._planned = self._planned, None
+        if planned is not None:
+            planned.model.close()
+
+
+def _check_memory(planned: PlannedModel) -> None:
+    needed, limit = planned.estimate.weights, planned.estimate.limit
+    if needed > limit.available:
+        raise ModelError(
+            f"weights: {size_text(needed)} are needed in addition to those in use, "
+            f"{size_text(limit.available)} are available ({limit.source})"
+        )

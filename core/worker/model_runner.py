@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from hardpoint.core.worker.sampling.drafts import DraftStep
+from hardpoint.core.worker.sampling.draft_rows import DraftRows, planned_drafts
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.logprobs import prompt_logprobs
-from hardpoint.core.worker.sampling.request_arguments import no_arguments
+from hardpoint.core.worker.sampling.processors import no_arguments
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.host.boundary.activity import PluginCalls
 from hardpoint.host.boundary.checked_attention import CheckedAttention
@@ -172,7 +172,8 @@ class ModelRunner:
             routed: gets the experts of the tokens.
         """
         if not self.parts.wants_layers:
-            return self._run(step, before, routed, needs_model=routed is not None or step.has_types)
+            needs_model = routed is not None or step.token_types is not None
+            return self._run(step, before, routed, needs_model=needs_model)
         with self.parts.in_layers(self.model.hooks, step.requests, step.query_starts):
             return self._run(step, before, routed, needs_model=True)
 
@@ -334,13 +335,19 @@ class ModelRunner:
     ) -> None:
         """Sample a token per draft, too, and append the accepted ones as `_choose` does."""
         assert self._sampling is not None
-        step = DraftStep(plan, requests, last, self._device)
-        verified = step.verify(
+        assert self.parts.verifier is not None
+        drafts, chosen = planned_drafts(plan, requests, last)
+        owners = [r for r, own in zip(requests, drafts, strict=True) for _ in range(1 + len(own))]
+        index = to_device(chosen, self._device)
+        rows = DraftRows(
+            requests,
+            drafts,
             self._sampling,
-            lambda: self._new_logits(hidden, step.rows, step.views),
-            None if bitmask is None else GrammarMask(bitmask, step.views, self.ops),
+            lambda: self._new_logits(hidden, index, owners),
+            None if bitmask is None else GrammarMask(bitmask, owners, self.ops),
         )
-        step.keep(verified, self._sampling.pipeline, self._batch.append, output)
+        accepted = self.parts.verifier.verify_drafts(rows, rows.defect)
+        rows.keep(accepted, self._batch.append, output)
 
     def _new_logits(
         self, hidden: torch.Tensor, chosen: torch.Tensor, requests: Sequence[LogitsRequest]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hardpoint.plugins import AttentionStep, LogitsRequest
+from hardpoint.plugins import AttentionStep, EngineCoreRequest, LogitsRequest
 from hardpoint.plugins.device import to_device
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
@@ -40,11 +40,6 @@ class StepInput:
     samples: np.ndarray[Any, np.dtype[np.bool_]]
     packed: PackedStep | None = None
     token_types: torch.Tensor | None = None
-
-    @property
-    def has_types(self) -> bool:
-        """Whether tokens have other types than 0."""
-        return self.token_types is not None
 
     def experts_by_request(self, routed: torch.Tensor) -> dict[str, Any]:
         """Return the experts of the tokens of each request that asks for them."""
@@ -85,14 +80,7 @@ class PackedStep:
     ) -> None:
         """Copy the arrays to a device; the host does not wait for it.
 
-        Args:
-            token_ids: [tokens].
-            positions: [tokens].
-            slots: [groups, tokens].
-            lens: [seqs].
-            starts: [seqs + 1].
-            tables: [groups, seqs, blocks].
-            device: device to copy to.
+        The shapes are those of the attributes, after [groups] for slots and tables.
         """
         self._num_tokens = count = len(token_ids)
         self._num_groups = groups = len(slots)
@@ -128,3 +116,45 @@ class PackedStep:
         """
         shape = 3 + self._num_groups, self._num_tokens
         return self._flat.as_strided(shape, (self._stride, 1), 0)
+
+
+class Spans:
+    """Spans of prompts whose tokens see each other, such as those of an image."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Sequence[range]] = {}
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Add those of a request, if it has any."""
+        if found := [range(f.offset, f.end) for f in request.features if f.sees_itself]:
+            self._of[request.request_id] = found
+
+    def remove(self, request_id: str) -> None:
+        """Remove those of a request."""
+        self._of.pop(request_id, None)
+
+    def last_seen(
+        self,
+        requests: Sequence[LogitsRequest],
+        starts: IntArray,
+        query_starts: IntArray,
+        positions: IntArray,
+    ) -> IntArray | None:
+        """Return the last position that each token of a step sees; None if each sees its own.
+
+        Args:
+            requests: requests of the step.
+            starts: tokens of each that were computed before.
+            query_starts: first token of each, and the number of all tokens.
+            positions: position of each token.
+        """
+        sees: IntArray | None = None
+        for index, request in enumerate(requests if self._of else ()):
+            first, begin = int(starts[index]), int(query_starts[index])
+            end = first + int(query_starts[index + 1]) - begin
+            for span in self._of.get(request.request_id, ()):
+                seen = range(max(span.start, first), min(span.stop, end))
+                if seen:
+                    sees = positions.copy() if sees is None else sees
+                    sees[begin + seen.start - first : begin + seen.stop - first] = seen.stop - 1
+        return sees

@@ -21,8 +21,8 @@ from hardpoint.core.weights.planned_model import (
 )
 from hardpoint.core.weights.shares import check_parallelism
 from hardpoint.core.weights.worker_spec import WorkerSpec
-from hardpoint.core.worker.sampling.observed_states import ObservedStates
-from hardpoint.core.worker.sampling.processor_changes import processor_changes
+from hardpoint.core.worker.sampling.pipeline import ObservedStates
+from hardpoint.core.worker.sampling.processors import processor_changes
 from hardpoint.core.worker.sampling.sampling_stage import open_stage
 from hardpoint.errors import CommunicationAbortedError
 from hardpoint.host.boundary.activity import Activity, PluginCalls
@@ -53,10 +53,9 @@ from hardpoint.plugins.worker_half import KVBlocks
 from hardpoint.toolkit.kv_blocks.identity import block_identity
 
 from .input_batch import InputBatch
-from .loaded_model import measure, naming_memory, open_parts, share_of_memory
+from .loaded_model import ReloadedModel, measure, naming_memory, open_parts, share_of_memory
 from .model_runner import ModelRunner
 from .ranks import Ranks
-from .reloaded_model import ReloadedModel
 
 _log = logging.getLogger("hardpoint")
 
@@ -157,8 +156,10 @@ class LocalWorker:
                 warm_up(ops, spec.model_config.vocab_size, spec.device)
         self.movable_weights = model.packed_weights() if spec.device.type == "cuda" else None
         self._components = [backend, model, ops]
+        changes = None
         if stage is not None:
             self._components = [stage.sampler, *self._components]
+            changes = processor_changes(stage.pipeline, spec, ops, self._activity)
         self._runner = ModelRunner(
             checked,
             PluginCalls(self._activity, "models", entry.source),
@@ -170,7 +171,6 @@ class LocalWorker:
         )
         parts = open_parts(spec, planned, ops, ranks, self._activity, self._prepare_again)
         self._runner.use_parts(parts)
-        changes = None if stage is None else processor_changes(stage, spec, ops, self._activity)
         self._live.open(changes, parts, spec.plugins)
         self._runner.on_forward = self._on_forward
         ranks.wait_for_all()

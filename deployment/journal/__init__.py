@@ -1,6 +1,6 @@
 """Journals of engines: record all that comes from outside (`engine.journal`), and play it back.
 
-A subclass of the record/replay hook of the engine core, `core.engine.inputs`. Nothing of
+A subclass of the record/replay hook of the engine core, `core.engine.core`. Nothing of
 this layer is imported by an engine without a journal.
 """
 
@@ -18,7 +18,7 @@ from hardpoint.process.client.process_client import EngineStart, Sink
 from hardpoint.process.engine_process import EngineProcess
 
 if TYPE_CHECKING:
-    from hardpoint.core.engine.inputs import OpenInputs
+    from hardpoint.core.engine.core import OpenInputs
 
 __all__ = ["inputs_of", "with_journal"]
 

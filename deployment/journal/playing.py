@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.core.engine.core import EngineCore
-from hardpoint.core.engine.inputs import EngineInputs, RecordStep
+from hardpoint.core.engine.core import EngineCore, EngineInputs, RecordStep
 from hardpoint.core.engine.step import EngineCoreParts
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.host.boundary.errors import error_of

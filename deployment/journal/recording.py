@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from hardpoint.core.engine.core import EngineCore, QueuedRequest
-from hardpoint.core.engine.inputs import EngineInputs
+from hardpoint.core.engine.core import EngineCore, EngineInputs, QueuedRequest
 from hardpoint.core.engine.step import EngineCoreParts, Outputs
 from hardpoint.core.engine.utility_calls import UTILITIES
 from hardpoint.core.weights.worker_spec import WorkerSpec
@@ -433,7 +432,7 @@ def header_of(spec: WorkerSpec, parts: EngineCoreParts, build: Build) -> Journal
         config=msgspec.to_builtins(config),
         model=model_fingerprint(spec.loader.context.files),
         engine_index=spec.place.rank,
-        reports_cache=parts.cache_changes is not None,
+        reports_cache=parts.kv_events.follow is not None,
         started=time.time(),
         clock=parts.scheduler.context.clock(),
         ring=spec.config.engine.journal_ring,

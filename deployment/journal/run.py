@@ -40,8 +40,8 @@ from .records import (
 T = TypeVar("T")
 
 SKIPPED = frozenset({"cached_blocks", "start_profile", "stop_profile"})
-"""Control calls that leave the engine's state alone: they write files, or report to a client of
-several engines what is cached.
+"""Control calls that leave the engine's state alone: they write files, or report what is cached, as
+in journals of earlier versions.
 """
 _INTERRUPTS = frozenset({"KeyboardInterrupt", "SystemExit", "GeneratorExit"})
 """Errors that come from outside of the engine, in the middle of a step."""
@@ -344,13 +344,15 @@ class Run:
     def _control(self, event: Event) -> None:
         """Make a control call. Where a poll ended, what it asked for is awaited here, too.
 
+        Polls of a keyframe do not have what they returned; the last of them had ended.
+
         Raises:
             HardpointError: it is not done here after some minutes.
         """
         arguments = self._arguments.decode(list(event.arguments))
         call = functools.partial(run_utility, self._core, event.method, arguments)
         if is_poll(event.method, arguments):
-            if event.returned or event.failure is not None:
+            if event.returned is not False or event.failure is not None:
                 self._await(event.method, call)
         elif event.method == "call_part":
             self._call_part(event, call)

@@ -13,8 +13,7 @@ from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.frontend import METRICS_TIMEOUT_S
 from hardpoint.core.frontend.outputs.request_state import rejection
-from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, RequestExtras
-from hardpoint.core.frontend.requests.prompts import Params, Prompt
+from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, Params, RequestExtras
 from hardpoint.core.frontend.requests.submission import Submission
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.host.boundary.errors import RefusedInCallError, engine_dead
@@ -30,6 +29,7 @@ from hardpoint.plugins import (
     WaitReason,
 )
 from hardpoint.plugins.component.manifest import Manifest
+from hardpoint.plugins.requests import Prompt
 from hardpoint.plugins.requests.stats import Health
 from hardpoint.plugins.server import InstalledExtension, ServerContext
 from hardpoint.plugins.step_part.part import GivenPrompt

@@ -9,9 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from hardpoint.core.frontend.requests.input_processor import InputProcessor
-from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import EngineClosedError
 from hardpoint.plugins import EngineCoreRequest
+from hardpoint.plugins.requests import Prompt
 from hardpoint.plugins.step_part.part import GivenPrompt
 
 T = TypeVar("T")

@@ -31,8 +31,12 @@ from .client.base import RemoteClient
 from .client.event_loop import EventLoopBridge
 from .client.process_client import EngineStart, ProcessClient, Sink
 from .engine_process import EngineProcess
+from .start_budget import StartBudget
 
 _log = logging.getLogger("hardpoint")
+
+_MARGIN_S = 60.0
+"""Time that a process waits longer for its launch, so that the program reports its own delay."""
 
 OpenRemoteClient = Callable[
     [EngineStart, Sink | None, EngineProcess | None, PluginSet], RemoteClient
@@ -70,7 +74,7 @@ def build_process_engine(
         ConfigError, PluginError, ModelError, EngineDeadError: as `prepare_engine` and
             `PreparedEngine.open`.
     """
-    with _interpreter(is_needed=config.parallel.num_local > 0) as started:
+    with _interpreter(config, is_needed=config.parallel.num_local > 0) as started:
         prepared = prepare_engine(
             config,
             config_sources or ConfigSources(),
@@ -106,7 +110,7 @@ def build_async_engine(
             `PreparedEngine.open`.
     """
     bridge = EventLoopBridge()
-    with _interpreter(is_needed=starts_engine) as started:
+    with _interpreter(config, is_needed=starts_engine) as started:
         prepared = prepare_engine(
             config,
             config_sources or ConfigSources(),
@@ -128,14 +132,19 @@ class _Started:
     Attributes:
         process: None if the client needs none of this host.
         interpreter: its Python, which others of the same program run too.
+        budget: the time until it is launched; None without a process.
     """
 
     process: EngineProcess | None
     interpreter: Interpreter
+    budget: StartBudget | None = None
 
     def open(
         self, open_client: OpenRemoteClient, sink: Sink | None, prepared: PreparedEngine
     ) -> tuple[EngineCoreClient, CacheSize]:
+        if self.budget is not None:
+            self.budget.check()
+            self.budget.cancel()
         spec = prepared.spec
         start = EngineStart(
             config=spec.config,
@@ -151,16 +160,20 @@ class _Started:
 
 
 @contextlib.contextmanager
-def _interpreter(*, is_needed: bool) -> Iterator[_Started]:
+def _interpreter(config: EngineConfig, *, is_needed: bool) -> Iterator[_Started]:
     """Start Python for an engine, before this process imports torch, which takes a second."""
     interpreter = Interpreter.current()
     if not is_needed:
         yield _Started(None, interpreter)
         return
     check_descriptors()
-    process = EngineProcess.spawn(interpreter)
+    limit_s = config.engine.start_timeout_seconds
+    process = EngineProcess.spawn(interpreter, launch_seconds=limit_s + _MARGIN_S)
+    budget = StartBudget(limit_s)
     try:
-        yield _Started(process, interpreter)
+        yield _Started(process, interpreter, budget)
     except BaseException:
         process.close(grace_s=0)
         raise
+    finally:
+        budget.cancel()

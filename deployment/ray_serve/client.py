@@ -63,6 +63,7 @@ class ServeClient(OneEngine, UtilityCalls):
     """
 
     in_process = False
+    is_serving = True
 
     def __init__(self, fleet: ReplicaFleet, replica: str, start: EngineStart, sink: Sink) -> None:
         """Start an engine in a replica, and wait until it is ready.

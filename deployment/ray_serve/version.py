@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 
+from hardpoint.errors import install_command
 from hardpoint.plugins import ConfigError
 
 FIRST, END = (2, 60), (2, 61)
@@ -26,12 +27,12 @@ def check_ray() -> None:
     if not FIRST <= parts < END:
         raise ConfigError(
             f"hardpoint.ray_serve: expected {wanted}, for request routers change between versions "
-            f"of Ray, got {found}; pip install 'hardpoint[ray-serve]'"
+            f"of Ray, got {found}; {install_command('ray-serve')}"
         )
     try:
         importlib.import_module("ray.serve")
     except ImportError as cause:
         raise ConfigError(
             f"hardpoint.ray_serve: expected {wanted}, got Ray {found} without Serve ({cause}); "
-            "pip install 'hardpoint[ray-serve]'"
+            f"{install_command('ray-serve')}"
         ) from cause

@@ -8,10 +8,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
 
-from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.kv_cache.block_hashes import BlockHashes
 from hardpoint.plugins import EngineCoreRequest, HardpointError
 from hardpoint.plugins.requests.engine_state import BLOCK_KEY_BYTES, KVCacheChanges
+from hardpoint.process.cache_changes import CacheReports
 
 BYTES_PER_BLOCK = 192
 """Most memory of a block that one engine or several have: its key, its mask, and their entry."""
@@ -169,7 +169,7 @@ class PrefixIndex:
                 self._ask(rank, call)
 
         try:
-            call(EngineUtilities.cached_blocks.name).add_done_callback(answered)
+            call(CacheReports.cached_blocks.name).add_done_callback(answered)
         except HardpointError:  # it has ended
             with self._lock:
                 self._asked.pop(rank, None)

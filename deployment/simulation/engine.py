@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.engine.prepare import limits_of
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.errors import PluginFaultError, shown
@@ -26,7 +25,8 @@ from hardpoint.plugins import (
     SchedulerStats,
     StepCost,
 )
-from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
+from hardpoint.plugins.requests.engine_state import KVCacheChanges
+from hardpoint.process.cache_changes import CacheChangeLog
 from hardpoint.process.engine.reports import ClientReports
 from hardpoint.toolkit.step_cost import StepCostFit
 
@@ -133,7 +133,7 @@ class SimulatedEngine:
         self._build(settings)
         self._stepped = SteppedScheduler(self._scheduler)
         self._reports = ClientReports(
-            1, timeline, load=self._load, cache=self._take_changes if self._changes else None
+            1, timeline, stats=self.stats, cache=self._take_changes if self._changes else None
         )
         self._inbox: deque[EngineCoreRequest] = deque()
         self._is_idle = True
@@ -241,15 +241,6 @@ class SimulatedEngine:
     def _report(self, messages: dict[int, EngineCoreOutputs]) -> None:
         if (outputs := messages.get(0)) is not None:
             self._send(self, outputs)
-
-    def _load(self, num_steps: int) -> EngineLoad:
-        stats = self._scheduler.stats()
-        return EngineLoad(
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            kv_cache_usage=stats.kv_cache_usage,
-            num_steps=num_steps,
-        )
 
     def _take_changes(self) -> KVCacheChanges | None:
         changes = self._changes

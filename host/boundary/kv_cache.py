@@ -96,16 +96,23 @@ class KVEventFanout:
         publishers: Sequence[tuple[KVEventPublisher, FaultReporter, PluginCalls]],
         wall_clock: Callable[[], float],
         data_parallel_rank: int = 0,
+        follow: Callable[[Sequence[KVEvent]], None] | None = None,
     ) -> None:
         """Store the publishers.
 
         Args:
             publishers: each with the reporter of its faults and what calls its methods.
             wall_clock: seconds since 1970.
+            follow: is called with the events after the publishers.
         """
-        self._publishers = Fanout(publishers)
+        self._publishers, self.follow = Fanout(publishers), follow
         self._wall_clock = wall_clock
         self._rank = data_parallel_rank
+
+    @property
+    def has_any(self) -> bool:
+        """Whether anything gets the events."""
+        return bool(self._publishers) or self.follow is not None
 
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Publish the events of a step, if there are any.
@@ -116,6 +123,8 @@ class KVEventFanout:
         if events and self._publishers:
             batch = read_only(KVEventBatch(self._wall_clock(), list(events), self._rank))
             self._publishers.call("publish", batch)
+        if events and self.follow is not None:
+            self.follow(events)
 
     def close(self) -> None:
         """Close all publishers.

@@ -275,7 +275,7 @@ class PolicySlot:
         Raises:
             RequestError: they do not fit.
         """
-        if any(key in self._replaced for key in request.plugin_args):
+        if not self._replaced.keys().isdisjoint(request.plugin_args):
             request.plugin_args = self._arguments.carried_over(request, self._replaced)
         self._arguments.of(request)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from hardpoint.errors import shown
@@ -69,7 +70,7 @@ def guarded_tokenizer(tokenizer: Tokenizer, source: Source, vocab_size: int) -> 
         "tokenizers",
         calls=PluginCalls(UNWATCHED, "tokenizers", source),
         uses={
-            "encode": lambda ids: within(ids, vocab_size),
+            "encode": partial(within, limit=vocab_size),
             "encode_pair": lambda pair: pair.within(vocab_size),
             "special_tokens": known,
             "vocabulary": cut,
@@ -94,7 +95,7 @@ def guarded_parser(
         calls=PluginCalls(UNWATCHED, kind, source),
         uses={
             "markers": fitting,
-            "token_ids": lambda ids: within(ids, vocab_size),
+            "token_ids": partial(within, limit=vocab_size),
             "open": lambda state: GuardedOutputState(boundary_of(guarded), state),
         },
     )

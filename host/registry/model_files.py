@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
-import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 from hardpoint.errors import shown
 from hardpoint.plugins import ModelConfig, ModelError, ModelFiles
+from hardpoint.toolkit.hub import HubName, fetch_files, hub_name
 from hardpoint.typed import suggest
 
 from .blame import describe
@@ -75,8 +75,6 @@ _FOREIGN = {
 """Suffixes of formats that have no loader here."""
 
 _EXPECTED = "a directory with config.json and .safetensors files, or a .gguf file"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _MAX_NAMES = 8
 
 
@@ -106,8 +104,8 @@ def find_files(name: str, setting: str = "model") -> ModelFiles:
     except (OSError, RuntimeError, ValueError) as cause:
         # Too long, no such home folder, or no permission: no file is called that.
         raise ModelError(f"{setting}: {shown(name)} cannot be opened: {describe(cause)}") from None
-    if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
-        return ModelFiles(name, _from_hub(name, path, setting))
+    if (found := hub_name(name)) is not None:
+        return ModelFiles(name, _from_hub(found, path, setting))
     near = _near(path) or suggest(name, list(ALIASES))
     if _is_path(name):
         raise ModelError(f"{setting}: found no file or directory {name!r}{near}")
@@ -210,30 +208,30 @@ def _packaged(alias: str, setting: str) -> Path:
     )
 
 
-def _from_hub(name: str, path: Path, setting: str) -> Path:
+def _from_hub(name: HubName, path: Path, setting: str) -> Path:
     # Imported here because it takes time and only hub models need it.
-    from huggingface_hub import constants, snapshot_download  # noqa: PLC0415
+    from huggingface_hub import constants  # noqa: PLC0415
     from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
+        return fetch_files(name)
     except LocalEntryNotFoundError as cause:
         near = _near(path)
         if constants.HF_HUB_OFFLINE:
             why = "HF_HUB_OFFLINE is set. Download it once: "
-            why += f"HF_HUB_OFFLINE=0 hf download {name}"
+            why += f"HF_HUB_OFFLINE=0 hf download {name.repo}"
         else:
             why = f"the network cannot be reached ({_last_cause(cause)}). On a machine that "
-            why += f"reaches it: hf download {name} --local-dir {path.name}; then set the model to "
-            why += "that directory, or to a .gguf file"
+            why += f"reaches it: hf download {name.repo} --local-dir {path.name}; then set the "
+            why += "model to that directory, or to a .gguf file"
         raise ModelError(
-            f"{setting}: {name!r} is no file or directory here{near} and not in the cache, and the "
+            f"{setting}: '{name}' is no file or directory here{near} and not in the cache, and the "
             f"Hugging Face hub did not give it: {why}"
         ) from cause
     except Exception as cause:
         reason = str(cause).strip().splitlines()[0] if str(cause).strip() else repr(cause)
         raise ModelError(
-            f"{setting}: {name!r} is no file or directory here{_near(path)}, and the Hugging Face "
+            f"{setting}: '{name}' is no file or directory here{_near(path)}, and the Hugging Face "
             f"hub did not give it: {reason}"
         ) from cause
 

@@ -1,26 +1,33 @@
-"""Arguments of requests for components: their keys, their conversion and their preparation."""
+"""Arguments of requests for components: who takes them, their conversion and preparation."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import msgspec
 
 from hardpoint import typed
 from hardpoint.errors import PluginContractError, PluginFaultError
-from hardpoint.plugins import PrepareContext, RequestError
+from hardpoint.plugins import PrepareContext, RequestError, SamplingParams
 from hardpoint.plugins.component import Source
+from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.output_parser import OutputParser
 from hardpoint.plugins.sampling.logits import LogitsPlugin
+from hardpoint.plugins.sampling.phases import Phase
 from hardpoint.plugins.sampling.sampler import Sampler
 from hardpoint.plugins.scheduling.policy import SchedulingPolicy
 from hardpoint.plugins.step_part import StepPart
 from hardpoint.plugins.text.arguments import ComponentWithArguments
 from hardpoint.typed import prepared_type
 
-from .blame import raise_as, text_of
+from .blame import faults_as, raise_as, text_of
+
+DEFAULTS = SamplingParams()
+LOGITS = "logits_processors"
 
 _NAMED_ONLY = "; or add `named_only = True` to the class: then requests that give arguments use it"
 _UNPREPARED = ComponentWithArguments.prepare.__func__  # type: ignore[attr-defined]
@@ -31,7 +38,7 @@ def argument_key(kind: str, name: str) -> str:
 
     It is the name of a logits processor, and `kind/name` of any other component.
     """
-    return name if kind == "logits_processors" else f"{kind}/{name}"
+    return name if kind == LOGITS else f"{kind}/{name}"
 
 
 def takes_arguments(cls: type[ComponentWithArguments]) -> bool:
@@ -43,6 +50,11 @@ def takes_arguments(cls: type[ComponentWithArguments]) -> bool:
 def prepares(cls: Any) -> bool:
     """Return whether a component has a `prepare` of its own."""
     return bool(cls.prepare.__func__ is not _UNPREPARED)
+
+
+def skips_greedy(processor: LogitsPlugin | type[LogitsPlugin]) -> bool:
+    """Return whether a logits processor does not run for greedy requests."""
+    return processor.argmax_invariant or processor.phase is Phase.TEMPERATURE
 
 
 def check_arguments(target: type[ComponentWithArguments], source: Source) -> None:
@@ -143,3 +155,87 @@ def _plain_default(field: msgspec.structs.FieldInfo) -> Any:
     if field.default_factory is not msgspec.NODEFAULT:
         default = field.default_factory()
     return default if default is msgspec.NODEFAULT else msgspec.to_builtins(default, str_keys=False)
+
+
+class Given(NamedTuple):
+    """The arguments that a request gives for a component, and their path."""
+
+    path: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class ArgumentTaker:
+    """A component that takes arguments.
+
+    Attributes:
+        key: key of its arguments in `EngineCoreRequest.plugin_args`.
+        fields: fields of SamplingParams that are its own.
+        uses: whether requests without arguments use it; None if the class decides by request. Of a
+            component that every request uses: whether its `prepare` makes arguments for them.
+        skips_greedy: whether greedy requests use it only if they name it in `plugin_args`.
+    """
+
+    entry: PluginEntry
+    cls: Any
+    options: Any
+    key: str
+    fields: frozenset[str]
+    uses: bool | None
+    skips_greedy: bool = False
+
+    @cached_property
+    def source(self) -> Source:
+        """Identity of the component, for messages."""
+        return self.entry.source
+
+    @property
+    def is_processor(self) -> bool:
+        """Whether it is a logits processor."""
+        return self.entry.kind == LOGITS
+
+    def is_asked_for(self, params: SamplingParams) -> bool:
+        """Return whether its class decides that a request without arguments uses it.
+
+        Raises:
+            RequestError: the class failed.
+        """
+        with faults_as(RequestError, f"{self.source}: its uses"):
+            return bool(self.cls.uses(params))
+
+    def arguments(self, params: SamplingParams, given: Given | None) -> tuple[typed.Arguments, str]:
+        """Return the checked arguments of a request that uses it, and where they stand.
+
+        Raises:
+            RequestError: they are wrong, or given twice.
+        """
+        fields = self.set_fields(params)
+        if given is not None:
+            if fields and params.plugin_args:
+                raise RequestError(f"{given.path}: given twice, here and by {', '.join(fields)}")
+            value, path, place = given.value, given.path, given.path
+        elif fields:
+            own = self.cls.Arguments.__struct_fields__
+            value, path = {name: fields[name] for name in fields if name in own}, ""
+            place = "/".join(fields)
+        else:
+            value, path = {}, f"plugin_args.{self.key}"
+            place = path
+        return convert_arguments(self.source, self.cls.Arguments, value, path), place
+
+    def checked(self, plain: Any) -> typed.Arguments:
+        """Return resolved arguments as the component's type.
+
+        Raises:
+            RequestError: they are wrong.
+        """
+        path = f"plugin_args.{self.key}"
+        return convert_arguments(self.source, prepared_type(self.cls), plain, path)
+
+    def set_fields(self, params: SamplingParams) -> dict[str, Any]:
+        """Return the component's own fields that a request sets."""
+        return {
+            field: getattr(params, field)
+            for field in getattr(self.cls, "params_fields", ())
+            if getattr(params, field) != getattr(DEFAULTS, field)
+        }

@@ -17,7 +17,7 @@ from hardpoint.errors import (
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.config_tables import PluginUse
-from hardpoint.typed import suggest
+from hardpoint.typed import nearest_names, suggest
 
 from .adapt import ADAPTER_KIND, Adapter, ComponentAdapters, load_adapters
 from .adapters.external_packages import component_hint
@@ -440,7 +440,7 @@ class Selection:
             hint = component_hint(reference, kind.name if kind else None)
             raise PluginNotFoundError(
                 f"{path}: {what} is called {reference!r}{hint or suggest(reference, known)}"
-                f"{self._of_other_kinds(reference)}; found: {', '.join(known) or 'none'} "
+                f"{self._of_other_kinds(reference)}; found: {nearest_names(reference, known)} "
                 f"(from {origin})"
             )
         builtin = [f for f in candidates if f.builtin]

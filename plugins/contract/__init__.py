@@ -39,7 +39,8 @@ from .model.forward import ForwardBatch, TensorSpec
 from .model.loader import LoaderContext, WeightFormat, WeightLoader
 from .model.logits_ops import LogitsOps, Op
 from .model.model import Model, ModelContext
-from .model.ops import ClampedSwiGLU, Ops, OpsContext, Recorded
+from .model.ops import ClampedSwiGLU, Ops, OpsContext
+from .model.ops import Recorded as Recorded
 from .model.quantization import Quantization, QuantizationContext
 from .process.balancer import BalancerContext, EngineView, LoadBalancer
 from .process.executor import Executor, ExecutorContext
@@ -61,8 +62,8 @@ from .requests.params import (
     RequestOutputKind,
     SamplingParams,
 )
+from .requests.plan import BlockIds as BlockIds
 from .requests.plan import (
-    BlockIds,
     CachedRequests,
     GrammarBitmask,
     ModelRunnerOutput,
@@ -234,7 +235,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "WaitReason",
     "WaitingFor",
     # Eviction policies: stable
-    "BlockIds",
     "CachedPrefix",
     "EvictionContext",
     "EvictionPolicy",
@@ -272,7 +272,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "OpsContext",
     "Quantization",
     "QuantizationContext",
-    "Recorded",
     "LoaderContext",
     "WeightFormat",
     "WeightLoader",

@@ -1,7 +1,7 @@
 """Tools for tests of plugins and of the engine: the scripted model, and the conformance suites.
 
 The scripted model needs the engine only. The suites need pytest and hypothesis
-(`pip install hardpoint[testing]`) and are enabled by a line in `conftest.py`:
+(`pip install '/path/to/hardpoint[testing]'`) and are enabled by a line in `conftest.py`:
 `pytest_plugins = ["hardpoint.testing"]`.
 
 PYTEST_DONT_REWRITE: no `assert` of this module has to be explained by pytest.

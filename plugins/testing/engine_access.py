@@ -27,7 +27,6 @@ from hardpoint.configuration.loading import default_config_type
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.core.weights.quantized_weights import QuantizedWeights
 from hardpoint.core.worker.input_batch import InputBatch
-from hardpoint.core.worker.sampling.drafts import with_drafts
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.host.boundary.activity import Activity, PluginCalls
 from hardpoint.host.boundary.faults import FaultReporter as FaultReporter
@@ -424,7 +423,11 @@ class ProcessorPipeline:
         self._pipeline.observed_states.drop([request_id])
 
     def draft_view(
-        self, source: LogitsRequest, draft: int, scratch_row: int, processed: torch.Tensor
+        self,
+        source: LogitsRequest,
+        draft: int,
+        scratch_row: int,
+        processed: torch.Tensor | None = None,
     ) -> LogitsRequest:
         """Return a view of a request after one more draft token.
 
@@ -432,18 +435,13 @@ class ProcessorPipeline:
             source: the request, or its view after the drafts before.
             draft: the token.
             scratch_row: beyond the batch, another one for each view.
-            processed: the processed logits of `source`, [vocab].
+            processed: the processed logits of `source`, [vocab], for a processor that observes.
         """
-        (logprob,) = _logprobs(processed.unsqueeze(0), [draft])
+        self._pipeline.check_drafts()
+        logprob = None if processed is None else _logprobs(processed.unsqueeze(0), [draft])[0]
         view = self._pipeline.fork(source, draft, scratch_row, logprob)
         self._pipeline.fork_device_state([(source, view, draft)])
         return view
-
-    def draft_rows(
-        self, requests: Sequence[LogitsRequest], drafts: Sequence[Sequence[int]], scratch_row: int
-    ) -> list[LogitsRequest]:
-        """Return each request followed by a view per draft, with forked states."""
-        return with_drafts(requests, drafts, self._pipeline, scratch_row)
 
     def device_state(self, request: LogitsRequest) -> dict[str, torch.Tensor] | None:
         """Return the request's rows of the device state; None if there are none."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from hardpoint.errors import ConfigError, HardpointError, PluginLoadError
+from hardpoint.errors import ConfigError, HardpointError, PluginLoadError, install_command
 
 __all__ = [
     "ClusterOptions",
@@ -105,7 +105,7 @@ def import_ray() -> Any:
         return importlib.import_module("ray")
     except ImportError as cause:
         raise ImportError(
-            f"it needs the library ray: pip install 'hardpoint[ray]' ({cause})"
+            f"it needs the library ray: {install_command('ray')} ({cause})"
         ) from cause
 
 

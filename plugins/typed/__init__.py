@@ -15,19 +15,19 @@ from .convert import (
     copied,
     is_list,
     join_path,
-    json_schema,
+    nearest_names,
     parse_value,
     plain_data,
+    prepared,
     prepared_type,
     reason_of,
-    schema_components,
     shown,
     split_setting,
     suggest,
     walk_structs,
 )
 from .describing import FieldDoc
-from .first_use import prepared
+from .json_schemas import json_schema, schema_components
 from .plain_values import stable_bytes
 from .read_only_values import ReadOnlyDict, ReadOnlyList, read_only
 
@@ -46,6 +46,7 @@ __all__ = [
     "is_list",
     "join_path",
     "json_schema",
+    "nearest_names",
     "parse_value",
     "plain_data",
     "prepared",

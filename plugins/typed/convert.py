@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import os
 import re
+import threading
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 from uuid import UUID
 
 import msgspec
@@ -18,8 +21,7 @@ from msgspec import inspect as types
 
 from hardpoint.errors import ConfigError, HardpointError, RequestError, reason_of, shown
 
-from .describing import attribute_docs, first_paragraph, type_at, type_text, walk_structs
-from .first_use import prepared
+from .describing import attribute_docs, type_at, type_text, walk_structs
 from .msgspec_errors import (
     ANY_KEY,
     failing_keys,
@@ -41,11 +43,11 @@ __all__ = [
     "copied",
     "is_list",
     "join_path",
-    "json_schema",
+    "nearest_names",
     "parse_value",
     "plain_data",
+    "prepared",
     "reason_of",
-    "schema_components",
     "shown",
     "split_setting",
     "suggest",
@@ -53,6 +55,10 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+_LONGEST_WAIT_S = 5.0
+_lock = threading.RLock()
+_prepared: set[Any] = set()
 
 
 class _StrictMeta(msgspec.StructMeta):
@@ -70,6 +76,23 @@ class _StrictMeta(msgspec.StructMeta):
 @dataclass_transform(kw_only_default=True, field_specifiers=(msgspec.field,))
 class Strict(msgspec.Struct, metaclass=_StrictMeta):
     """A struct that is frozen, keyword-only and refuses unknown fields; so are its subclasses."""
+
+
+class SuggestingMeta(_StrictMeta):
+    """Lets the error of an unknown field suggest a known one; an instance takes longer to make."""
+
+    if not TYPE_CHECKING:  # which take the arguments of a struct from its fields
+
+        def __call__(self, *args: Any, **fields: Any) -> Any:
+            """Return an instance; the error of an unknown field suggests a known one."""
+            try:
+                return super().__call__(*args, **fields)
+            except TypeError as error:
+                unknown = [name for name in fields if name not in self.__struct_fields__]
+                hint = suggest(unknown[0], list(self.__struct_fields__)) if unknown else ""
+                if not hint:
+                    raise
+                raise TypeError(f"{self.__name__}: {error}{hint}") from None
 
 
 class Options(Strict):
@@ -124,6 +147,25 @@ def convert(
     if unusual:
         check_sizes(plain, path, error)
     return converted
+
+
+def prepared(type_: type[T]) -> type[T]:
+    """Return a type that threads may use to convert and decode at the same time.
+
+    At the first use of a struct, msgspec reads its annotations, in Python. It publishes the result
+    before that is complete, for structs that hold themselves; a second thread that uses the struct
+    before then ends the program with a segmentation fault (seen with 0.22). So the first use is
+    made here, under a lock.
+    """
+    try:
+        if type_ in _prepared:
+            return type_
+    except TypeError:  # of Annotated with data that has no hash: read each time
+        _read(type_)
+        return type_
+    _read(type_)
+    _prepared.add(type_)
+    return type_
 
 
 def _convert_text_keys(plain: Any, type_: type[T], path: str, error: type[HardpointError]) -> T:
@@ -184,7 +226,8 @@ def check_text(value: Any, path: str, error: type[HardpointError] = ConfigError)
             character 4`.
     """
     if isinstance(value, str):
-        _check_encodable(value, path, error)
+        if not value.isascii():
+            _check_encodable(value, path, error)
     elif isinstance(value, dict):
         for key, item in value.items():
             if isinstance(key, str):
@@ -217,8 +260,6 @@ def copied(value: Any, path: str) -> Any:
 
 
 def _check_encodable(text: str, path: str, error: type[HardpointError]) -> None:
-    if text.isascii():
-        return
     try:
         text.encode()
     except UnicodeEncodeError as cause:
@@ -228,70 +269,8 @@ def _check_encodable(text: str, path: str, error: type[HardpointError]) -> None:
         ) from None
 
 
-def json_schema(type_: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the JSON Schema of an Options, Arguments or configuration type.
-
-    Docstrings become the descriptions of tables and fields.
-    """
-    schema = msgspec.json.schema(type_)
-    _describe_schemas(schema.get("$defs", {}), [type_])
-    return schema
-
-
-def schema_components(
-    types: Sequence[type[msgspec.Struct]], place: str
-) -> tuple[dict[type[msgspec.Struct], str], dict[str, dict[str, Any]]]:
-    """Return the JSON Schemas of types for one document, as `json_schema` describes them.
-
-    Args:
-        place: where the schemas are in the document, such as "#/components/schemas/".
-
-    Returns:
-        The names of the schemas of all types, those that they hold too; and the schemas by name.
-            Of two types that have one name, the names begin with that of the module.
-    """
-    _, whole = msgspec.json.schema_components(types, ref_template=place + "{name}")
-    names = _describe_schemas(whole, types)
-    short = {name: _short_name(name) for name in whole}
-    schemas = {short[name]: _renamed(schema, place, short) for name, schema in whole.items()}
-    return {type_: short[name] for type_, name in names.items()}, schemas
-
-
-def _describe_schemas(
-    schemas: Mapping[str, dict[str, Any]], types: Sequence[type[msgspec.Struct]]
-) -> dict[type[msgspec.Struct], str]:
-    """Add docstrings to schemas; return the names of the types' schemas."""
-    names: dict[type[msgspec.Struct], str] = {}
-    for table in (table for type_ in types for table in walk_structs(type_)):
-        whole = f"{table.__module__}.{table.__qualname__}"
-        names[table] = name = whole if whole in schemas else table.__name__
-        if (schema := schemas.get(name)) is None:
-            continue
-        schema["description"] = first_paragraph(table)
-        docs = attribute_docs(table)
-        for field, content in schema.get("properties", {}).items():
-            if field in docs:
-                content["description"] = docs[field]
-    return names
-
-
-def _short_name(name: str) -> str:
-    *modules, last = re.sub(r"[^\w.]", "_", name).split(".")
-    return "_".join([*modules[-1:], last])
-
-
-def _renamed(value: Any, place: str, names: Mapping[str, str]) -> Any:
-    """Return a schema whose references are to other names."""
-    if isinstance(value, dict):
-        return {key: _renamed(item, place, names) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_renamed(item, place, names) for item in value]
-    if isinstance(value, str) and value.startswith(place):
-        return place + names.get(value.removeprefix(place), value.removeprefix(place))
-    return value
-
-
 _LONGEST_NAME = 200
+_FEW_NAMES = 12  # that a message lists
 
 
 def suggest(wrong: str, known: list[str]) -> str:
@@ -303,6 +282,14 @@ def suggest(wrong: str, known: list[str]) -> str:
         return ""
     close = difflib.get_close_matches(wrong, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def nearest_names(wrong: str, known: list[str]) -> str:
+    """Return known names for a message: all if they are few, else the three nearest to `wrong`."""
+    if len(known) <= _FEW_NAMES:
+        return ", ".join(known) or "none"
+    nearest = difflib.get_close_matches(wrong[:_LONGEST_NAME], known, n=3, cutoff=0.0)
+    return f"{', '.join(nearest)} and {len(known) - len(nearest)} more"
 
 
 def split_setting(text: str, option: str, example: str) -> tuple[list[str], str]:
@@ -461,3 +448,26 @@ def _field_names(info: types.Type | None, value: Any) -> list[str]:
             for name in _field_names(option, value)
         ]
     return [f.encode_name for f in info.fields] if isinstance(info, types.StructType) else []
+
+
+def _read(type_: Any) -> None:
+    # Reading annotations may import modules, and so wait for a thread that waits here while it
+    # imports one: after a time that no reading takes, a thread goes on without the lock.
+    lock = _lock
+    is_held = lock.acquire(timeout=_LONGEST_WAIT_S)
+    try:
+        # A type that cannot be read is an error of the use that follows.
+        with contextlib.suppress(Exception):
+            msgspec.msgpack.Decoder(type_)
+    finally:
+        if is_held:
+            lock.release()
+
+
+def _renew_lock() -> None:
+    """Replace the lock in a copy of this process, where the thread that has it does not run."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)

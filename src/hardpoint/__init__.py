@@ -6,6 +6,7 @@ from `hardpoint.plugins`.
 
 from __future__ import annotations
 
+import os
 import sys
 
 TYPE_CHECKING = False  # as typing's; a program is imported without anything else first
@@ -71,6 +72,24 @@ __all__ = [
 ]
 
 
+class _ModuleFinder:
+    """Finds modules that other distributions add, such as `hardpoint.vllm`.
+
+    An installed Hardpoint has them in its own folder; with an editable one, they have folders of
+    their own.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
+        package, _, module = name.rpartition(".")
+        if package != __name__:
+            return None
+        from importlib.machinery import PathFinder  # noqa: PLC0415
+
+        folders = [os.path.join(entry, package) for entry in dict.fromkeys(sys.path)]
+        folders = [folder for folder in folders if os.path.isdir(os.path.join(folder, module))]
+        return PathFinder.find_spec(name, folders)
+
+
 class _ContractFinder:
     """Registers the old import paths of `hardpoint.plugins` when that package is imported.
 
@@ -99,6 +118,7 @@ class _ContractFinder:
 
 
 sys.meta_path.insert(0, _ContractFinder())
+sys.meta_path.append(_ModuleFinder())
 
 _PACKAGES = ("errors", "host", "plugins", "typed")
 """Packages that are attributes of this one without an import."""

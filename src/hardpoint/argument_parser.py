@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, NoReturn
@@ -82,6 +83,10 @@ class ProgramParser(argparse.ArgumentParser):
             for parser in self._commands.choices.values():
                 yield from parser.with_commands()
 
+    def arguments(self) -> list[argparse.Action]:
+        """Return the arguments of this parser, without those of its commands."""
+        return self._actions
+
     def accept_unknown(self) -> None:
         """Let `parse_known_args` return unknown arguments, as argparse does."""
         self._refuses_unknown = False
@@ -108,15 +113,27 @@ class ProgramParser(argparse.ArgumentParser):
 
         argparse hands those of a command up to the program, whose usage does not help.
         """
+        args, is_default = self._with_default_command(list(sys.argv[1:] if args is None else args))
         if self._refuses_unknown and self._commands is not None:
-            self._check_options_before_command(args or ())
+            self._check_options_before_command(args)
         options, unknown = super().parse_known_args(args, namespace)
         if unknown and self._refuses_unknown:
             option = next((arg for arg in unknown if arg.startswith("-") and arg != "-"), None)
             if option is None:
                 self.error(f"unexpected argument {shown(unknown[0])}")
             self._refuse_option(option)
+        if is_default:
+            options.is_default_command = True
         return options, unknown
+
+    def _with_default_command(self, args: list[str]) -> tuple[list[str], bool]:
+        """Return arguments with `set_defaults(default_command=...)`, if they name no command."""
+        name = self.get_default("default_command")
+        if name is None or self._commands is None or {"-h", "--help"} & set(args):
+            return args, False
+        if set(args) & self._commands.choices.keys():
+            return args, False
+        return [name, *args], True
 
     def _check_options_before_command(self, arguments: Sequence[str]) -> None:
         """Refuse an unknown option before a command, whose value would be taken for the command."""

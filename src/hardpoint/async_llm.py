@@ -16,7 +16,6 @@ from hardpoint.configuration.handed_over import handed_over
 from hardpoint.configuration.loading import config_from
 from hardpoint.core.engine.utility_calls import ControlCalls
 from hardpoint.core.frontend.frontend import listed_ids
-from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import EngineDeadError
 from hardpoint.host.registry.discovery import InstalledPlugin
 from hardpoint.host.system.control_calls import AsyncCaller
@@ -32,14 +31,14 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import STREAMING_STEP_MILLISECONDS
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import ChatRequestOptions, RequestOptions
-from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.plugins.requests import PoolingRequestOutput, Prompt
 from hardpoint.process.build import OpenRemoteClient, build_async_engine
 
 from .calls.adapters import AsyncAdapterGroup
 from .calls.debug import AsyncDebugGroup
 from .calls.engines import AsyncEngineGroup, Restart, engines_of, with_restart
 from .calls.groups import COMPANIONS, async_groups
-from .calls.model import AsyncModelGroup
+from .calls.model import AsyncModelGroup, ShownModel, chat_params
 from .calls.plugins import AsyncPluginGroup
 from .calls.weights import AsyncWeightUpdateGroup, WeightFiles
 from .chat import Chat, Messages
@@ -53,7 +52,7 @@ from .requests import check_generates, takes_options
 __all__ = ["AsyncLLM", "open_resolved"]
 
 
-class AsyncLLM(AsyncCaller, metaclass=OldClassNames):
+class AsyncLLM(ShownModel, AsyncCaller, metaclass=OldClassNames):
     """A model that generates text for many tasks of one event loop at once.
 
     | Member | Use |
@@ -362,7 +361,8 @@ class AsyncLLM(AsyncCaller, metaclass=OldClassNames):
         check_generates(sampling_params)
         chat, of_request = Chat.taken_from(options)
         prompt = await self._requests.rendered(messages, chat)
-        outputs = self._requests.outputs(prompt, sampling_params, request_id, of_request)
+        params = chat_params(sampling_params, self._engine.default_sampling_params())
+        outputs = self._requests.outputs(prompt, params, request_id, of_request)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output

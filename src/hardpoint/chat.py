@@ -21,6 +21,7 @@ from hardpoint.typed import copied, is_list
 from hardpoint.typed.schema_check import check_depth, check_schema, without_nulls
 
 from . import typed
+from .chat_templates import named_template, shows_tools, with_role
 from .images import IMAGE_PARTS, PromptImages, image_of
 
 _IMAGE = {"type": "image"}
@@ -254,7 +255,9 @@ def read_messages(messages: Any, parts: PartReader | None = None) -> Any:
     if not isinstance(plain, list):
         return plain
     return [
-        _read_message(message, f"messages[{index}]") if isinstance(message, dict) else message
+        _read_message(with_role(message, f"messages[{index}]"), f"messages[{index}]")
+        if isinstance(message, dict)
+        else message
         for index, message in enumerate(plain)
     ]
 
@@ -410,14 +413,22 @@ class Chat:
             )
         return {**prompt, "multi_modal_data": {"image": pictures}}
 
+    @property
+    def _must_call(self) -> bool:
+        return self.calls is not None and self.calls.required is not None
+
     def _encoded(
         self, tokenizer: Tokenizer, read: Any, media_tokens: Sequence[int]
     ) -> tuple[str, list[int]]:
-        texts = UserText(tokenizer, read, self.tools, self._variables, media_tokens=media_tokens)
+        template = named_template(tokenizer, self._template)
+        tools = self.tools
+        if self._must_call and not shows_tools(tokenizer, template):
+            tools = []  # a grammar writes the call
+        texts = UserText(tokenizer, read, tools, self._variables, media_tokens=media_tokens)
         options = {
-            "tools": texts.marked(self.tools),
+            "tools": texts.marked(tools),
             "continue_final_message": self._continues,
-            "template": _named_template(tokenizer, self._template),
+            "template": template,
             "variables": texts.marked(self._variables),
         }
         rendered = tokenizer.apply_chat_template(
@@ -427,24 +438,6 @@ class Chat:
         )
         typed.check_text(rendered, "messages: the text of the chat template", RequestError)
         return texts.encode(rendered)
-
-
-def _named_template(tokenizer: Tokenizer, name: Any) -> str | None:
-    """Return the chat template of a name; None without a name.
-
-    Raises:
-        RequestError: the model has none of that name.
-    """
-    if name is None:
-        return None
-    known = tokenizer.chat_templates
-    if not isinstance(name, str) or name not in known:
-        raise RequestError(
-            f"chat_template: expected the name of a template of the model "
-            f"({', '.join(known) or 'it has none'}), got {shown(name)}; templates themselves come "
-            f"from the operator alone"
-        )
-    return known[name]
 
 
 def _check_flag(name: str, value: Any, type_: Any) -> None:

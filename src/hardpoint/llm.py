@@ -12,7 +12,6 @@ from hardpoint.configuration.handed_over import handed_over
 from hardpoint.configuration.loading import config_from
 from hardpoint.core.engine.utility_calls import ControlCalls
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.host.registry.discovery import InstalledPlugin
 from hardpoint.host.system.control_calls import SyncCaller
 from hardpoint.plugins import (
@@ -25,13 +24,13 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import ChatRequestOptions, RequestOptions
-from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.plugins.requests import PoolingRequestOutput, Prompt
 
 from .calls.adapters import AdapterGroup
 from .calls.debug import DebugGroup
 from .calls.engines import EngineGroup
 from .calls.groups import open_engine, sync_groups
-from .calls.model import ModelGroup
+from .calls.model import ModelGroup, ShownModel, chat_params
 from .calls.plugins import PluginGroup
 from .calls.pooling import (
     paired_scores,
@@ -62,7 +61,7 @@ from .requests import (
 __all__ = ["LLM", "open_resolved"]
 
 
-class LLM(SyncCaller, metaclass=OldClassNames):
+class LLM(ShownModel, SyncCaller, metaclass=OldClassNames):
     """A model that generates text, or vectors of texts.
 
     | Member | Use |
@@ -212,7 +211,8 @@ class LLM(SyncCaller, metaclass=OldClassNames):
         draws = draws_progress(options, default=self._draws_progress)
         chat, of_requests = Chat.taken_from(options)
         prompts = [self._requests.rendered(conversation, chat) for conversation in conversations]
-        return self._requests.complete(prompts, sampling_params, of_requests, draws=draws)
+        params = chat_params(sampling_params, self._engine.default_sampling_params())
+        return self._requests.complete(prompts, params, of_requests, draws=draws)
 
     @takes_options
     def stream(
@@ -305,7 +305,8 @@ class LLM(SyncCaller, metaclass=OldClassNames):
         """
         chat, of_request = Chat.taken_from(options)
         prompt = self._requests.rendered(messages, chat)
-        return self._requests.stream(prompt, sampling_params, of_request)
+        params = chat_params(sampling_params, self._engine.default_sampling_params())
+        return self._requests.stream(prompt, params, of_request)
 
     @takes_options
     def encode(

@@ -9,14 +9,14 @@ import inspect
 import re
 import textwrap
 import typing as t
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
-from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, RequestExtras
 from hardpoint.errors import EngineDeadError, EnginePausedError, shown
 from hardpoint.host.boundary.errors import engine_dead
 from hardpoint.host.system.engine_lock import EngineLock
@@ -24,7 +24,6 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     HardpointError,
     LoRARequest,
-    OverloadedError,
     RequestError,
     RequestOutput,
     RequestOutputKind,
@@ -39,7 +38,6 @@ __all__ = [
     "BatchOptions",
     "ChatBatchOptions",
     "OpenCalls",
-    "UnorderedCall",
     "check_generates",
     "conversation_list",
     "make_extras",
@@ -203,7 +201,8 @@ def one_per_prompt(name: str, value: Any, count: int) -> list[Any]:
 
 def make_extras(**fields: Any) -> RequestExtras:
     """Return a request's extras; fields that are None keep their defaults."""
-    return RequestExtras(**{name: value for name, value in fields.items() if value is not None})
+    given = {name: value for name, value in fields.items() if value is not None}
+    return RequestExtras(**given) if given else NO_EXTRAS
 
 
 def make_requests(prompts: Sequence[Any], params: Any, **extras: Any) -> list[Request]:
@@ -246,11 +245,14 @@ def check_generates(params: Any) -> None:
     Raises:
         RequestError: they are of a call that pools.
     """
+    if isinstance(params, SamplingParams):
+        return
     listed = copied(params, "sampling_params") if is_list(params) else [params]
-    if any(isinstance(one, PoolingParams) for one in listed):
-        raise RequestError(
-            "sampling_params: expected SamplingParams, got PoolingParams, which encode takes"
-        )
+    for one in listed:
+        if isinstance(one, PoolingParams):
+            raise RequestError(
+                "sampling_params: expected SamplingParams, got PoolingParams, which encode takes"
+            )
 
 
 def with_place(error: HardpointError, name: str) -> HardpointError:
@@ -300,6 +302,7 @@ class OpenCalls:
         requests: Iterable[Request],
         outputs: Outputs | None = None,
         sent: Callable[[EngineCoreRequest], object] = lambda _: None,
+        name: str = "",
     ) -> list[str]:
         """Add the prompts of a call with their parameters; if one is refused, none runs on.
 
@@ -308,6 +311,7 @@ class OpenCalls:
         Args:
             outputs: outputs of the call, if it has added requests before.
             sent: gets each request as the engine got it.
+            name: what messages call the list of prompts; empty for one prompt.
 
         Returns:
             Their ids.
@@ -322,8 +326,10 @@ class OpenCalls:
                 for request in requests:
                     added = [(self._new_id(ids, outputs), *request)]
                     self._engine.add_requests(added, sent=sent)
-            except BaseException:
+            except BaseException as error:
                 self.drop(ids)
+                if name and isinstance(error, RequestError):
+                    raise with_place(error, f"{name}[{len(ids) - 1}]") from None
                 raise
         return ids
 
@@ -358,12 +364,13 @@ class OpenCalls:
         self._outputs[request_id] = outputs
         return request_id
 
-    def drop(self, ids: Sequence[str]) -> None:
-        """Abort requests, where they are live, and drop their outputs; in a fork do nothing."""
+    def drop(self, ids: Sequence[str], finished: Collection[str] = ()) -> None:
+        """Abort requests but for `finished` ones, drop the outputs of all; in a fork do nothing."""
         if self._engine.lock.owner.is_other:
             return
         with self._engine.lock:
-            self._engine.abort_requests(ids)
+            if live := [request_id for request_id in ids if request_id not in finished]:
+                self._engine.abort_requests(live)
             for request_id in ids:
                 self._outputs.pop(request_id, None)
 
@@ -437,58 +444,3 @@ class OpenCalls:
     def _fail_all(self, error: Callable[[], Exception]) -> None:
         for waiting in self._outputs.values():
             waiting.append(error())
-
-
-class UnorderedCall:
-    """Prompts of any number, of which as many are open as the engine has room for."""
-
-    def __init__(self, calls: OpenCalls, requests: Iterable[Request], window: int) -> None:
-        """`window`: requests that are open at the same time."""
-        self._calls, self._window = calls, window
-        self._source = enumerate(requests)
-        self._held: collections.deque[tuple[int, Request]] = collections.deque()
-        """Those that were refused because too many wait."""
-        self._outputs: Outputs = collections.deque()
-        self._live: dict[str, tuple[int, Request]] = {}
-
-    def outputs(self) -> Iterator[tuple[int, RequestOutput | RequestError]]:
-        """Yield the output of each request, or why it was refused, with its position."""
-        try:
-            yield from self._fill()
-            while self._live:
-                output = self._calls.next_output(self._outputs)
-                self._calls.drop([output.request_id])
-                entry, rejected = self._live.pop(output.request_id), rejection(output)
-                if isinstance(rejected, OverloadedError):
-                    self._hold(entry, rejected)
-                    continue
-                if isinstance(rejected, RequestError):
-                    yield entry[0], rejected
-                elif rejected is None or isinstance(rejected, EngineDeadError):
-                    yield entry[0], output
-                else:
-                    raise rejected
-                yield from self._fill()
-        finally:
-            self._calls.drop(list(self._live))
-
-    def _fill(self) -> Iterator[tuple[int, RequestError]]:
-        """Add requests while there is room; yield those that are refused."""
-        while len(self._live) < self._window:
-            entry = self._held.popleft() if self._held else next(self._source, None)
-            if entry is None:
-                return
-            try:
-                (request_id,) = self._calls.add([entry[1]], self._outputs)
-            except OverloadedError as error:
-                self._hold(entry, error)
-                return
-            except RequestError as error:
-                yield entry[0], error
-            else:
-                self._live[request_id] = entry
-
-    def _hold(self, entry: tuple[int, Request], error: OverloadedError) -> None:
-        if not self._live:
-            raise error
-        self._held.append(entry)

@@ -70,14 +70,14 @@ class TestAnswers:
     def test_conversations_have_the_options_of_the_route(self, here):
         messages = [{"role": "user", "content": "hi"}]
         body = {"messages": messages, "logprobs": True, "top_logprobs": 1, "max_tokens": 3}
-        write(line("a", url=CHAT, **body), line("b", url=CHAT, **body, frequency=1))
+        write(line("a", url=CHAT, **body), line("b", url=CHAT, **body, frequency_penalti=1))
         assert run() == 1
         found = answers()
         (choice,) = found["a"]["response"]["body"]["choices"]
         assert choice["message"]["content"] == "hel"
         assert len(choice["logprobs"]["content"]) == 3
         message = found["b"]["response"]["body"]["error"]["message"]
-        assert message.startswith("frequency: unknown field")
+        assert message.startswith("frequency_penalti: unknown field")
 
     def test_the_example_of_the_page(self, here, capsys):
         page = (ROOT / "docs/command-line.md").read_text().partition("$ cat batch.jsonl\n")[2]

@@ -47,7 +47,7 @@ def completions(folder: Path, monkeypatch: pytest.MonkeyPatch):
             {
                 *["generate", "models", "chat", "plugins", "config", "completion", "serve"],
                 *["embed", "engine", "keys", "scale", "simulate", "calibrate", "trace"],
-                *["replay", "journal", "bench"],
+                *["replay", "journal", "bench", "info", "pull"],
             },
         ),
         ("hardpoint --max", set()),

@@ -196,7 +196,9 @@ def test_prompts_and_messages(llm):
         RequestError, match=r"^messages\[0\]\.content: expected text that UTF-8 can"
     ):
         llm.chat([message])
-    with pytest.raises(RequestError, match="^prompt: reading it failed: LookupError: no items$"):
+    with pytest.raises(
+        RequestError, match=r"^prompts\[1\]: reading it failed: LookupError: no items$"
+    ):
         llm.generate(["x", RaisingList()])
     with pytest.raises(RequestError, match="^cache_salt: expected a string or nothing, got b'x'$"):
         llm.generate("x", cache_salt=b"x")

@@ -70,7 +70,9 @@ def limited(monkeypatch, available):
 
 
 def test_architectures_formats_and_schemes_are_listed(capsys):
-    assert main(["models", "--json", "--set", 'plugins.disable=["quantizations/q4_1"]']) == 0
+    assert (
+        main(["models", "show", "--json", "--set", 'plugins.disable=["quantizations/q4_1"]']) == 0
+    )
     found = {(each["kind"], each["name"]): each for each in json.loads(capsys.readouterr().out)}
     assert {kind for kind, _ in found} == {"models", "loaders", "quantizations"}
     assert found["models", "LlamaForCausalLM"]["distribution"] == "hardpoint"
@@ -79,7 +81,7 @@ def test_architectures_formats_and_schemes_are_listed(capsys):
     assert found["quantizations", "int8"]["about"].startswith("made while weights are loaded: ")
     off = found["quantizations", "q4_1"]
     assert (off["on"], off["about"]) == (False, "")
-    assert main(["models"]) == 0
+    assert main(["models", "show"]) == 0
     assert "architecture  LlamaForCausalLM " in capsys.readouterr().out
 
 
@@ -96,7 +98,7 @@ def test_a_report_describes_the_model(capsys, tmp_path):
     attention, mlp = 2 * 128 * 128 + 2 * 128 * 64 + 128 + 2 * 64, 3 * 128 * 512
     assert found["num_params"] == 4 * (attention + mlp + 2 * 128) + 128 + 2 * 2048 * 128
     assert [each["num_tokens"] for each in found["contexts"]] == [100, 4000]
-    assert main(["models", str(folder), *settings_of()]) == 0
+    assert main(["models", "show", str(folder), *settings_of()]) == 0
     text = capsys.readouterr().out
     assert "4: 2 see all tokens, 2 see the last 64 tokens\n" in text
     assert "for requests of up to 4096 tokens.\n" in text
@@ -109,7 +111,7 @@ def test_codes_of_keys_and_values_take_about_half_the_memory(capsys, tiny):
     for before, after in zip(plain["contexts"], coded["contexts"], strict=True):
         assert after["one_request"] * 64 == before["one_request"] * 36  # heads of 32: 64, 36 bytes
     assert coded["longest"] >= plain["longest"]
-    assert main(["models", str(tiny), *settings_of(*settings)]) == 0
+    assert main(["models", "show", str(tiny), *settings_of(*settings)]) == 0
     assert "attention: torch, keys and values in int8\n" in capsys.readouterr().out
 
 
@@ -138,7 +140,9 @@ def checkpoint(folder, names, **changes):
 
 
 def error_of(capsys, path):
-    assert main(["models", path, "--set", "weight_cache.path=off", "--set", "device=cpu"]) == 2
+    assert (
+        main(["models", "show", path, "--set", "weight_cache.path=off", "--set", "device=cpu"]) == 2
+    )
     return capsys.readouterr().err
 
 
@@ -152,7 +156,7 @@ def error_of(capsys, path):
 )
 def test_a_checkpoint_that_lacks_weights_has_no_report(capsys, tmp_path, names, lacking):
     whole = checkpoint(tmp_path / "whole", WEIGHTS)
-    assert main(["models", whole, "--set", "device=cpu"]) == 0
+    assert main(["models", "show", whole, "--set", "device=cpu"]) == 0
     path = checkpoint(tmp_path / "cut", names)
     capsys.readouterr()
     assert f"model: '{path}' lacks {lacking}" in error_of(capsys, path)
@@ -208,7 +212,7 @@ def test_the_longest_request_that_fits_is_the_longest(capsys, tiny, monkeypatch)
     assert (fitting["fits"], fitting["problem"], fitting["longest"]) == (True, "", longest)
     assert fitting["cache_bytes"] >= fitting["contexts"][-1]["one_request"]
     report(capsys, tiny, settings=(*settings, "max_model_len=auto"))
-    assert main(["models", str(tiny), *settings_of(*settings)]) == 1
+    assert main(["models", "show", str(tiny), *settings_of(*settings)]) == 1
     assert "\nIt does not fit: model: " in capsys.readouterr().out
 
 
@@ -245,7 +249,10 @@ def test_what_cannot_be_loaded_has_the_same_error_as_a_load(
         return {name: WeightFormat("float32", 4) for name in shapes}
 
     monkeypatch.setattr(DummyLoader, "formats", formats)
-    assert main(["models", str(write(tmp_path / "wrong", **changes)), *settings_of(*settings)]) == 2
+    assert (
+        main(["models", "show", str(write(tmp_path / "wrong", **changes)), *settings_of(*settings)])
+        == 2
+    )
     assert message in capsys.readouterr().err
 
 
@@ -258,7 +265,7 @@ def test_what_cannot_be_loaded_has_the_same_error_as_a_load(
     ],
 )
 def test_wrong_arguments(capsys, arguments, message):
-    assert main(["models", *arguments]) == 2
+    assert main(["models", "show", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -273,7 +280,7 @@ def test_lengths_above_max_model_len_are_marked(capsys, tiny):
 def test_a_missing_scheme_is_named_with_the_weight_and_the_loader(capsys, tiny, monkeypatch):
     formats = {"model.norm.weight": WeightFormat("float32", 4), "lm_head.weight": Q9}
     monkeypatch.setattr(DummyLoader, "formats", lambda *_: formats)
-    assert main(["models", str(tiny), *settings_of()]) == 2
+    assert main(["models", "show", str(tiny), *settings_of()]) == 2
     error = capsys.readouterr().err
     assert f"weight 'lm_head.weight' of '{tiny}': the loader 'dummy' says that it is st" in error
     assert "stored in 'q9', which is no quantisation scheme that is enabled; enabled: " in error
@@ -285,7 +292,7 @@ def test_a_missing_scheme_is_named_with_the_weight_and_the_loader(capsys, tiny, 
 )
 def test_a_loader_that_does_not_know_its_formats_is_named(capsys, tiny, monkeypatch, wrong):
     monkeypatch.setattr(DummyLoader, "formats", lambda *_: {"x": wrong})
-    assert main(["models", str(tiny), *settings_of()]) == 2
+    assert main(["models", "show", str(tiny), *settings_of()]) == 2
     error = capsys.readouterr().err
     assert "plugin 'dummy'" in error
     assert "its formats() gave" in error
@@ -371,3 +378,17 @@ def test_a_process_takes_what_was_estimated(tmp_path, tiny, use):
     )
     estimated, used = map(int, done.stdout.split())
     assert used == pytest.approx(estimated, rel=0.1)
+
+
+def test_the_old_form_works_with_a_warning(tiny, capsys):
+    """For one version."""
+    assert main(["models", str(tiny), *settings_of()]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{tiny}: Qwen2ForCausalLM")
+    assert "is now `hardpoint models show [MODEL]`" in err
+    assert main(["models", *settings_of(), "-q"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("WHAT ")
+    assert err == ""
+    assert main(["models", "show", *settings_of()]) == 0
+    assert capsys.readouterr().err == ""

@@ -49,7 +49,8 @@ PROGRAM = "hardpoint [options] COMMAND ..."
         ("--verbos config show", "unrecognized option --verbos; did you mean --verbose?", PROGRAM),
         (
             "config shwo",
-            "unknown command 'shwo' (did you mean 'show'?); the commands are show, schema",
+            "unknown command 'shwo' (did you mean 'show'?); the commands are show, check, init, "
+            "schema",
             "hardpoint config [options] COMMAND ...",
         ),
         (

@@ -254,5 +254,5 @@ def test_a_program_that_has_set_no_provider(monkeypatch):
 
 def test_a_library_that_is_not_installed_is_named(scripted, monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(PluginError, match=r"pip install 'hardpoint\[opentelemetry\]'"):
+    with pytest.raises(PluginError, match=r"pip install '\S*hardpoint\[opentelemetry\]'"):
         LLM(config=scripted_config(scripted, {"stats": {"sinks": ["opentelemetry"]}}))

@@ -84,6 +84,31 @@ def test_an_answer_of_a_schema(client):
     assert set(json.loads(answer.choices[0].message.content)) == {"city", "big"}
 
 
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_a_required_call(client, choice):
+    """The template of the demo model shows no tools: a grammar writes the call."""
+    schema = {
+        "type": "object",
+        "properties": {"celsius": {"type": "boolean"}},
+        "required": ["celsius"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    answer = client.chat.completions.create(
+        messages=QUESTION,
+        tools=[tool],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        max_tokens=60,
+        **GREEDY,
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "weather"
+    assert set(json.loads(call.function.arguments)) == {"celsius"}
+
+
 def test_errors_are_their_exceptions(client, claude):
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     with pytest.raises(openai.BadRequestError, match="does not show the model any tools"):

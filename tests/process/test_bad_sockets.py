@@ -214,9 +214,7 @@ def test_an_abort_right_after_its_request_wins(client):
 )
 def test_what_is_not_on_the_list_is_not_called(client, method):
     answer = client.call(method)
-    assert answer.failure.startswith(
-        "method: expected one of cached_blocks, call_part, collective_rpc, "
-    )
+    assert answer.failure.startswith("method: expected one of call_part, collective_rpc, ")
     assert f", got {method!r}" in answer.failure
     assert answer.kind == "RequestError"
 

@@ -10,6 +10,7 @@ BODIES = {
     "/v1/completions": {"prompt": "a", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [MESSAGE], "max_tokens": 1},
     "/v1/responses": {"input": "a", "max_output_tokens": 1, "store": False},
+    "/v1/responses/input_tokens": {"input": "a"},
     "/v1/messages": {"model": "m", "messages": [MESSAGE], "max_tokens": 1},
     "/v1/messages/count_tokens": {"model": "m", "messages": [MESSAGE]},
     "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": 1}},

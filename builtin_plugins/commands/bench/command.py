@@ -92,4 +92,4 @@ def _tables(caches: Mapping[str, Any]) -> Tables:
     return [("", ["stage", *headers], rows)]
 
 
-COMMAND = Command("bench", "Measure starts.", _configure, _run)
+COMMAND = Command("bench", "measure starts", _configure, _run)

@@ -28,15 +28,29 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     forms = "mooncake, bailian, guidellm, journal or minimal"
     add("--form", help=f"of the trace: {forms} (default: found by its first lines)")
     add("--hash-tokens", type=int, metavar="N", help="tokens that each of its hash_ids stands for")
-    add("--speed", type=float, default=1.0, help="how many times as fast requests come")
+    add(
+        "--speed", type=float, default=1.0, metavar="X", help="how many times as fast requests come"
+    )
     add("--requests", type=int, metavar="N", help="the first N requests alone")
 
 
 def add_objective_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the service level objective."""
     add = parser.add_argument
-    add("--slo-ttft-ms", type=float, default=1000.0, help="to the first token (default: 1000)")
-    add("--slo-tpot-ms", type=float, default=50.0, help="per further token (default: 50)")
+    add(
+        "--slo-ttft-ms",
+        type=float,
+        default=1000.0,
+        metavar="MS",
+        help="limit to the first token (default: 1000)",
+    )
+    add(
+        "--slo-tpot-ms",
+        type=float,
+        default=50.0,
+        metavar="MS",
+        help="limit per further token (default: 50)",
+    )
 
 
 def load_of(options: argparse.Namespace, trace: str | None) -> dict[str, Any]:

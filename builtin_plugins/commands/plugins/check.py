@@ -61,18 +61,32 @@ def configure_check(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an option of the plugin, in the place of its configured ones; may be repeated",
+        help="an option of the plugin, in the place of its configured ones; repeatable",
     )
     parser.add_argument(
-        "--seconds", type=float, default=600.0, help="end each plugin's process then (default 600)"
+        "--seconds",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="end each plugin's process then (default: 600)",
     )
     parser.add_argument(
-        "--memory-gib", type=float, default=8.0, help="private memory of a process (default 8)"
+        "--memory-gib",
+        type=float,
+        default=8.0,
+        metavar="N",
+        help="private memory of a process (default: 8)",
     )
     parser.add_argument(
-        "--file-mib", type=float, default=1024.0, help="size of a file it writes (default 1024)"
+        "--file-mib",
+        type=float,
+        default=1024.0,
+        metavar="N",
+        help="size of a file it writes (default: 1024)",
     )
-    parser.add_argument("--files", type=int, default=1024, help="files open at once (default 1024)")
+    parser.add_argument(
+        "--files", type=int, default=1024, metavar="N", help="files open at once (default: 1024)"
+    )
 
 
 def run_check(options: argparse.Namespace, context: CommandContext) -> int:

@@ -185,4 +185,4 @@ def _default(field: FieldDoc) -> str:
     return "required" if field.required else f"default {toml(field.default)}"
 
 
-COMMAND = Command("plugins", "Show plugins and why they are on; make a new one.", _configure, _run)
+COMMAND = Command("plugins", "show plugins and why they are on; make a new one", _configure, _run)

@@ -82,4 +82,4 @@ def _traced_here(options: argparse.Namespace, context: CommandContext, prompt: A
         return generator.debug.trace(prompt, params)
 
 
-COMMAND = Command("trace", "Show how each token of an answer was chosen.", _configure, _run)
+COMMAND = Command("trace", "show how each token of an answer was chosen", _configure, _run)

@@ -35,4 +35,4 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     return 0
 
 
-COMMAND = Command("engine", "Run an engine for a program on another machine.", _configure, _run)
+COMMAND = Command("engine", "run an engine for a program on another machine", _configure, _run)

@@ -19,15 +19,15 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "Make a key pair for each NAME, and one for the program that they join, if DIR has none. "
         "DIR is its parallel.keys; DIR/NAME is for the machine NAME alone, as --keys of its engine."
     )
-    new.add_argument("folder", metavar="DIR")
+    new.add_argument("folder", metavar="DIR", help="the folder of the keys")
     new.add_argument("names", metavar="NAME", nargs="+", help="such as the name of a machine")
     listed = actions.add_parser("list", help="print the names of keys that are accepted")
     listed.description = "Print the names of the keys that are accepted, one a line."
-    listed.add_argument("folder", metavar="DIR")
+    listed.add_argument("folder", metavar="DIR", help="the folder of the keys")
     revoke = actions.add_parser("revoke", help="let the owner of a key join no more")
     revoke.description = "Let NAME join no more; an engine that has joined with its key is ended."
-    revoke.add_argument("folder", metavar="DIR")
-    revoke.add_argument("names", metavar="NAME", nargs="+")
+    revoke.add_argument("folder", metavar="DIR", help="the folder of the keys")
+    revoke.add_argument("names", metavar="NAME", nargs="+", help="the owner of a key")
 
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
@@ -48,4 +48,4 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     return 0
 
 
-COMMAND = Command("keys", "Make and revoke the keys of engines.", _configure, _run)
+COMMAND = Command("keys", "make and revoke the keys of engines", _configure, _run)

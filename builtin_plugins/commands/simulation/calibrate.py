@@ -25,7 +25,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("measured", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument(
-        "--output", default=DEFAULT_FILE, metavar="FILE", help=f"(default: {DEFAULT_FILE})"
+        "--output",
+        default=DEFAULT_FILE,
+        metavar="FILE",
+        help=f"the file to write (default: {DEFAULT_FILE})",
     )
     parser.add_argument(
         "--seconds",
@@ -76,4 +79,4 @@ def _print(cost: Mapping[str, Any], path: Path) -> None:
         )
 
 
-COMMAND = Command("calibrate", "Measure what steps of a model take.", _configure, _run)
+COMMAND = Command("calibrate", "measure what steps of a model take", _configure, _run)

@@ -42,10 +42,24 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("trace", metavar="TRACE", help="a file of requests, or `synthetic`: some that are made")
-    add("--policy", action="append", default=[], help="name or FQCN of a scheduling policy")
-    add("--balancer", action="append", default=[], help="name or FQCN of a balancer")
-    add("--eviction", action="append", default=[], help="name or FQCN of an eviction policy")
-    add("--replicas", action="append", default=[], type=int, help="number of engines")
+    add(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name or FQCN of a scheduling policy",
+    )
+    add(
+        "--balancer", action="append", default=[], metavar="NAME", help="name or FQCN of a balancer"
+    )
+    add(
+        "--eviction",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name or FQCN of an eviction policy",
+    )
+    add("--replicas", action="append", default=[], type=int, metavar="N", help="number of engines")
     add(
         "--vary",
         action="append",
@@ -53,10 +67,20 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         metavar="PATH=VALUE",
         help=f"any other setting, such as {VARY_EXAMPLE}; several values are divided by commas",
     )
-    add("--cost", default=DEFAULT_FILE, metavar="FILE", help=f"(default: {DEFAULT_FILE})")
+    add(
+        "--cost",
+        default=DEFAULT_FILE,
+        metavar="FILE",
+        help=f"step times of `calibrate` (default: {DEFAULT_FILE})",
+    )
     add_objective_options(parser)
     add_load_options(parser)
-    add("--processes", type=int, help="variants that run at the same time (default: processors)")
+    add(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="variants that run at the same time (default: processors)",
+    )
     add("--json", action="store_true", help="print JSON")
     add("--html", metavar="FILE", help="also write a page with plots")
 
@@ -109,5 +133,5 @@ def _variants(options: argparse.Namespace, context: CommandContext) -> dict[str,
 
 
 COMMAND = Command(
-    "simulate", "Run a trace on a virtual clock, under several settings.", _configure, _run
+    "simulate", "run a trace on a virtual clock, under several settings", _configure, _run
 )

@@ -21,6 +21,7 @@ JSON = ("application/json",)
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
+_FORM = "application/x-www-form-urlencoded"  # which `curl -d` sends by default
 _ONCE = (b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-encoding")
 """Headers that proxies and servers may read differently where there are several."""
 
@@ -49,11 +50,11 @@ class Guard:
         self._is_socket = bound is None
         self._origins = checked_origins(origins)
 
-    def check(self, scope: Scope, body_types: Collection[str] = JSON) -> None:
+    def check(self, scope: Scope, body_types: Collection[str] | None = JSON) -> None:
         """Check a request.
 
         Args:
-            body_types: media types that its body may have.
+            body_types: media types that its body may have; None for a path without a route.
 
         Raises:
             AnswerError: its Host, Origin or Content-Type is not allowed, or it has two of one.
@@ -69,7 +70,7 @@ class Guard:
             self._check_origin(origin.decode("latin-1").lower(), headers)
         else:
             self._check_site(headers)
-        if scope["method"] in ("POST", "PUT", "PATCH"):
+        if body_types is not None and scope["method"] in ("POST", "PUT", "PATCH"):
             _check_type(headers, body_types)
 
     def _check_host(self, header: str, scope: Scope) -> None:
@@ -192,7 +193,8 @@ def _check_type(headers: dict[bytes, bytes], body_types: Collection[str]) -> Non
     type_ = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
     if type_ not in body_types:
         wanted = " or ".join(body_types)
-        raise AnswerError(415, f"content-type: expected {wanted}, got {shown(type_, 100)}")
+        hint = "; with curl, add -H 'Content-Type: application/json'" if type_ == _FORM else ""
+        raise AnswerError(415, f"content-type: expected {wanted}, got {shown(type_, 100)}{hint}")
     coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
     if coding.lower() != "identity":
         raise AnswerError(415, f"content-encoding: expected none, got {shown(coding, 100)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +20,7 @@ from hardpoint.builtin_plugins.server.routes.answers import (
     token_bytes,
     token_text,
 )
+from hardpoint.builtin_plugins.server.routes.compatibility_fields import ThinkingMode
 from hardpoint.builtin_plugins.server.routes.fields import (
     IGNORED,
     TEXT_REFUSED,
@@ -119,6 +120,9 @@ class AllowedToolChoice(Strict, tag_field="type", tag="allowed_tools"):
     allowed_tools: AllowedTools
 
 
+_TAKEN = ("chat_template", "thinking")
+
+
 class ChatCompletionRequest(TextFields):
     """A conversation to answer.
 
@@ -139,7 +143,10 @@ class ChatCompletionRequest(TextFields):
         logprobs: whether choices hold log-probabilities.
         top_logprobs: likeliest tokens per position; needs `logprobs`.
         reasoning_effort: for templates that have it; "none" asks for no reasoning.
+        thinking: the same as `enable_thinking`, or an object with `type` and `budget_tokens`.
         include_reasoning: whether the answer holds the reasoning.
+        reasoning_format: "hidden" leaves the reasoning out of the answer; the others give it as
+            `reasoning` and `reasoning_content`.
         echo: whether the answer begins with the message that it continues.
     """
 
@@ -151,10 +158,11 @@ class ChatCompletionRequest(TextFields):
         "verbosity": "ask for it in the messages",
     }
     refused: ClassVar[Mapping[str, str]] = {
-        **{name: why for name, why in TEXT_REFUSED.items() if name != "chat_template"},
+        **{name: why for name, why in TEXT_REFUSED.items() if name not in _TAKEN},
         "audio": "the model writes text alone",
         "function_call": "use tool_choice",
         "functions": "use tools",
+        "prompt": "send it to /v1/completions",
         "moderation": "there is no moderation",
         "web_search_options": "there are no hosted tools",
     }
@@ -167,7 +175,9 @@ class ChatCompletionRequest(TextFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
+    thinking: bool | ThinkingMode | None = None
     include_reasoning: bool = True
+    reasoning_format: Literal["auto", "deepseek", "parsed", "hidden"] | None = None
     add_special_tokens: Literal[False] = False
     modalities: list[Literal["text"]] | None = None
     add_generation_prompt: bool | None = None
@@ -179,7 +189,24 @@ class ChatCompletionRequest(TextFields):
     @property
     def limit_field(self) -> str:
         """The field that has the maximum number of tokens."""
-        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return super().limit_field
+
+    def resolved(self) -> Self:
+        """Return the request with the counterparts of other servers' fields; see the base."""
+        request = super().resolved()
+        changes: dict[str, Any] = {}
+        if self.reasoning_format == "hidden":
+            changes["include_reasoning"] = False
+        if isinstance(self.thinking, ThinkingMode) and self.thinking.budget_tokens is not None:
+            if self.thinking_token_budget is not msgspec.UNSET:
+                raise RequestError(
+                    "thinking.budget_tokens and thinking_token_budget: expected one of them, "
+                    "got both"
+                )
+            changes["thinking_token_budget"] = self.thinking.budget_tokens
+        return msgspec.structs.replace(request, **changes) if changes else request
 
     def continued(self) -> str:
         """Return the text that the answer begins with: of the message that it continues."""
@@ -325,14 +352,15 @@ class ChatCompletion(msgspec.Struct, kw_only=True, omit_defaults=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: list[Any] | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[Any] | None
+    prompt_token_ids: list[int] | None
     kv_transfer_params: dict[str, Any] | None = None
 
 
 class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
     """Conversations."""
 
+    takes_messages = True
     path = "/v1/chat/completions"
     summary = "Answer a conversation."
     body_type = ChatCompletionRequest
@@ -348,9 +376,10 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
             raise RequestError("top_logprobs: expected logprobs to be true with it")
         max_tokens = body.max_completion_tokens or body.max_tokens
         if max_tokens == 0:
-            raise RequestError("max_tokens: expected at least 1, got 0")
+            raise RequestError(f"{body.limit_field}: expected at least 1, got 0")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = self._params(body, max_tokens=max_tokens, logprobs=logprobs)
+        fields = {} if max_tokens is None else {"max_tokens": max_tokens}
+        params = self._params(body, **fields, logprobs=logprobs)
         tools, choice = body.tools_and_choice()
         messages = plain_messages(body.messages)
         self._service.check_prompt(messages, tools, name="messages")
@@ -365,7 +394,11 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
             continue_final_message=body.continue_final_message,
             chat_template=body.chat_template or None,
             chat_template_kwargs=reasoning_variables(
-                engine.tokenizer.chat_template, body.reasoning_effort, body.chat_template_kwargs
+                engine.tokenizer.chat_template,
+                body.reasoning_effort,
+                body.chat_template_kwargs,
+                enable_thinking=body.enable_thinking,
+                thinking=body.thinking,
             ),
             **self._service.extras(asked.call, body, asked.adapter),
         )

@@ -94,7 +94,7 @@ class ChunkAnswer(AnswerWriter[OutputT]):
         Args:
             completion_tokens: number of tokens up to the chunk; None is all that have come.
         """
-        if not self._options.continuous_usage_stats:
+        if not (self._options.include_usage and self._options.continuous_usage_stats):
             return b""
         usage = self._usage.usage(whole=False)
         if completion_tokens is not None:

@@ -21,7 +21,12 @@ from hardpoint.builtin_plugins.server.routes.answers import (
     prompt_positions,
     token_text,
 )
-from hardpoint.builtin_plugins.server.routes.fields import TEXT_REFUSED, TextFields, renamed
+from hardpoint.builtin_plugins.server.routes.fields import (
+    NO_TEMPLATE,
+    TEXT_REFUSED,
+    TextFields,
+    renamed,
+)
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
 from hardpoint.plugins.requests import WeightRun
@@ -54,7 +59,6 @@ class CompletionRequest(TextFields):
         max_tokens: 16 unless the model has a default; 0 with `echo` computes the prompt alone.
         logprobs: likeliest tokens per position.
         echo: whether answers begin with the prompt, and its log-probabilities with `logprobs`.
-        best_of: must be `n`.
         add_special_tokens: whether those of the tokenizer are put before texts.
         prompt_embeds: embeddings in place of token ids, where `server.prompt_embeds` lets requests
             have some: base64 of safetensors with one tensor, "prompt_embeds", or an object of
@@ -65,13 +69,14 @@ class CompletionRequest(TextFields):
 
     refused: ClassVar[Mapping[str, str]] = {
         **TEXT_REFUSED,
+        **NO_TEMPLATE,
+        "messages": "send them to /v1/chat/completions",
         "suffix": "the model continues prompts and fills in none",
     }
 
     prompt: Annotated[Any, Meta(extra_json_schema={"anyOf": _PROMPT_SCHEMAS})] = msgspec.UNSET
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     echo: bool = False
-    best_of: int | None = None
     add_special_tokens: bool = True
     prompt_embeds: str | RawTensor | list[str | RawTensor] | None = None
     prompt_is_token_ids: list[bool | list[bool]] | None = None
@@ -221,8 +226,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_logprobs: list[Any] | msgspec.UnsetType | None = msgspec.UNSET
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
@@ -308,14 +313,10 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
         ids: Sequence[str],
     ) -> list[AsyncGenerator[RequestOutput, None]]:
         asked = of.body
-        if asked.best_of not in (None, 1 if asked.n is msgspec.UNSET else asked.n):
-            raise RequestError(
-                "best_of: expected the value of n, because all completions are returned"
-            )
         fields: dict[str, Any] = {"logprobs": asked.logprobs}
         if asked.max_tokens is not None:
             if asked.max_tokens == 0 and not asked.echo:
-                raise RequestError("max_tokens: expected at least 1 without echo, got 0")
+                raise RequestError(f"{asked.limit_field}: expected at least 1 without echo, got 0")
             fields["max_tokens"] = max(asked.max_tokens, 1)
         if asked.echo and asked.logprobs is not None and asked.prompt_logprobs is None:
             fields["prompt_logprobs"] = asked.logprobs
@@ -419,6 +420,11 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
         async with contextlib.aclosing(outputs):
             async for number, output in outputs:
                 choices += self._choices(number, output)
+        for choice in choices:  # of a whole answer, clients read them even if they are null
+            if choice.prompt_token_ids is msgspec.UNSET:
+                choice.prompt_token_ids = None
+            if choice.prompt_logprobs is msgspec.UNSET:
+                choice.prompt_logprobs = None
         await self._measure()
         return Completion(
             **self._identity,
@@ -485,7 +491,7 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
         tokenizer = self._service.engine.tokenizer
         text = output.prompt
         if text is None:
-            text = tokenizer.decode(output.prompt_token_ids)
+            text = tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
         if self._asked.logprobs is None or output.prompt_logprobs is None:
             return text, len(text)
         return text, self._add_prompt(columns, output, text)

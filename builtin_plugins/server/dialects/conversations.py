@@ -23,7 +23,11 @@ from hardpoint.builtin_plugins.server.routes.answers import (
     check_ended,
     new_id,
 )
-from hardpoint.builtin_plugins.server.routes.fields import TEXT_REFUSED, SamplingFields
+from hardpoint.builtin_plugins.server.routes.fields import (
+    NO_TEMPLATE,
+    TEXT_REFUSED,
+    SamplingFields,
+)
 from hardpoint.builtin_plugins.server.service import Service, call_of
 from hardpoint.errors import ConversationEndedError, HardpointError
 from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
@@ -86,6 +90,7 @@ class InputCommit(SamplingFields):
 
     refused: ClassVar[Mapping[str, str]] = {
         **TEXT_REFUSED,
+        **NO_TEMPLATE,
         **dict.fromkeys(_OF_OPENING, _AT_OPENING),
         "include": "the route has the text and the usage alone",
         "kv_transfer_params": "turns are computed where the conversation is",
@@ -341,7 +346,7 @@ class _Talk:
                 self._service.check_prompt(asked.text, name="text")
                 await self._conversation.append(asked.text)
             case InputCommit():
-                await self._commit(asked, has_fields=bool(fields))
+                await self._commit(asked.resolved(), has_fields=bool(fields))
             case _:
                 await self._conversation.cancel()
 

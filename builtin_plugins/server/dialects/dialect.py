@@ -84,8 +84,14 @@ def has_logprobs(body: Any) -> bool:
 
 
 class Dialect(ABC, Generic[BodyT, OutputT]):
-    """A route that generates: its body, what it asks of the engine, and how it answers."""
+    """A route that generates: its body, what it asks of the engine, and how it answers.
 
+    Attributes:
+        takes_messages: whether a body has messages, whose answers have the rest of the context by
+            default (`SamplingParams.for_chat`).
+    """
+
+    takes_messages: ClassVar[bool] = False
     path: ClassVar[str]
     summary: ClassVar[str]
     response_type: ClassVar[type]
@@ -112,6 +118,8 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
         """Answer a request, whole or as the answer comes."""
         body: Any  # bodies have a model, a stream and a request_id
         call, body = await self._service.read(request, self.body_type)
+        if isinstance(body, GenerationFields):
+            body = body.resolved()
         model, adapter = await self._service.model(body.model)
         answer_id = new_id(self.id_prefix, body.request_id)
         asked = ParsedRequest(
@@ -132,6 +140,8 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
             RequestError: a field is wrong, or more than the server allows.
         """
         defaults = self._service.engine.model.default_sampling_params()
+        if self.takes_messages:
+            defaults = defaults.for_chat()
         return body.sampling_params(defaults, self._service.settings.limits, **fields)
 
     @abstractmethod

@@ -56,7 +56,9 @@ _IGNORED = {
     "workspace_id": "it is for the provider's own platform",
 }
 _REFUSED = {
-    **REFUSED,
+    **{name: why for name, why in REFUSED.items() if name != "thinking"},
+    "n_predict": "use max_tokens",
+    "thread": "nothing is stored; send all messages, in tool_runner() with thread=False",
     "container": "there are no server tools",
     "mcp_servers": "there are no server tools",
 }
@@ -144,6 +146,7 @@ class CountTokensRequest(Strict):
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
+    enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     prepared = staticmethod(_prepared)
@@ -305,4 +308,6 @@ def _variables(asked: MessagesRequest | CountTokensRequest, template: str) -> di
         effort = "none"
     elif asked.thinking is not None and "enable_thinking" in template:
         variables.setdefault("enable_thinking", True)
-    return reasoning_variables(template, effort, variables)
+    if asked.thinking is not None and asked.enable_thinking is not None:
+        raise RequestError("thinking and enable_thinking: expected one of them, got both")
+    return reasoning_variables(template, effort, variables, enable_thinking=asked.enable_thinking)

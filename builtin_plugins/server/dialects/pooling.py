@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta
@@ -45,6 +46,11 @@ class PoolingRequest(PooledFields, kw_only=True):
         normalize: whether vectors are scaled to length 1; by default as the model has it.
         use_activation: whether logits of classes become probabilities, which is the default.
     """
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "messages": "send the text of the conversation as input",
+        "prompt": "send it as input",
+    }
 
     data: Annotated[
         Any, Meta(extra_json_schema={"$ref": "#/components/schemas/IOProcessorData"})

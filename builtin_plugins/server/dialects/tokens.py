@@ -20,7 +20,10 @@ from hardpoint.builtin_plugins.server.routes.answers import (
     only,
     prompt_logprobs,
 )
+from hardpoint.builtin_plugins.server.routes.compatibility_fields import ThinkingMode
 from hardpoint.builtin_plugins.server.routes.fields import (
+    NO_TEMPLATE,
+    SAMPLING_REFUSED,
     Renaming,
     SamplingFields,
     StreamOptions,
@@ -100,6 +103,7 @@ _OUTSIDE = (
 )
 
 
+_REFUSED = {**SAMPLING_REFUSED, **NO_TEMPLATE}
 _INSIDE = "|".join(name for name in TokenSampling.__struct_fields__ if name not in _OUTSIDE)
 _NAMES: Renaming = (
     (re.compile(r"^resumed\.(?=output_token_ids)"), ""),
@@ -140,6 +144,22 @@ class GenerateRequest(Strict):
     retain_seconds: Annotated[float, Meta(gt=0)] | None = None
     lora_scale: AdapterScale | None = None
     kv_transfer_params: dict[str, Any] | None = None
+
+    @staticmethod
+    def prepared(fields: dict[str, Any]) -> dict[str, Any]:
+        """Return a body whose sampling parameters are all in their place; see `Service.read`.
+
+        Raises:
+            RequestError: a sampling parameter is outside of them, or is not supported.
+        """
+        for name in fields:
+            if name in TokenSampling.__struct_fields__ and name not in _OUTSIDE:
+                raise RequestError(f"{name}: expected inside of sampling_params")
+        params = fields.get("sampling_params")
+        for name, value in params.items() if isinstance(params, dict) else ():
+            if name in _REFUSED and value not in (None, False, "", [], {}):
+                raise RequestError(f"sampling_params.{name}: not supported: {_REFUSED[name]}")
+        return fields
 
 
 class GeneratedChoice(msgspec.Struct, kw_only=True):
@@ -195,14 +215,16 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingMode | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
 
-class Tokenized(msgspec.Struct, omit_defaults=True):
-    """The tokens of a text or a conversation."""
+class Tokenized(msgspec.Struct):
+    """The tokens of a text or a conversation; `token_strs` is null unless asked for."""
 
     count: int
     max_model_len: int | None
@@ -257,17 +279,23 @@ class GenerateDialect(Dialect[GenerateRequest, RequestOutput]):
         if asked.stream_options is not None and not asked.stream:
             raise RequestError("stream_options: expected stream to be true with it")
         fields: dict[str, Any] = {"logprobs": given.logprobs}
-        if given.max_tokens is not None:
-            fields["max_tokens"] = given.max_tokens
         kind = RequestOutputKind.DELTA if asked.stream else RequestOutputKind.FINAL_ONLY
         try:
             given.check_place()
+            given = given.resolved()
+            if given.max_tokens is not None:
+                fields["max_tokens"] = given.max_tokens
             params = self._params(given, output_kind=kind, **fields)
             # Stop strings and checks of the answer need its text.
             needs_text = bool(params.stop or params.bad_words) or params.structured is not None
-            return msgspec.structs.replace(params, detokenize=needs_text).checked()
+            params = msgspec.structs.replace(params, detokenize=needs_text)
         except RequestError as error:
             raise RequestError(f"sampling_params.{error}") from None
+        try:
+            return params.checked()
+        except RequestError as error:
+            message = given.own_names(str(error))
+            raise RequestError(f"sampling_params.{message}") from None
 
 
 class GeneratedAnswer(ChunkAnswer[RequestOutput]):
@@ -405,7 +433,11 @@ class TokenRoutes:
             continue_final_message=asked.continue_final_message,
             chat_template=asked.chat_template or None,
             chat_template_kwargs=reasoning_variables(
-                engine.tokenizer.chat_template, asked.reasoning_effort, asked.chat_template_kwargs
+                engine.tokenizer.chat_template,
+                asked.reasoning_effort,
+                asked.chat_template_kwargs,
+                enable_thinking=asked.enable_thinking,
+                thinking=asked.thinking,
             ),
         )
         if asked.add_special_tokens and "multi_modal_data" in rendered:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.routes.answers import new_id
+from hardpoint.builtin_plugins.server.routes.compatibility_fields import check_truncation_side
 from hardpoint.builtin_plugins.server.routes.fields import IGNORED
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.errors import PluginFaultError, shown
@@ -81,6 +82,7 @@ class PooledFields(Strict):
         truncate_prompt_tokens: last tokens of a text that are kept, or tokens of a pair of texts,
             of which the longer one loses its end first; -1 keeps those that the model reads.
             Without it, a text that is too long is refused.
+        truncation_side: "left" of texts, "right" of pairs, with `truncate_prompt_tokens`.
         pooler: name of an enabled pooler; by default the model's.
         plugin_args: arguments of poolers by name.
         timeout: seconds after which the request ends.
@@ -96,6 +98,7 @@ class PooledFields(Strict):
 
     model: str | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     pooler: Annotated[str, Meta(min_length=1)] | None = None
     plugin_args: dict[str, Any] = {}
     timeout: Annotated[float, Meta(gt=0)] | None = None
@@ -481,6 +484,9 @@ class VectorRoutes:
             RequestError: one is refused; the message has its place. None runs.
             AnswerError: one ended without a result.
         """
+        has_pairs = any(isinstance(text, Mapping) for text in texts.values())
+        kept = asked.truncate_prompt_tokens
+        check_truncation_side(asked.truncation_side, kept, of_pairs=has_pairs)
         parts = list((given or texts).values())
         self._service.check_prompt(parts, name=next(iter(texts)).partition("[")[0])
         extras = self._service.extras(call, asked)

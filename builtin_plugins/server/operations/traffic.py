@@ -20,6 +20,8 @@ from starlette.types import Message, Scope, Send
 
 from hardpoint.builtin_plugins.server.access.counts import Counts, held, key_of
 
+from .ignored_fields import IGNORED, IgnoredFieldLog, IgnoredFields
+
 Headers = Sequence[tuple[bytes, bytes]]
 
 _OPEN = held("requests open")
@@ -131,6 +133,10 @@ class Exchange:
         self.status = 0
         self.counts: TokenCounter | None = None
 
+    def add_header(self, name: bytes, value: bytes) -> None:
+        """Add a header to the answer, unless the answer has started."""
+        self._headers = [*self._headers, (name, value)]
+
     async def send(self, message: Message) -> None:
         """Send a part of the answer."""
         kind = message["type"].removeprefix("websocket.")
@@ -178,6 +184,7 @@ class TrafficRecorder:
         self.write = write or _write_error
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Figures(self))
+        self._ignored_fields = IgnoredFieldLog(self.counts)
 
     @property
     def connections(self) -> int:
@@ -209,6 +216,17 @@ class TrafficRecorder:
     def rejected(self) -> Counter[str]:
         """The requests and connections that were refused so far, by reason."""
         return Counter(dict(self.counts.items(_REJECTED)))
+
+    @property
+    def ignored_fields(self) -> Counter[str]:
+        """The requests with ignored fields so far, by field."""
+        return Counter(dict(self.counts.items(IGNORED)))
+
+    def ignored(self, fields: IgnoredFields) -> None:
+        """Log and count the ignored fields of a request, and list them in its answer."""
+        self._ignored_fields.record(fields)
+        if (exchange := _CURRENT.get()) is not None:
+            exchange.add_header(*fields.header())
 
     def connected(self, change: int) -> None:
         """Count a connection that is open now, or with -1 no more."""
@@ -318,8 +336,16 @@ class _Figures(Collector):
         )
         for reason, count in traffic.rejected.items():
             rejected.add_metric((reason,), count)
+        ignored = CounterMetricFamily(
+            "hardpoint:http_ignored_fields",
+            "Requests with an unknown field that was ignored, by field.",
+            labels=("field",),
+        )
+        for name, count in traffic.ignored_fields.items():
+            ignored.add_metric((name,), count)
         yield requests
         yield rejected
+        yield ignored
         yield GaugeMetricFamily(
             "hardpoint:http_requests_open", "Requests that are being answered.", traffic.open
         )

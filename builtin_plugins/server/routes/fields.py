@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -23,6 +23,8 @@ from hardpoint.plugins.requests import AdapterScale
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.toolkit.trace import asking_for_trace
 from hardpoint.typed import Strict, shown
+
+from .compatibility_fields import CompatibilityFields, thinking_variables
 
 _ANY_CASE = "it is for the provider's own platform"
 
@@ -45,19 +47,29 @@ REFUSED = {
     "chat_template": "templates come from the operator alone",
     "documents": "give them in the messages",
     "guided_whitespace_pattern": "say it in the grammar",
+    "logits_processors": "the operator enables them as plugins; use plugin_args",
     "logprob_token_ids": "ask for them at /v1/chat/completions or /v1/completions",
     "media_io_kwargs": "the model reads text alone",
     "mm_processor_kwargs": "the model reads text alone",
     "return_tokens_as_token_ids": "ask for ids with return_token_ids",
+    "thinking": "use enable_thinking",
     "truncate_prompt_tokens": "cut the prompt before you send it",
+    "truncation_side": "cut the prompt before you send it",
     "use_beam_search": "completions are sampled",
 }
 """Fields that are known and not supported, with the reason; false or empty ones ask for nothing."""
 
-_SAMPLING_REFUSED = {name: why for name, why in REFUSED.items() if name != "logprob_token_ids"}
-_OF_TEXTS = ("return_tokens_as_token_ids", "truncate_prompt_tokens")
-TEXT_REFUSED = {name: why for name, why in _SAMPLING_REFUSED.items() if name not in _OF_TEXTS}
+SAMPLING_REFUSED = {name: why for name, why in REFUSED.items() if name != "logprob_token_ids"}
+"""The same of sampling parameters."""
+
+_OF_TEXTS = ("return_tokens_as_token_ids", "truncate_prompt_tokens", "truncation_side")
+TEXT_REFUSED = {name: why for name, why in SAMPLING_REFUSED.items() if name not in _OF_TEXTS}
 """The same of OpenAI's routes for conversations and prompts."""
+
+NO_TEMPLATE = dict.fromkeys(
+    ("enable_thinking", "thinking"), "prompts are read as they are; send /v1/chat/completions"
+)
+"""Fields that routes without a chat template refuse, with the reason."""
 
 
 class StreamOptions(Strict):
@@ -65,7 +77,7 @@ class StreamOptions(Strict):
 
     Attributes:
         include_usage: a last chunk with the usage.
-        continuous_usage_stats: the usage so far, in every chunk.
+        continuous_usage_stats: with `include_usage`, the usage so far in every chunk.
         include_obfuscation: ignored: chunks are not padded.
         include_progress: chunks with how much of the prompt is computed, before the answer.
     """
@@ -116,7 +128,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaResponseFormat | Stru
 Number = Annotated[float, Meta(ge=-100, le=100)]
 
 
-class GenerationFields(Strict):
+class GenerationFields(CompatibilityFields):
     """Fields of every route that generates text; those that are left out are the model's defaults.
 
     Attributes:
@@ -191,7 +203,12 @@ class GenerationFields(Strict):
             given["structured"] = structured
         if self.plugin_args is not None and self.vllm_xargs is not None:
             raise RequestError("plugin_args and vllm_xargs: expected one of them, got both")
-        if (arguments := self.plugin_args or self.vllm_xargs) is not None:
+        arguments = self.plugin_args or self.vllm_xargs
+        if others := self.compatibility_arguments():
+            for name in others.keys() & (arguments or {}).keys():
+                raise RequestError(f"{name} and plugin_args.{name}: expected one of them, got both")
+            arguments = {**(arguments or {}), **others}
+        if arguments is not None:
             given["plugin_args"] = arguments
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         params = msgspec.structs.replace(defaults, **{**given, "output_kind": kind, **fields})
@@ -207,7 +224,7 @@ class GenerationFields(Strict):
     @property
     def limit_field(self) -> str:
         """The field that has the maximum number of tokens."""
-        return self.limit_name
+        return self.limit_name if self.n_predict is None else "n_predict"
 
     def own_names(self, message: str) -> str:
         """Return an error of the engine with the names that the fields of the request have."""
@@ -215,7 +232,7 @@ class GenerationFields(Strict):
         # Without one, the grammar is of calls whose tools are strict or required.
         form, given = next(iter(self.answer_forms().items()), ("tools", {"structural_tag": None}))
         return own_names(
-            message,
+            self.with_compatibility_names(message),
             form=form,
             prompt=next(prompts, "prompt"),
             limit=self.limit_field,
@@ -228,11 +245,10 @@ class GenerationFields(Strict):
         Raises:
             RequestError: one of them is wrong.
         """
-        return (
-            {}
-            if self.structured_outputs is None
-            else {"structured_outputs": self.structured_outputs}
-        )
+        found = self.compatibility_forms()
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = self.structured_outputs
+        return found
 
     def _structured(self) -> StructuredOutputs | None:
         """Return the form of the answer, from the one field that gives it.
@@ -282,7 +298,7 @@ class SamplingFields(GenerationFields):
         kv_transfer_params: for the KV connector; from keys that may.
     """
 
-    refused: ClassVar[Mapping[str, str]] = _SAMPLING_REFUSED
+    refused: ClassVar[Mapping[str, str]] = SAMPLING_REFUSED
 
     stream_options: StreamOptions | None = None
     return_progress: bool = False
@@ -355,10 +371,12 @@ class TextFields(SamplingFields):
             several tokens may have one text.
         truncate_prompt_tokens: last tokens of the prompt that are kept; -1 keeps those that leave
             room for `max_tokens`.
+        truncation_side: "left", with `truncate_prompt_tokens`.
     """
 
     return_tokens_as_token_ids: bool = False
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
 
 _SAME_NAME = (
@@ -420,6 +438,7 @@ def check_limits(asked: Any, limits: ServerLimits) -> None:
             )
 
 
+_MOST_NAMES = 20
 _WORDS, _MOST_CHARACTERS = ("stop", "stop_sequences", "bad_words"), 1 << 16
 """Fields whose texts are compared with each token; each completion has tokens of its own."""
 
@@ -430,6 +449,10 @@ _GRAMMARS = (
     "guided_regex",
     "guided_choice",
     "guided_grammar",
+    "regex",
+    "ebnf",
+    "grammar",
+    "json_schema",
     "tools",
 )
 """Fields that are schemas or grammars, or hold them."""
@@ -477,15 +500,22 @@ def check_known(name: str, known: Sequence[Any], path: str) -> None:
 
 
 def reasoning_variables(
-    template: str | None, effort: str | None, given: Mapping[str, Any] | None
+    template: str | None,
+    effort: str | None,
+    given: Mapping[str, Any] | None,
+    **thinking: Any,
 ) -> dict[str, Any] | None:
     """Return the variables of a chat template, with those that a reasoning effort stands for.
 
     Args:
         effort: "none" asks for no reasoning; None leaves it to the template.
         given: by the request; they win.
+        thinking: the fields for thinking, see `thinking_variables`; they win over the effort.
+
+    Raises:
+        RequestError: the template has no variable for thinking, and a field for it is given.
     """
-    variables = dict(given or {})
+    variables = thinking_variables(template, given, **thinking)
     if effort is not None and template is not None:
         if "reasoning_effort" in template and effort != "none":
             variables.setdefault("reasoning_effort", effort)
@@ -534,12 +564,12 @@ def _too_many(name: str, limit: int, amount: int) -> RequestError:
 
 
 def _by_token(bias: Mapping[str, float]) -> dict[int, float]:
-    by_token: dict[int, float] = {}
-    for key, value in bias.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise RequestError(f"logit_bias: expected token ids as keys, got {shown(key, 100)}")
-        by_token[int(key)] = value
-    return by_token
+    wrong = [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10)]
+    if wrong:
+        names = ", ".join(shown(key, 100) for key in wrong[:_MOST_NAMES])
+        more = f" and {len(wrong) - _MOST_NAMES} others" if len(wrong) > _MOST_NAMES else ""
+        raise RequestError(f"logit_bias: expected token ids as keys, got {names}{more}")
+    return {int(key): value for key, value in bias.items()}
 
 
 def _asked_format(asked: ResponseFormat | None) -> dict[str, Any] | None:

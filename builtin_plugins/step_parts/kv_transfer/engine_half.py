@@ -11,7 +11,6 @@ import msgspec
 
 from hardpoint.errors import PluginFaultError, RequestError, shown
 from hardpoint.plugins import (
-    BlockIds,
     EngineCoreRequest,
     KVConnector,
     KVTierStats,
@@ -35,6 +34,7 @@ from .messages import StepData, TransferReport
 from .transfers import EndedLoad, PendingLoads, Saves
 
 if TYPE_CHECKING:
+    from hardpoint.plugins.requests.plan import BlockIds
     from hardpoint.plugins.step_part.components import ComponentCalls
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hardpoint.plugins import (
     CompletionOutput,
     EngineCoreRequest,
     ReasoningMarkers,
     RequestOutputKind,
 )
-from hardpoint.plugins.step_part import OutputFormat, OutputReader, RequestedCalls, ToolCalls
 from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.plugins.text import OutputFormat, OutputReader, ToolCalls
 from hardpoint.toolkit.parsing.completion_parser import CompletionParser
 from hardpoint.toolkit.parsing.output_parsers import OutputParsers, SoughtCalls
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.text.output_parser import RequestedCalls
 
 
 class ParsedFormat(OutputFormat):

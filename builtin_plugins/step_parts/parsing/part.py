@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hardpoint.errors import ConfigError
 from hardpoint.plugins import EngineConfig, EngineCoreRequest, FrontendHalf, StepPart
-from hardpoint.plugins.step_part import FrontendHalfContext, OutputFormat, RequestedCalls
+from hardpoint.plugins.step_part import FrontendHalfContext
+from hardpoint.plugins.text import OutputFormat
 
 from .choice import ConfiguredParsers
 from .formats import ParsedFormat
@@ -16,6 +17,7 @@ from .requests import RequestParsers
 if TYPE_CHECKING:
     from hardpoint.plugins.component.base import Component
     from hardpoint.plugins.step_part.components import ComponentFactory
+    from hardpoint.plugins.text.output_parser import RequestedCalls
 
 
 class OutputParsing(StepPart):
@@ -42,8 +44,12 @@ class OutputParsing(StepPart):
 class ParsedRequests(FrontendHalf):
     """Gives requests the formats of their parsers."""
 
+    for_parameters: Collection[str] = ("reasoning_parser", "tool_parser")
+
     def __init__(self, configured: ConfiguredParsers) -> None:
         self._parsers = RequestParsers(configured)
+        if configured.names:
+            self.for_parameters = ()  # parsers of the configuration read every output
 
     @property
     def components(self) -> Sequence[Component]:

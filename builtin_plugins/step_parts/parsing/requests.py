@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint import typed
 from hardpoint.errors import HardpointError, RequestError
 from hardpoint.plugins import EngineCoreRequest, OutputParser
-from hardpoint.plugins.text.arguments import ComponentWithArguments
 from hardpoint.toolkit.parsing.output_parsers import OutputParsers
 from hardpoint.typed import prepared_type
 
 from .choice import ConfiguredParsers
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.text.arguments import ComponentWithArguments
 
 
 class RequestParsers:

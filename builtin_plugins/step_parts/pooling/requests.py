@@ -26,14 +26,12 @@ from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.plugins.step_part import (
     GivenPrompt,
-    OutputFormat,
-    OutputReader,
     PlanData,
     ProgramCalls,
-    RequestedCalls,
     RequestFilter,
     StepObserver,
 )
+from hardpoint.plugins.text import OutputFormat, OutputReader
 
 from .folder import ModelPooling
 from .messages import PoolingReport
@@ -41,6 +39,7 @@ from .messages import PoolingReport
 if TYPE_CHECKING:
     from hardpoint.plugins.step_part.components import ComponentFactory
     from hardpoint.plugins.step_part.part import PromptReader
+    from hardpoint.plugins.text.output_parser import RequestedCalls
 
 
 KIND = "poolers"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hardpoint.errors import size_text
-from hardpoint.plugins import ForwardBatch, Recorded
+from hardpoint.plugins import ForwardBatch
 from hardpoint.plugins.step_part import CacheObserver, ForwardWrapper, WorkerMemory
 from hardpoint.plugins.worker_half import (
     WorkerHalfContext,
@@ -23,6 +23,7 @@ from .decode_inputs import DecodeInputs, DecodeShape
 
 if TYPE_CHECKING:
     from hardpoint.plugins.model.forward import Forward, ForwardStep, PackedInputs
+    from hardpoint.plugins.model.ops import Recorded
     from hardpoint.plugins.step_part.worker import LoadedModel
     from hardpoint.plugins.step_part.worker_data import AllocatedCache
 

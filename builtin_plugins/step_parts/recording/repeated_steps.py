@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hardpoint.plugins import ForwardBatch, Ops, Recorded
+from hardpoint.plugins import ForwardBatch, Ops
 from hardpoint.plugins.step_part import CacheObserver, ForwardWrapper
 
 if TYPE_CHECKING:
     from hardpoint.plugins.model.forward import Forward, ForwardStep
+    from hardpoint.plugins.model.ops import Recorded
     from hardpoint.plugins.step_part.worker import StepModel
     from hardpoint.plugins.step_part.worker_data import AllocatedCache
 

@@ -29,6 +29,7 @@ from hardpoint.typed import ReadOnlyList, prepared_type, read_only
 
 from .messages import DraftData, DraftReport
 from .requests import KIND
+from .verification import DraftVerification
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ class _Drafted:
     hidden_end: int = 0
 
 
-class Drafting(WorkerStep, WorkerMemory):
+class Drafting(DraftVerification, WorkerStep, WorkerMemory):
     """Follows the outputs of requests, and lets their speculators draft what comes next."""
 
     def __init__(self, config: EngineConfig, context: WorkerHalfContext) -> None:

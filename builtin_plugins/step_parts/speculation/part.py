@@ -11,10 +11,13 @@ from hardpoint.plugins.worker_half import WorkerHalfContext
 from .draft_planner import DraftPlanner
 from .drafting import Drafting, DraftingFromHidden
 from .requests import KIND, DraftedRequests
+from .verification import DraftVerification
 
 
 class Speculation(StepPart):
     """Drafts of tokens, which the next step verifies; drives the `speculators` kind.
+
+    It verifies the drafts of other step parts, too.
 
     A fault of a speculator costs the drafts of its requests.
     """
@@ -32,16 +35,13 @@ class Speculation(StepPart):
             return None
         return DraftPlanner(self.name, self.context.config, context)
 
-    def worker_half(self, context: WorkerHalfContext) -> Drafting | None:
-        """Return the half that drafts, in the rank that samples."""
-        config = self.context.config
-        if not context.components.enabled(KIND):
-            return None
+    def worker_half(self, context: WorkerHalfContext) -> DraftVerification | None:
+        """Return the half that drafts and verifies drafts, in the rank that samples."""
+        config, names = self.context.config, context.components.enabled(KIND)
         if context.rank != config.parallel.output_rank:
             return None
-        classes = [
-            cast(type[Speculator], context.components.find(KIND, name))
-            for name in context.components.enabled(KIND)
-        ]
+        if not names:
+            return DraftVerification() if context.num_draft_tokens else None
+        classes = [cast(type[Speculator], context.components.find(KIND, name)) for name in names]
         reads_hidden = any(cls.needs_hidden for cls in classes)
         return (DraftingFromHidden if reads_hidden else Drafting)(config, context)

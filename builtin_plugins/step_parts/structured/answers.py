@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hardpoint.plugins import ReasoningMarkers, ReasoningTracker, Request
-from hardpoint.plugins.requests import ReasoningPosition, SchedulerOutput
+from hardpoint.plugins.requests import SchedulerOutput
 from hardpoint.toolkit.bitmasks import allow_tokens
 
 if TYPE_CHECKING:
+    from hardpoint.plugins.requests.markers import ReasoningPosition
     from hardpoint.plugins.text.grammars import GrammarState
 
 

@@ -25,7 +25,7 @@ from hardpoint.plugins.structured import (
 )
 
 if TYPE_CHECKING:
-    from hardpoint.plugins.step_part.part import ToolCalls
+    from hardpoint.plugins.text.output_parser import ToolCalls
 
 
 def constrain_calls(

@@ -22,7 +22,7 @@ from hardpoint.plugins.step_part import (
 from .call_grammar import constrain_calls
 
 if TYPE_CHECKING:
-    from hardpoint.plugins.step_part.part import ToolCalls
+    from hardpoint.plugins.text.output_parser import ToolCalls
 
 
 _CANNOT = "the answer cannot be validated"

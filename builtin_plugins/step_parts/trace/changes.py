@@ -7,9 +7,10 @@ from itertools import zip_longest
 from typing import Any, get_args
 
 import numpy as np
+import torch
 
 from hardpoint.plugins import LogitsRequest
-from hardpoint.plugins.exponential_race import advantages, mixed_seed
+from hardpoint.plugins.exponential_race import mixed_seed, token_noise
 from hardpoint.plugins.sampling import LogitsStage
 from hardpoint.toolkit.trace import (
     Candidate,
@@ -121,7 +122,9 @@ def _candidates(
     total = _log_total(last)
     noise: dict[int, float] = {}
     if seed is not None:
-        noise = dict(zip(tokens, advantages(seed, position, tokens), strict=True))
+        ids = torch.tensor(tokens, dtype=torch.int32)
+        exponential = token_noise(ids, torch.full((len(tokens),), seed), torch.tensor(position))
+        noise = dict(zip(tokens, exponential.log().neg().tolist(), strict=True))
     found = [
         Candidate(
             token_id=t,

@@ -38,8 +38,10 @@ OutputSink = Callable[[AnyOutput | Exception], None]
 def rejection(output: AnyOutput) -> HardpointError | None:
     """Return the error of a request that the engine rejected, as if the engine were in-process."""
     ends = [output] if isinstance(output, PoolingRequestOutput) else output.outputs
-    rejected = next((one for one in ends if one.error_kind is not None), None)
-    return None if rejected is None else error_of(rejected.error_kind, rejected.error)
+    for end in ends:
+        if end.error_kind is not None:
+            return error_of(end.error_kind, end.error)
+    return None
 
 
 class ParentRequest(msgspec.Struct, eq=False):
@@ -394,9 +396,11 @@ class RequestState:
             completion.error_kind = self._error_kind
             completion.metrics = self.metrics
             completion.part_figures = self._part_figures
-            completion.part_arrays = self._all_arrays()
             completion.num_resumes = self._num_resumes
-            completion.routed_experts = self._all_experts()
+            if self._part_arrays:
+                completion.part_arrays = self._all_arrays()
+            if self._routed_experts is not None:
+                completion.routed_experts = self._all_experts(self._routed_experts)
             self.close()
         outputs, is_last = self.parent.gather(
             completion, ended=finished, final_only=self._final_only
@@ -409,7 +413,7 @@ class RequestState:
             self._sent_prompt = len(self._prompt_logprobs)
         return _result(shown, stream.readers) if stream.readers else shown
 
-    def _all_arrays(self) -> dict[str, dict[str, PartArray]] | None:
+    def _all_arrays(self) -> dict[str, dict[str, PartArray]]:
         found: dict[str, dict[str, PartArray]] = {}
         end = len(self._prompt_token_ids) + self.num_tokens - 1
         for (part, key), arrays in self._part_arrays.items():
@@ -418,12 +422,10 @@ class RequestState:
             own, first = np.unique(positions, return_index=True)  # another engine gave some again
             first = first[own < end]
             found.setdefault(part, {})[key] = PartArray(positions[first], values[first])
-        return found or None
+        return found
 
-    def _all_experts(self) -> np.ndarray[Any, Any] | None:
-        if self._routed_experts is None:
-            return None
-        self._routed_experts = [np.concatenate(self._routed_experts)]
+    def _all_experts(self, experts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+        self._routed_experts = [np.concatenate(experts)]
         # A stop string ends the output before tokens that the engine has computed.
         return self._routed_experts[0][: len(self._prompt_token_ids) + self.num_tokens - 1]
 

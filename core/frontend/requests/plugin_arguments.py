@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -16,7 +16,17 @@ from hardpoint.host.boundary.plugin_health import PluginHealth
 from hardpoint.host.registry.discovery import check_unique
 from hardpoint.host.registry.kinds import KINDS, Number
 from hardpoint.host.registry.plugin_set import PluginSet
-from hardpoint.host.registry.request_arguments import prepare_arguments, prepares
+from hardpoint.host.registry.request_arguments import (
+    DEFAULTS,
+    LOGITS,
+    ArgumentTaker,
+    Given,
+    argument_key,
+    prepare_arguments,
+    prepares,
+    skips_greedy,
+    takes_arguments,
+)
 from hardpoint.plugins import (
     EngineCoreRequest,
     PrepareContext,
@@ -26,10 +36,10 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.component.manifest import PluginEntry
-from hardpoint.plugins.step_part import RequestedCalls
+from hardpoint.plugins.sampling.logits import FollowsBatch, LogitsPlugin
+from hardpoint.plugins.text.arguments import ComponentWithArguments
+from hardpoint.plugins.text.output_parser import RequestedCalls
 from hardpoint.typed import ReadOnlyList, read_only
-
-from .argument_takers import DEFAULTS, LOGITS, ArgumentTaker, Given, processor_taker, takers_of
 
 _SHAPING_FIELDS = (
     "temperature",
@@ -123,13 +133,13 @@ class PluginArguments:
             if name is not None:
                 entry = plugins.get(kind, name)
                 named.setdefault(plugins.target(entry), entry)
-        return takers_of(plugins, named.values())
+        return _other_takers(plugins, named.values())
 
     def _takers_of(self, plugins: PluginSet) -> list[ArgumentTaker]:
-        takers = [processor_taker(plugins, entry) for entry in plugins.entries(LOGITS)]
+        takers = [_processor_taker(plugins, entry) for entry in plugins.entries(LOGITS)]
         for kind in KINDS.values():
             if kind.takes_arguments and kind.number is not Number.BY_NAME and kind.name != LOGITS:
-                takers += takers_of(plugins, plugins.entries(kind.name))
+                takers += _other_takers(plugins, plugins.entries(kind.name))
         return takers
 
     def resolve(
@@ -159,13 +169,11 @@ class PluginArguments:
         """
         given = self._located(request.params.plugin_args)
         formats = self._resolve_all(request, given, tools, calls)
-        resolved = request.plugin_args
-        fields = {
-            field: resolved[taker.key][field]
-            for taker in (self._takers if given else ())
-            if taker.key in given
-            for field in taker.fields & resolved[taker.key].keys()
-        }
+        fields: dict[str, Any] = {}
+        for taker in self._takers:
+            if taker.key in given:
+                own = request.plugin_args[taker.key]
+                fields |= {field: own[field] for field in taker.fields & own.keys()}
         return fields, formats
 
     def complete(self, request: EngineCoreRequest) -> OutputFormats | None:
@@ -204,7 +212,10 @@ class PluginArguments:
         stale = [
             taker
             for taker in self._takers
-            if taker.set_fields(request.params) != taker.set_fields(before.params)
+            if (
+                taker.set_fields(request.params) != taker.set_fields(before.params)
+                or (taker.skips_greedy and taker.key not in before.plugin_args)
+            )
             and request.plugin_args.get(taker.key) == before.plugin_args.get(taker.key)
         ]
         for taker in stale:
@@ -309,7 +320,7 @@ class PluginArguments:
         for taker in self._used(takers, request.params, given):
             arguments, path = taker.arguments(request.params, given.get(taker.key))
             name = taker.entry.name
-            if taker.is_processor and (name in self._health.ended or name in self._health.deadly):
+            if (name in self._health.ended or name in self._health.deadly) and taker.is_processor:
                 self._health.check(name)
             if prepares(taker.cls):
                 context = PrepareContext(
@@ -329,10 +340,11 @@ class PluginArguments:
         self, takers: Sequence[ArgumentTaker], params: SamplingParams, given: Mapping[str, Given]
     ) -> Iterator[ArgumentTaker]:
         changed = {f for f in self._honoured if getattr(params, f) != getattr(DEFAULTS, f)}
+        is_greedy = params.greedy
         for taker in takers:
             if (
                 taker.key in given
-                or not changed.isdisjoint(taker.fields)
+                or not (changed.isdisjoint(taker.fields) or (is_greedy and taker.skips_greedy))
                 or taker.uses
                 or (taker.uses is None and taker.is_asked_for(params))
             ):
@@ -412,3 +424,43 @@ def _requested_calls(
 def _is_answered_alike(params: SamplingParams, before: SamplingParams) -> bool:
     fields = ("structured", "reasoning_parser", "tool_parser")
     return all(getattr(params, name) == getattr(before, name) for name in fields)
+
+
+def _processor_taker(plugins: PluginSet, entry: PluginEntry) -> ArgumentTaker:
+    """Return a logits processor as one that takes arguments."""
+    cls: type[LogitsPlugin] = plugins.target(entry)
+    default = getattr(cls.uses, "__func__", None) is vars(LogitsPlugin)["uses"].__func__
+    return ArgumentTaker(
+        entry,
+        cls,
+        plugins.options(entry),
+        argument_key(entry.kind, entry.name),
+        frozenset(cls.params_fields),
+        cls.uses(DEFAULTS) if default else None,
+        skips_greedy=skips_greedy(cls) and not _has_state(cls),
+    )
+
+
+def _has_state(cls: type[LogitsPlugin]) -> bool:
+    return issubclass(cls, FollowsBatch) or any(
+        getattr(cls, name) is not getattr(LogitsPlugin, name) for name in ("start", "start_row")
+    )
+
+
+def _other_takers(plugins: PluginSet, entries: Iterable[PluginEntry]) -> list[ArgumentTaker]:
+    """Return those components that take arguments, of kinds other than logits processors."""
+    targets: list[tuple[PluginEntry, type[ComponentWithArguments]]] = [
+        (entry, plugins.target(entry)) for entry in entries
+    ]
+    return [
+        ArgumentTaker(
+            entry,
+            cls,
+            plugins.options(entry),
+            argument_key(entry.kind, entry.name),
+            frozenset(),
+            prepares(cls) and not cls.named_only,
+        )
+        for entry, cls in targets
+        if takes_arguments(cls)
+    ]

@@ -19,12 +19,12 @@ from hardpoint.host.registry.discovery import is_third_party
 from hardpoint.host.registry.plugin_set import PluginSet
 from hardpoint.plugins import EngineCoreRequest, FinishReason, RequestError
 from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.requests import Prompt
 from hardpoint.plugins.requests.resumed import ResumedOutputs
 from hardpoint.plugins.step_part.part import GivenPrompt
 
-from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
+from .input_processor import NO_EXTRAS, OUTPUTS, InputProcessor, Params, RequestExtras
 from .plugin_arguments import PluginArguments
-from .prompts import OUTPUTS, Params, Prompt
 from .validation import ParsedRequest, PrebuiltRequestValidator, RequestReceivedHook
 
 _log = logging.getLogger("hardpoint")

@@ -19,9 +19,8 @@ from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
 from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.typed import check_text
 
-from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
+from .input_processor import NO_EXTRAS, InputProcessor, Params, RequestExtras
 from .plugin_arguments import PluginArguments
-from .prompts import Params
 
 _CLIENT = 0
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +14,9 @@ from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginFaultError
 from hardpoint.host.boundary.activity import Activity, PluginCalls
 from hardpoint.host.boundary.logits.fault_isolation import FaultIsolation, Recompute
-from hardpoint.host.boundary.logits.processor_runner import Faults, ProcessorError, ProcessorRunner
+from hardpoint.host.boundary.logits.processor_runner import Faults, ProcessorError
 from hardpoint.host.system.transfers import fetch, select_rows
 from hardpoint.plugins import (
-    LogitsContext,
     LogitsRequest,
     Ops,
     Phase,
@@ -28,7 +26,6 @@ from hardpoint.plugins import (
     SamplingRows,
 )
 from hardpoint.plugins.component.behaviour import UnusableError
-from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.exponential_race import mixed_seed
 from hardpoint.plugins.requests import TokenLogprobs
@@ -36,18 +33,18 @@ from hardpoint.plugins.sampling.sampler import TOKENS
 
 from .grammar_mask import GrammarMask
 from .logprobs import logprob_tensors, token_logprobs
-from .observed_states import ObservedStates
-from .pipeline import LogitsPipeline
-from .request_arguments import RequestArguments
+from .pipeline import LogitsPipeline, ObservedStates
+from .processors import RequestArguments, open_runner
 
 
 @dataclass
 class Sampled:
-    """The result of sampling.
+    """The result of sampling, or of one of its passes.
 
     Attributes:
         tokens: one per row; without meaning for a row whose request has a fault.
         device_ids: the same on the device, int64 [rows].
+        bad_rows: rows whose chosen logit is not finite, those of requests with a fault left out.
         logprobs: by row, where the request asks for them.
         observed: the token's logprob under the processed logits, by row, where a processor of the
             request observes it.
@@ -56,27 +53,10 @@ class Sampled:
 
     tokens: list[int]
     device_ids: torch.Tensor
+    bad_rows: Sequence[int] = ()
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     observed: dict[int, float] = field(default_factory=dict)
     faults: Faults = field(default_factory=dict)
-
-
-class _Choice(NamedTuple):
-    """The sampler's choice in one pass.
-
-    Attributes:
-        device_ids: int64 [rows].
-        tokens: the same on the host.
-        bad_rows: rows whose chosen logit is not finite, those of requests with a fault left out.
-        observed: as in `Sampled`.
-        logprobs: the same.
-    """
-
-    device_ids: torch.Tensor
-    tokens: list[int]
-    bad_rows: list[int]
-    observed: dict[int, float]
-    logprobs: dict[int, TokenLogprobs]
 
 
 class _StepRows:
@@ -166,7 +146,7 @@ class SamplingStage:
             self._sample = calls.bound("sample", sampler.sample)
         self.pipeline = pipeline
         self.sampler = sampler
-        self._device = device
+        self.device = device
         self._processed_logprobs = processed_logprobs
         self.arguments_of = RequestArguments(pipeline, sampler).of
         self._rows = _StepRows((), device)
@@ -191,7 +171,7 @@ class SamplingStage:
             PluginFaultError: the sampler failed, or a plugin whose faults end the engine.
         """
         if not self._rows.are_of(requests):
-            self._rows = _StepRows(requests, self._device)
+            self._rows = _StepRows(requests, self.device)
         if self._rows.with_logprobs and not self._processed_logprobs:
             part = self._rows.of_logprobs(logits)
             self._raw = part.clone() if part is logits else part
@@ -212,18 +192,19 @@ class SamplingStage:
             self.pipeline.masked(logits, requests, mask)
         try:
             # The normal pass.
-            choice = self._choose(self.pipeline.apply(logits, requests), requests)
+            result = self._choose(self.pipeline.apply(logits, requests), requests)
         except ProcessorError as error:
             isolation = self._isolation(requests, recompute, mask)
-            choice = self._isolate_pass(requests, isolation, error)
-        if choice.bad_rows:
-            if isolation is None:
-                isolation = self._isolation(requests, recompute, mask)
-            choice = self._check_pass(choice, requests, isolation)
-        faults = {} if isolation is None else isolation.faults
-        result = Sampled(choice.tokens, choice.device_ids, choice.logprobs, choice.observed, faults)
-        for row in () if mask is None else mask.forbidden(choice.tokens):
-            fault = self._forced(requests[row], choice.tokens[row])
+            isolation.isolate(error.runner, error.cause)
+            processed = isolation.run(isolation.recompute())
+            result = self._choose(processed, requests, isolation.faults)
+        if result.bad_rows:
+            isolation = isolation or self._isolation(requests, recompute, mask)
+            result = self._check_pass(result, requests, isolation)
+        if isolation is not None:
+            result.faults = isolation.faults
+        for row in () if mask is None else mask.forbidden(result.tokens):
+            fault = self._forced(requests[row], result.tokens[row])
             result.faults.setdefault(requests[row].request_id, fault)
         return result
 
@@ -244,18 +225,12 @@ class SamplingStage:
 
         return FaultIsolation(self.pipeline, requests, masked, () if mask is None else mask)
 
-    def _isolate_pass(
-        self, requests: list[LogitsRequest], isolation: FaultIsolation, error: ProcessorError
-    ) -> _Choice:
-        isolation.isolate(error.runner, error.cause)
-        return self._choose(isolation.run(isolation.recompute()), requests, isolation.faults)
-
     def _check_pass(
         self,
-        choice: _Choice,
+        choice: Sampled,
         requests: list[LogitsRequest],
         isolation: FaultIsolation,
-    ) -> _Choice:
+    ) -> Sampled:
         """Find the fault of each bad row and choose again, until no row is bad.
 
         A row that is still bad although its processors ran row by row and no batch-level processor
@@ -285,7 +260,7 @@ class SamplingStage:
         logits: torch.Tensor,
         requests: Sequence[LogitsRequest],
         faults: Collection[str] = (),
-    ) -> _Choice:
+    ) -> Sampled:
         """Let the sampler choose from processed logits, and check its result.
 
         All that the host gets of a step travels together, so that it waits once for the device.
@@ -307,7 +282,7 @@ class SamplingStage:
             for row, (logit,) in enumerate(logit_of)
             if not math.isfinite(logit) and requests[row].request_id not in faults
         ]
-        choice = _Choice(chosen, tokens, bad_rows, {}, {})
+        choice = Sampled(tokens, chosen, bad_rows)
         if observing:
             choice.observed.update(zip(observing, more.pop(0), strict=True))
         if rows.with_logprobs:
@@ -338,40 +313,6 @@ class SamplingStage:
                 f"sampler {self.sampler.name!r}: expected token ids in 0..{size - 1}, "
                 f"got {wrong[0]}"
             )
-
-
-def open_runner(
-    spec: WorkerSpec, entry: PluginEntry, ops: Ops, activity: Activity, since: int = 0
-) -> ProcessorRunner:
-    """Build a logits processor, which requests of a generation of the plugins and later ones use.
-
-    Raises:
-        PluginError: it cannot be built.
-    """
-    max_rows = spec.config.scheduler.max_num_seqs
-    build = functools.partial(
-        spec.plugins.create,
-        entry,
-        LogitsContext,
-        device=spec.device,
-        vocab_size=spec.model_config.vocab_size,
-        max_num_seqs=max_rows,
-        ops=ops,
-        max_model_len=spec.max_model_len,
-        model=str(spec.loader.context.files.path),
-        tokenizer=spec.config.tokenizer.path or "",
-    )
-    return ProcessorRunner(
-        build(),
-        entry.source,
-        spec.device,
-        max_rows,
-        ends_engine=spec.config.plugins.on_error.get(entry.name) == "engine",
-        rebuild=build,
-        activity=activity,
-        slow_seconds=spec.config.plugins.slow_seconds,
-        since=since,
-    )
 
 
 def open_stage(

@@ -24,7 +24,7 @@ LENGTH = struct.Struct("!Q")
 """The header of each frame on the launch socket: its length in bytes."""
 
 LAUNCH_TIMEOUT_S = 120.0
-"""Within which the parent must send the launch."""
+"""Within which the parent must send the launch, unless its first frame states another limit."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -46,10 +46,11 @@ def main(run: Callable[..., None] | None = None) -> None:
     channel, name = socket.socket(fileno=int(sys.argv[2])), sys.argv[3]
     channel.set_inheritable(False)
     try:
-        deadline = time.monotonic() + LAUNCH_TIMEOUT_S
-        parent = _prepare(json.loads(_frame(channel, deadline)))
+        began = time.monotonic()
+        first = json.loads(_frame(channel, began, LAUNCH_TIMEOUT_S))
+        parent = _prepare(first)
         serve, run = _imported(run, name)  # takes seconds, in which the parent prepares the launch
-        launch = _frame(channel, deadline)
+        launch = _frame(channel, began, max(LAUNCH_TIMEOUT_S, first.get("launch_seconds", 0.0)))
         channel.settimeout(None)
         serve(channel, parent, launch, run, functools.partial(_report, channel))
     except SystemExit:
@@ -92,20 +93,20 @@ def _prepare(interpreter: dict[str, Any]) -> int:
     return int(interpreter["pid"])
 
 
-def _frame(channel: socket.socket, deadline: float) -> bytes:
-    (length,) = LENGTH.unpack(_read(channel, LENGTH.size, deadline))
-    return _read(channel, length, deadline)
+def _frame(channel: socket.socket, began: float, limit_s: float) -> bytes:
+    (length,) = LENGTH.unpack(_read(channel, LENGTH.size, began, limit_s))
+    return _read(channel, length, began, limit_s)
 
 
-def _read(channel: socket.socket, size: int, deadline: float) -> bytes:
+def _read(channel: socket.socket, size: int, began: float, limit_s: float) -> bytes:
     data = bytearray()
     while len(data) < size:
-        channel.settimeout(max(deadline - time.monotonic(), 0.001))
+        channel.settimeout(max(began + limit_s - time.monotonic(), 0.001))
         try:
             part = channel.recv(min(size - len(data), 1 << 20))
         except TimeoutError:
             raise TimeoutError(
-                f"launch: expected {size} bytes within {LAUNCH_TIMEOUT_S:g} s, got {len(data)}"
+                f"launch: expected {size} bytes within {limit_s:g} s, got {len(data)}"
             ) from None
         if not part:
             sys.exit(1)  # the parent has ended

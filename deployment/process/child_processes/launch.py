@@ -94,10 +94,15 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
         """The command line up to the program; `-P` keeps the program's folder off the path."""
         return [self.executable, *self.flags, "-P"]
 
-    def encode(self) -> bytes:
-        """Return the message that the child reads while it can import only the standard library."""
+    def encode(self, launch_seconds: float = 0.0) -> bytes:
+        """Return the message that the child reads while it can import only the standard library.
+
+        Args:
+            launch_seconds: time limit of the launch, if it is longer than the default.
+        """
+        message = {"path": self.path, "argv": self.argv, "pid": os.getpid()}
         # JSON in ASCII, because a path need not be valid Unicode.
-        return json.dumps({"path": self.path, "argv": self.argv, "pid": os.getpid()}).encode()
+        return json.dumps({**message, "launch_seconds": launch_seconds}).encode()
 
 
 def decode_launch(data: bytes, type_: type[L]) -> L:

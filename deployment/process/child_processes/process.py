@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,6 +93,7 @@ class ChildProcess:
         run: the function that it runs by default, `package.module:function`; imported while the
             child waits for its launch, and called with the encoded launch and a ParentWatch.
         keeps_output: whether its death is reported with the last lines that it wrote to stderr.
+        started_at: when it was started, in seconds of `time.monotonic`.
         passed_fds: in the child, the numbers of the descriptors that `spawn` passed.
     """
 
@@ -113,6 +115,7 @@ class ChildProcess:
             output: what it writes to stderr; None if it has the program's own.
         """
         self._popen = popen
+        self.started_at = time.monotonic()
         self._channel = channel
         self._output = output
         self._pidfd = _open_pidfd(popen.pid)
@@ -154,6 +157,7 @@ class ChildProcess:
         *,
         program: Path = _PROGRAM,
         pass_fds: Sequence[int] = (),
+        launch_seconds: float = 0.0,
     ) -> Self:
         """Start a child, which imports what it runs while it waits for its launch.
 
@@ -162,6 +166,7 @@ class ChildProcess:
             pass_fds: descriptors of which the child gets duplicates, with the numbers of
                 `passed_fds`: those of stdin, stdout and stderr may be among them here.
             program: the file that the child runs, which calls `main` of `__main__.py`.
+            launch_seconds: time limit of the launch, if it is longer than the child's default.
 
         Raises:
             EngineDeadError: it cannot be started.
@@ -198,7 +203,7 @@ class ChildProcess:
             output.start()
         process = cls(popen, ours, output)
         process.passed_fds = tuple(passed)
-        process._send(interpreter.encode())
+        process._send(interpreter.encode(launch_seconds))
         return process
 
     def launch(self, launch: ChildLaunch) -> None:

@@ -32,6 +32,10 @@ class RemoteClient(EngineCoreClient, Protocol):
     def pid(self) -> int:
         """The process id; of several, that of the first one that serves."""
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether an engine accepts requests: not while the only one is restarted."""
+
     def offer_requests(self, requests: Sequence[EngineCoreRequest]) -> Attempt:
         """Return a function that tries to send the requests of one call without waiting.
 

@@ -231,16 +231,17 @@ def close_outside(close: Callable[[], None]) -> None:
 
 
 def _wait_until_ready(
-    sockets: EngineSockets, process: EngineHost, timeout_s: float
+    sockets: EngineSockets, process: EngineHost, began: float, timeout_s: float
 ) -> EngineCoreReadyResponse:
-    deadline = time.monotonic() + timeout_s
+    prepared, deadline = time.monotonic() - began, began + timeout_s
     while time.monotonic() < deadline:
         if (ready := sockets.poll_ready(_POLL_INTERVAL_MS)) is not None:
             return ready
         if (failure := process.failure()) is not None:
             raise failure
     raise EngineDeadError(
-        f"the engine was not ready within {timeout_s:g} s (engine.start_timeout_seconds)"
+        f"the engine was not ready within {timeout_s:g} s (engine.start_timeout_seconds), of which "
+        f"the program took {prepared:.1f} s before the launch"
     )
 
 
@@ -350,6 +351,7 @@ class ProcessClient(RequestSockets, OneEngine, UtilityCalls):
     """
 
     in_process = False
+    is_serving = True
 
     def __init__(
         self,
@@ -383,8 +385,11 @@ class ProcessClient(RequestSockets, OneEngine, UtilityCalls):
             undo.callback(process.close, 0)
             process.activity = self.activity
             process.launch(_launch(start, self._sockets))
+            began = time.monotonic()
+            if isinstance(process, EngineProcess):
+                began = process.started_at
             timeout_s = start.config.engine.start_timeout_seconds
-            self.ready = _wait_until_ready(self._sockets, process, timeout_s)
+            self.ready = _wait_until_ready(self._sockets, process, began, timeout_s)
             undo.pop_all()
         self._check = self._sockets.check = OutputCheck(
             start.vocab_size, self.ready.max_model_len, is_remote=process.is_remote

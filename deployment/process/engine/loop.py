@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import time
@@ -13,6 +14,7 @@ from hardpoint.core.engine.core import EngineCore
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.host.boundary.errors import RefusedInCallError, rejection_output
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
+from hardpoint.process.cache_changes import CacheChangeLog, CacheReports
 from hardpoint.process.protocol import ShutdownState, UtilityCall
 from hardpoint.process.utility_calls import call_utility, failed_call
 
@@ -36,7 +38,8 @@ class LoopOptions:
             0 switches that off.
         watchdog_exits: whether such a step also ends the process.
         watchdog_later_seconds: left to an executor that ends such a step by itself.
-        reports_load, reports_cache: as in Launch.
+        reports_load: as in Launch.
+        cache_changes: collects the changes of the KV cache; None if they are not reported.
     """
 
     drain_seconds: float = 0.0
@@ -44,7 +47,7 @@ class LoopOptions:
     watchdog_exits: bool = False
     watchdog_later_seconds: float = 0.0
     reports_load: bool = False
-    reports_cache: bool = False
+    cache_changes: CacheChangeLog | None = None
 
 
 class Wakeup:
@@ -152,12 +155,13 @@ class EngineLoop:
         self._drain_until = 0.0
         self._signals = 0
         self._reports: ClientReports | None = None
-        if options.reports_load or options.reports_cache:
+        self._cache_reports = CacheReports(options.cache_changes, core.cached_blocks)
+        if options.reports_load or options.cache_changes is not None:
             self._reports = ClientReports(
                 len(queues.output),
                 clock,
-                load=core.load if options.reports_load else None,
-                cache=core.take_cache_changes if options.reports_cache else None,
+                stats=core.stats if options.reports_load else None,
+                cache=self._cache_reports.pop,
             )
         core.enter_loop()
         core.on_executor_failure(lambda failed: queues.input.put(LoopFailure(failed)))
@@ -323,9 +327,8 @@ class EngineLoop:
 
     def _call(self, call: UtilityCall) -> None:
         if self._state is ShutdownState.RUNNING:
-            call_utility(
-                self._core, call, lambda answer: self._queues.output.put(call.client_index, answer)
-            )
+            answers = functools.partial(self._queues.output.put, call.client_index)
+            call_utility(self._core, self._cache_reports, call, answers)
         else:
             refused = failed_call(call, EngineDeadError("the engine is shutting down"))
             self._queues.output.put(call.client_index, refused)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import msgspec
-
-from hardpoint.plugins import EngineCoreOutputs
+from hardpoint.plugins import EngineCoreOutputs, SchedulerStats
 from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
 
 _INTERVAL_S = 0.1
@@ -27,7 +25,7 @@ class ClientReports:
         num_clients: int,
         clock: Callable[[], float],
         *,
-        load: Callable[[int], EngineLoad] | None,
+        stats: Callable[[], SchedulerStats] | None,
         cache: Callable[[], KVCacheChanges | None] | None,
     ) -> None:
         """Begin with nothing reported.
@@ -35,11 +33,11 @@ class ClientReports:
         Args:
             num_clients: number of the engine's clients.
             clock: seconds.
-            load: `EngineCore.load`, None if it is not reported.
-            cache: `EngineCore.take_cache_changes`, None if they are not reported.
+            stats: returns the state of the scheduler, None if the load is not reported.
+            cache: `CacheReports.pop`, None if they are not reported.
         """
         self._clock = clock
-        self._load, self._cache = load, cache
+        self._stats, self._cache = stats, cache
         self._num_steps = 0
         self._last_requests: list[str | None] = [None] * num_clients
         self._sent: list[EngineLoad] = []
@@ -72,7 +70,7 @@ class ClientReports:
         self._num_steps += executed
         messages = dict(outputs)
         changes = self._cache() if self._cache else None
-        loads = self._changed_loads(self._load) if self._load else []
+        loads = self._changed_loads(self._stats) if self._stats else []
         if changes is None and not loads:
             return messages
         for client in range(len(self._last_requests)):
@@ -87,15 +85,23 @@ class ClientReports:
         """Seconds until a report may be due though nothing happens; None if none will be."""
         return max(self._due - self._clock(), 0.0) if self._is_late else None
 
-    def _changed_loads(self, load_after: Callable[[int], EngineLoad]) -> list[EngineLoad]:
+    def _changed_loads(self, stats_now: Callable[[], SchedulerStats]) -> list[EngineLoad]:
         now = self._clock()
         self._is_late = now < self._due
         if self._is_late:
             return []
         self._due = now + _INTERVAL_S
-        load = load_after(self._num_steps)
+        stats = stats_now()
         loads = [
-            msgspec.structs.replace(load, last_request=last, is_leaving=self._is_leaving)
+            EngineLoad(
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting,
+                kv_cache_usage=stats.kv_cache_usage,
+                num_steps=self._num_steps,
+                adapters=list(stats.num_requests_by_adapter),
+                last_request=last,
+                is_leaving=self._is_leaving,
+            )
             for last in self._last_requests
         ]
         if loads == self._sent:

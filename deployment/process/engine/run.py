@@ -19,8 +19,7 @@ from types import FrameType
 import msgspec
 
 from hardpoint.core.engine.build import BuiltCore, build_core
-from hardpoint.core.engine.cache_changes import CacheChangeLog
-from hardpoint.core.engine.inputs import EngineInputs, OpenInputs
+from hardpoint.core.engine.core import EngineInputs, OpenInputs
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.request_check import RequestCheck
 from hardpoint.core.engine.worker_launch import check_versions
@@ -35,6 +34,7 @@ from hardpoint.host.system.threads import CPUS
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.component.base import no_progress
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.process.cache_changes import CacheChangeLog
 from hardpoint.process.child_processes.child import ParentWatch
 from hardpoint.process.child_processes.launch import decode_launch
 from hardpoint.process.child_processes.naming import log_to_stderr, name_process
@@ -197,6 +197,7 @@ def run_engine(data: bytes, watch: ParentWatch, inputs: OpenInputs = EngineInput
             spec = prepare_worker(config, plugins, config_sources, no_progress, place)
         closing.callback(spec.loader.close)
         spec = dataclasses.replace(spec, start_worker=LaunchedWorker)
+        changes = CacheChangeLog() if launch.reports_cache else None
         activity = Activity.open(Path(launch.folder)) if launch.folder else None
         with naming_plugin(plugins):
             built = build_core(
@@ -206,11 +207,11 @@ def run_engine(data: bytes, watch: ParentWatch, inputs: OpenInputs = EngineInput
                 time.monotonic,
                 activity,
                 launch.vocabulary,
-                CacheChangeLog() if launch.reports_cache else None,
+                None if changes is None else changes.add,
                 pkgutil.resolve_name(launch.inputs) if launch.inputs else inputs,
             )
         closing.callback(built.core.close)
-        _serve(launch, watch, spec, built, closing)
+        _serve(launch, watch, spec, built, changes, closing)
 
 
 def _serve(
@@ -218,6 +219,7 @@ def _serve(
     watch: ParentWatch,
     spec: WorkerSpec,
     built: BuiltCore,
+    changes: CacheChangeLog | None,
     closing: contextlib.ExitStack,
 ) -> None:
     addresses = msgspec.json.decode(launch.address, type=EngineAddresses)
@@ -232,7 +234,7 @@ def _serve(
             settings.watchdog_exits,
             _EXECUTORS_WATCH_S if spec.config.parallel.world_size > 1 else 0.0,
             reports_load=launch.reports_load,
-            reports_cache=launch.reports_cache,
+            cache_changes=changes,
         ),
     )
     closing.callback(_reset_signals)

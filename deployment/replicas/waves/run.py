@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hardpoint.core.engine.inputs import EngineInputs
+from hardpoint.core.engine.core import EngineInputs
 from hardpoint.core.engine.step import EngineCoreParts
 from hardpoint.process.child_processes.child import ParentWatch
 from hardpoint.process.engine import run

@@ -17,6 +17,7 @@ from hardpoint.errors import PluginFaultError
 from hardpoint.host.boundary.activity import Activity
 from hardpoint.host.boundary.faults import slow_message
 from hardpoint.host.registry.blame import describe, faults_as, raise_unless_fault
+from hardpoint.host.registry.request_arguments import skips_greedy
 from hardpoint.host.system import torch_state
 from hardpoint.plugins import (
     BatchLogitsProcessor,
@@ -24,7 +25,6 @@ from hardpoint.plugins import (
     Edits,
     LogitsProcessor,
     LogitsRequest,
-    Phase,
     RequestFault,
     SparseLogitsProcessor,
 )
@@ -97,9 +97,7 @@ class ProcessorRunner:
         # Stored, because isinstance on an abstract class takes as long as a sparse edit.
         self.is_sparse = isinstance(self.processor, SparseLogitsProcessor)
         self.is_dense = isinstance(self.processor, LogitsProcessor)
-        self.greedy_skips = self.processor.argmax_invariant or (
-            self.processor.phase is Phase.TEMPERATURE
-        )
+        self.greedy_skips = skips_greedy(self.processor)
         with faults_as(PluginFaultError, f"{self.source}: its device_state"):
             self.device_state = DeviceState(self.processor, self.max_rows, self.device)
         self.has_device_state = bool(self.device_state)

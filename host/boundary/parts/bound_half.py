@@ -34,6 +34,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.manifest import PluginEntry
+from hardpoint.plugins.sampling.rows import DraftedStep
 from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
 from hardpoint.plugins.step_part.engine_hooks import EngineHooks
 
@@ -323,6 +324,7 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
         "embedded": "of which the model's trial step shows whether it is called",
         "linear": "of which the model's trial step shows whether it is called",
         "added": "of which the model's trial step shows whether it is called",
+        "verify_drafts": "which verifies the drafts of all parts",
         "idle": "which workers are asked for when they start",
         "packs": "for which inputs are laid out when the model is loaded",
         "encodes": "for which the model gets its encoder",
@@ -351,6 +353,15 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
             raise PluginFaultError(
                 f"{self.source}: its {method}() failed: {describe(cause)}"
             ) from cause
+
+    def verify_drafts(
+        self, step: DraftedStep, defect: Callable[[object], str | None]
+    ) -> Sequence[int]:
+        """Return how many drafts of each request the half accepts; `defect` checks them."""
+        accepted: Sequence[int] = self.checked("verify_drafts", step)
+        if (expected := defect(accepted)) is not None:
+            raise self.wrong("verify_drafts", accepted, expected)
+        return accepted
 
     def answer(self, message: bytes) -> tuple[str | None, bytes]:
         """Return None and the half's answer to a call, or kind and text of an error.

@@ -36,14 +36,13 @@ from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
 from hardpoint.plugins.step_part.observer import OutputObserver, PreparedPartChange
-from hardpoint.plugins.step_part.output_format import OutputFormat, RequestedCalls
 from hardpoint.plugins.step_part.part import (
     FrontendHalf,
     FrontendHalfContext,
     GivenPrompt,
     PromptReader,
-    ToolCalls,
 )
+from hardpoint.plugins.text.output_parser import OutputFormat, RequestedCalls, ToolCalls
 
 from .bound_half import BoundHalf, OpenHalves, open_halves
 from .components import Components
@@ -295,8 +294,9 @@ class FrontendParts:
         """
         formats: list[BoundFormat] = []
         markers: ReasoningMarkers | None = None
+        halves = self._formatting if calls is not None else self._used(self._formatting, request)
         with ExitStack() as undo:
-            for half in self._formatting:
+            for half in halves:
                 try:
                     found = half.half.output_format(request, calls)
                     if found is None:
@@ -334,10 +334,7 @@ class FrontendParts:
         Raises:
             RequestError: a half failed.
         """
-        fields = self._fields.set_in(request) if self._validating else ()
-        for half in self._validating:
-            if half.for_fields and half.for_fields.isdisjoint(fields):
-                continue
+        for half in self._used(self._validating, request):
             try:
                 reads = half.serves(request.generation) and half.half.reads_answer(request)
             except BaseException as cause:
@@ -347,6 +344,13 @@ class FrontendParts:
                 self._validators.add(validator)
                 return validator
         return None
+
+    def _used(
+        self, halves: Sequence[BoundFrontendHalf], request: EngineCoreRequest
+    ) -> list[BoundFrontendHalf]:
+        """Return those of some halves that a request uses, by the fields that it sets."""
+        fields = self._fields.set_in(request) if halves else ()
+        return [one for one in halves if not (one.for_fields and one.for_fields.isdisjoint(fields))]
 
     def users_of(self, half: BoundFrontendHalf) -> list[str]:
         """Return the ids of live requests whose answers a half may validate."""
@@ -362,10 +366,7 @@ class FrontendParts:
 
     def validate(self, request: EngineCoreRequest, answer: str) -> str | None:
         """Return the first flaw that a half finds in an answer; a fault of a half is one."""
-        fields = self._fields.set_in(request)
-        for half in self._validating:
-            if half.for_fields and half.for_fields.isdisjoint(fields):
-                continue
+        for half in self._used(self._validating, request):
             try:
                 if not half.serves(request.generation) or not half.half.reads_answer(request):
                     continue

@@ -15,7 +15,7 @@ from hardpoint.plugins import (
     RequestOutput,
 )
 from hardpoint.plugins.requests import PoolingRequestOutput
-from hardpoint.plugins.step_part import OutputFormat, OutputReader, RequestedCalls
+from hardpoint.plugins.text import OutputFormat, OutputReader, RequestedCalls
 
 AnyOutput = RequestOutput | PoolingRequestOutput
 """The outputs that users get."""

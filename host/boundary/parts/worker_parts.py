@@ -15,12 +15,7 @@ from hardpoint.errors import HardpointError, PluginContractError, PluginFaultErr
 from hardpoint.host.boundary.checked_attention import is_block_view
 from hardpoint.host.boundary.checked_model import CheckedModel, wrong_result
 from hardpoint.host.registry.blame import describe, faults_as, raise_unless_fault
-from hardpoint.plugins import (
-    ForwardBatch,
-    LogitsRequest,
-    ModelRunnerOutput,
-    SchedulerOutput,
-)
+from hardpoint.plugins import ForwardBatch, LogitsRequest, ModelRunnerOutput, SchedulerOutput
 from hardpoint.plugins.model import Attend, LayerHooks
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.sampling.phases import LogitsStage
@@ -71,6 +66,7 @@ class WorkerParts:
         work_when_idle: whether a half has `idle`.
         open: opens the halves of further parts.
         observer: shows the logits of this step to halves that read them; None without such ones.
+        verifier: half that verifies drafts, the last one that can.
     """
 
     def __init__(
@@ -109,6 +105,8 @@ class WorkerParts:
         self._follow = [half for half in halves if half.overrides("finished")]
         keys = [half.key for half in self._follow if half.half.only_users]
         self._known = {key: self._known.get(key, set()) for key in keys}
+        verifiers = [half for half in halves if half.overrides("verify_drafts")]
+        self.verifier = verifiers[-1] if verifiers else None
 
     def __bool__(self) -> bool:
         return bool(self._active or self._faults)

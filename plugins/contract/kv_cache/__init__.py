@@ -1,6 +1,6 @@
 """Interfaces of the KV cache: block manager, eviction policies, events, connectors and stores."""
 
-from hardpoint.plugins.requests.plan import BlockIds
+from hardpoint.plugins.requests.plan import BlockIds as BlockIds
 
 from .block_hash import (
     block_key,
@@ -49,7 +49,6 @@ from .store import (
 __all__ = [
     "AllBlocksCleared",
     "BlockBuffer",
-    "BlockIds",
     "BlockRemoved",
     "BlockStored",
     "CachedPrefix",

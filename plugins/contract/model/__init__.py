@@ -12,7 +12,6 @@ from .cuts import (
 )
 from .cuts import join as join
 from .exponential_race import (
-    advantages,
     mixed_seed,
     token_noise,
 )
@@ -49,12 +48,8 @@ from .model import (
     Model,
     ModelContext,
 )
-from .ops import (
-    ClampedSwiGLU,
-    Ops,
-    OpsContext,
-    Recorded,
-)
+from .ops import ClampedSwiGLU, Ops, OpsContext
+from .ops import Recorded as Recorded
 from .quantization import (
     Quantization,
     QuantizationContext,
@@ -84,11 +79,9 @@ __all__ = [
     "QuantizationContext",
     "QuantizedMatrix",
     "QuantizedWeight",
-    "Recorded",
     "TensorSpec",
     "WeightFormat",
     "WeightLoader",
-    "advantages",
     "mixed_seed",
     "needed_part",
     "token_noise",

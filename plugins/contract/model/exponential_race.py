@@ -6,13 +6,12 @@ It is the reference that kernels are compared with, so every number of it is sta
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["advantages", "mixed_seed", "token_noise"]
+__all__ = ["mixed_seed", "token_noise"]
 
 # Multipliers of splitmix64 (Steele, Lea, Flood, OOPSLA 2014) and of lowbias32 (Wellons, "hash
 # prospector"), as the signed numbers that torch's integers hold.
@@ -66,22 +65,6 @@ def race(
     )
     is_high = (high > low) | (high.isnan() & ~low.isnan())
     return pair[1].where(is_high, pair[0]).squeeze(1)
-
-
-def advantages(seed: int, position: int, tokens: Sequence[int]) -> list[float]:
-    """Return the noise that the race adds to the logits of some tokens: the largest sum wins.
-
-    Args:
-        seed: seed of the completion, see `mixed_seed`.
-        position: output position.
-        tokens: token ids.
-    """
-    import torch  # noqa: PLC0415 - the contract is imported without it
-
-    key = _mix_64(_mix_64(torch.tensor([seed])) + position)
-    bits = _noise(torch.tensor(tokens, dtype=torch.int32), key.int(), (key >> 32).int())
-    noise = (-(bits.double() + 0.5) * 2.0**-31).log1p_().neg_().log_()
-    return noise.neg_()[0].tolist()
 
 
 def _score(

@@ -13,7 +13,7 @@ from hardpoint.plugins.component.behaviour import fitting, returns
 
 from .cuts import Cut, needed_part
 from .files import ModelConfig, ModelFiles
-from .quantization import QuantizedWeight
+from .matrices import QuantizedWeight
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,7 +13,7 @@ from .cuts import join
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AffineCodes", "DenseMatrix", "QuantizedMatrix"]
+__all__ = ["AffineCodes", "DenseMatrix", "QuantizedMatrix", "QuantizedWeight"]
 
 _AT_ONCE = 1 << 16
 
@@ -353,3 +353,54 @@ def _each_group(
     change(groups, numbers[:, :whole, None])
     if columns % per:  # the last group has fewer
         change(weight[:, whole * per :], numbers[:, whole:])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantizedWeight:
+    """A matrix as a checkpoint stores it; a loader yields it in the place of a tensor.
+
+    Attributes:
+        scheme: name of the `quantizations` component that reads it, "q4_k" for example.
+        shape: rows and columns of the matrix that it stands for.
+        tensors: what is stored, by the last part of its name, "qweight" for example.
+        name: name of the weight, for schemes that differ by it; empty if the loader gives none.
+    """
+
+    scheme: str
+    shape: tuple[int, int]
+    tensors: Mapping[str, torch.Tensor]
+    name: str = ""
+
+    def __repr__(self) -> str:
+        """Return text without the numbers of the tensors."""
+        tensors: object = self.tensors
+        if isinstance(tensors, Mapping):
+            parts = (f"{name!r}: {_short(tensor)}" for name, tensor in tensors.items())
+            tensors = f"{{{', '.join(parts)}}}"
+        return f"QuantizedWeight({self.scheme!r}, {self.shape!r}, {tensors})"
+
+    def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a stored tensor, which has to have a dtype and shape.
+
+        Raises:
+            ValueError: it is missing, or has others.
+        """
+        found = self.tensors.get(name)
+        if found is None:
+            stored = ", ".join(sorted(self.tensors)) or "nothing"
+            raise ValueError(f"{name!r} is missing, expected {dtype} {list(shape)}, got {stored}")
+        if found.dtype != dtype or found.shape != shape:
+            raise ValueError(
+                f"{name!r}: expected {dtype} {list(shape)} for a matrix {list(self.shape)}, got "
+                f"{found.dtype} {list(found.shape)}"
+            )
+        return found
+
+
+def _short(value: object) -> str:
+    """Return a tensor's dtype and shape, or the repr of anything else."""
+    import torch  # noqa: PLC0415
+
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return repr(value)

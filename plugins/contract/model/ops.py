@@ -16,7 +16,7 @@ from .matrices import AffineCodes
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ClampedSwiGLU", "Ops", "OpsContext", "Recorded"]
+__all__ = ["ClampedSwiGLU", "Ops", "OpsContext"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,63 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hardpoint.plugins.component.base import Component, Context
 from hardpoint.plugins.component.behaviour import fitting, returns
 
-from .matrices import QuantizedMatrix
+from .matrices import QuantizedMatrix, QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Quantization", "QuantizationContext", "QuantizedWeight"]
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class QuantizedWeight:
-    """A matrix as a checkpoint stores it; a loader yields it in the place of a tensor.
-
-    Attributes:
-        scheme: name of the `quantizations` component that reads it, "q4_k" for example.
-        shape: rows and columns of the matrix that it stands for.
-        tensors: what is stored, by the last part of its name, "qweight" for example.
-        name: name of the weight, for schemes that differ by it; empty if the loader gives none.
-    """
-
-    scheme: str
-    shape: tuple[int, int]
-    tensors: Mapping[str, torch.Tensor]
-    name: str = ""
-
-    def __repr__(self) -> str:
-        """Return text without the numbers of the tensors."""
-        tensors: object = self.tensors
-        if isinstance(tensors, Mapping):
-            parts = (f"{name!r}: {_short(tensor)}" for name, tensor in tensors.items())
-            tensors = f"{{{', '.join(parts)}}}"
-        return f"QuantizedWeight({self.scheme!r}, {self.shape!r}, {tensors})"
-
-    def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a stored tensor, which has to have a dtype and shape.
-
-        Raises:
-            ValueError: it is missing, or has others.
-        """
-        found = self.tensors.get(name)
-        if found is None:
-            stored = ", ".join(sorted(self.tensors)) or "nothing"
-            raise ValueError(f"{name!r} is missing, expected {dtype} {list(shape)}, got {stored}")
-        if found.dtype != dtype or found.shape != shape:
-            raise ValueError(
-                f"{name!r}: expected {dtype} {list(shape)} for a matrix {list(self.shape)}, got "
-                f"{found.dtype} {list(found.shape)}"
-            )
-        return found
-
-
-def _short(value: object) -> str:
-    """Return a tensor's dtype and shape, or the repr of anything else."""
-    import torch  # noqa: PLC0415
-
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {list(value.shape)}"
-    return repr(value)
 
 
 @dataclass(frozen=True, kw_only=True)

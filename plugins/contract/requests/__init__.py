@@ -1,11 +1,8 @@
 """Data of requests: parameters, engine messages, the plan of a step and statistics."""
 
 from .lora import AdapterScale, LoRARequest
-from .markers import (
-    ReasoningMarkers,
-    ReasoningPosition,
-    ReasoningTracker,
-)
+from .markers import ReasoningMarkers, ReasoningTracker
+from .markers import ReasoningPosition as ReasoningPosition
 from .media import Image as Image
 from .media import (
     ImageSource,
@@ -37,8 +34,8 @@ from .params import (
 )
 from .params import Prompt as Prompt
 from .params import Retention as Retention
+from .plan import BlockIds as BlockIds
 from .plan import (
-    BlockIds,
     CachedRequests,
     GrammarBitmask,
     ModelRunnerOutput,
@@ -97,7 +94,6 @@ from .structured import StructuredFormat as StructuredFormat
 __all__ = [
     "AdapterScale",
     "AnyTextFormat",
-    "BlockIds",
     "CachedRequests",
     "CompletionOutput",
     "ConstStringFormat",
@@ -127,10 +123,10 @@ __all__ = [
     "PartArray",
     "PlusFormat",
     "PoolingParams",
+    "PoolingRequestOutput",
     "PrefillStats",
     "PrefixCacheStats",
     "ReasoningMarkers",
-    "ReasoningPosition",
     "ReasoningTracker",
     "RegexFormat",
     "RepetitionDetection",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-__all__ = ["ReasoningMarkers", "ReasoningPosition", "ReasoningTracker"]
+__all__ = ["ReasoningMarkers", "ReasoningTracker"]
 
 
 class ReasoningMarkers(msgspec.Struct, frozen=True):

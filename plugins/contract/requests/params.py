@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from hardpoint.errors import RequestError, reason_of, shown
 from hardpoint.typed import Strict, convert
+from hardpoint.typed.convert import SuggestingMeta
 
 from .lora import LoRARequest
 from .markers import ReasoningMarkers
@@ -55,7 +56,15 @@ class RepetitionDetection(Strict):
     min_count: Annotated[int, Meta(ge=2)] = 4
 
 
-class SamplingParams(Strict, omit_defaults=True):
+class _DefaultCount(IntEnum):
+    """A default that equals a number, and differs by identity from a caller's number."""
+
+    MAX_TOKENS = 16
+
+    __repr__ = int.__repr__
+
+
+class SamplingParams(Strict, metaclass=SuggestingMeta, omit_defaults=True):
     """How the tokens of a request are chosen, and when it stops.
 
     The constructor checks nothing; the engine checks all fields when it gets the request, and never
@@ -68,7 +77,8 @@ class SamplingParams(Strict, omit_defaults=True):
         top_k: keep the k likeliest tokens; 0 or -1 is off.
         min_p: drop tokens less likely than `min_p` times the likeliest; 0 is off.
         seed: makes sampling repeatable; None draws one per request.
-        max_tokens: maximum number of output tokens; None is until the context is full.
+        max_tokens: maximum number of output tokens; None is until the context is full. The default
+            is 16, and None in calls that take messages: see `for_chat`.
         min_tokens: minimum number of output tokens before a stop token, before the token that
             completes a stop string, and before an end by `repetition_detection`.
         stop: strings that end the text; cut off unless `include_stop_str_in_output`. The one that
@@ -120,7 +130,7 @@ class SamplingParams(Strict, omit_defaults=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = 16
+    max_tokens: Annotated[int, Meta(ge=1)] | None = _DefaultCount.MAX_TOKENS
     min_tokens: Annotated[int, Meta(ge=0)] = 0
     stop: NonEmpty | list[NonEmpty] = []
     stop_token_ids: list[TokenId] = []
@@ -164,6 +174,16 @@ class SamplingParams(Strict, omit_defaults=True):
     def stop_strings(self) -> list[str]:
         """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def for_chat(self) -> SamplingParams:
+        """Return the parameters of a call that takes messages.
+
+        An answer has the rest of the context if neither the caller nor the model's files state
+        `max_tokens`. This is the only difference from a call that takes a prompt.
+        """
+        if self.max_tokens is not _DefaultCount.MAX_TOKENS:
+            return self
+        return msgspec.structs.replace(self, max_tokens=None)
 
     def checked(self) -> SamplingParams:
         """Return an equal object with every field checked.

@@ -12,7 +12,6 @@ from .outputs import TokenLogprobs
 from .params import EngineCoreRequest
 
 __all__ = [
-    "BlockIds",
     "CachedRequests",
     "GrammarBitmask",
     "ModelRunnerOutput",

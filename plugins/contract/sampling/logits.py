@@ -72,7 +72,7 @@ class LogitsPlugin(ComponentWithArguments):
 
     A request uses the processor if it gives arguments for it: under `plugin_args[name]`, or by
     setting one of the `params_fields`. A class without `Arguments` of its own, once enabled, is
-    used by every request.
+    used by every request. Fields of a greedy request select no stateless processor that it skips.
 
     Attributes:
         phase: when it runs.

@@ -206,3 +206,33 @@ class Rows(Protocol[ArgumentsT_co, StateT_co]):
 
     def state_tensor(self, name: str) -> torch.Tensor:
         """Return the device state `name` of every row as [rows, *shape]; read it only."""
+
+
+class DraftedStep(Protocol):
+    """A step in which some requests have drafts: the rows of logits of which tokens are sampled.
+
+    A row is a pair: the index of a request, and the number of its drafts that are before the row.
+    Row `(index, n)` samples the token after the first n drafts of `requests[index]`. A request has
+    one row more than drafts.
+
+    Attributes:
+        requests: requests that get tokens in this step.
+        drafts: drafts of each request; may be empty.
+        in_turn: whether a row can only be sampled after the row before it, since a logits
+            processor of a request with drafts has `observe`, which reads the token's logprob.
+    """
+
+    requests: Sequence[LogitsRequest]
+    drafts: Sequence[Sequence[int]]
+    in_turn: bool
+
+    def sample(self, rows: Sequence[tuple[int, int]]) -> Sequence[int | None]:
+        """Sample the token of each of these rows, in one pass of logits processors and sampler.
+
+        Rows may be sampled again. A row after drafts needs the row before it: in the same call,
+        earlier in `rows`, or in an earlier call.
+
+        Returns:
+            None for a row that cannot be sampled: a logits processor failed for it. The fault of a
+            request's first row ends the request.
+        """

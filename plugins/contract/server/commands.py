@@ -348,6 +348,10 @@ ResolvePlugins = Callable[[EngineConfig, ConfigSources], Any]
 """Resolves a configuration's plugins; returns a `PluginSet` of the registry."""
 
 
+CheckConfig = Callable[[], tuple[Sequence[str], Sequence[str]]]
+"""Returns the errors and the warnings of a configuration."""
+
+
 JoinEngine = Callable[..., None]
 """Runs engines for the program at an address: configuration, sources of its values, the address,
 and by name `keys`, the folder of its keys or None, `rank`, the rank to take or None, and `once`,
@@ -425,6 +429,8 @@ class CommandContext:
         open_journal: opens a journal of an engine.
         measure_startup: starts engines, and measures the stages of it.
         resolve_plugins: resolves a configuration's plugins, for `load_plugins`.
+        check_config: returns all errors of the configuration, and then all warnings, as the command
+            line, environment and file give it.
     """
 
     load_config: Callable[..., tuple[EngineConfig, ConfigSources]]
@@ -445,6 +451,7 @@ class CommandContext:
     open_journal: Callable[[str, bool], JournalUse] = _ABSENT["open_journal"]
     measure_startup: Measure = _ABSENT["measure_startup"]
     resolve_plugins: ResolvePlugins = _ABSENT["resolve_plugins"]
+    check_config: CheckConfig = _ABSENT["check_config"]
 
     def load_plugins(self, config: EngineConfig, config_sources: ConfigSources) -> Any:
         """Resolve a configuration's plugins; `load_catalog` replaces it.

@@ -3,6 +3,7 @@
 from hardpoint.plugins.model.forward import Forward as Forward
 from hardpoint.plugins.model.forward import ForwardStep as ForwardStep
 from hardpoint.plugins.model.forward import PackedInputs as PackedInputs
+from hardpoint.plugins.sampling.rows import DraftedStep as DraftedStep
 
 from .components import ComponentCalls as ComponentCalls
 from .components import ComponentFactory as ComponentFactory
@@ -29,10 +30,6 @@ from .engine_hooks import (
 )
 from .halves import EngineHalf, WorkerHalf
 from .observer import OutputObserver, PreparedPartChange
-from .output_format import OutputFormat as OutputFormat
-from .output_format import OutputReader as OutputReader
-from .output_format import RequestedCalls as RequestedCalls
-from .output_format import ToolCalls as ToolCalls
 from .part import (
     FrontendHalf,
     FrontendHalfContext,
@@ -68,6 +65,7 @@ from .worker_hooks import (
     WorkerMemory,
     WorkerStep,
 )
+from .worker_hooks import DraftVerifier as DraftVerifier
 
 __all__ = [
     "AdmissionGate",

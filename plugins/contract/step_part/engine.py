@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hardpoint.plugins.kv_cache.events import KVEvent
 from hardpoint.plugins.kv_cache.eviction import RetainedBlocks
@@ -15,6 +15,9 @@ from hardpoint.plugins.scheduling.step_record import WaitReason
 from hardpoint.plugins.text.vocabulary import Vocabulary
 
 from .components import ComponentFactory, FaultCounter
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.model.loader import WeightLoader
 
 __all__ = ["EngineHalfContext"]
 
@@ -43,8 +46,8 @@ class StepBorder(Protocol):
     """Runs actions of step parts between two steps, while no step is under way."""
 
     @property
-    def loader(self) -> Any:
-        """The `WeightLoader` of the weights that the engine started with."""
+    def loader(self) -> WeightLoader:
+        """The loader of the weights that the engine started with."""
 
     @property
     def moves_blocks(self) -> str | None:
@@ -89,7 +92,7 @@ class StepBorder(Protocol):
     def change_weights(
         self,
         change: Callable[[], object],
-        loader: Callable[[], Any],
+        loader: Callable[[], WeightLoader],
         *,
         recompute: bool,
     ) -> None:
@@ -99,7 +102,7 @@ class StepBorder(Protocol):
 
         Args:
             change: gives the workers other weights.
-            loader: returns a `WeightLoader` of these weights, for parts that move KV blocks.
+            loader: returns a loader of these weights, for parts that move KV blocks.
             recompute: whether requests that have begun compute their keys and values again.
         """
 

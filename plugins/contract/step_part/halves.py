@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from hardpoint.plugins.model.forward import Attend, Branch
     from hardpoint.plugins.sampling.phases import LogitsStage
-    from hardpoint.plugins.sampling.rows import LogitsRequest
+    from hardpoint.plugins.sampling.rows import DraftedStep, LogitsRequest
 
     from .worker_data import AllocatedCache, KVBlocks, StepRows
 
@@ -227,6 +227,9 @@ class WorkerHalf:
     def processed(
         self, stage: LogitsStage, logits: torch.Tensor, requests: Sequence[LogitsRequest]
     ) -> None: ...
+
+    def verify_drafts(self, step: DraftedStep) -> Sequence[int]:
+        return [0] * len(step.requests)
 
     def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None: ...
 

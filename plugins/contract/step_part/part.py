@@ -28,6 +28,8 @@ from hardpoint.plugins.requests.markers import ReasoningMarkers
 from hardpoint.plugins.requests.params import EngineCoreRequest, Prompt
 from hardpoint.plugins.requests.stats import IterationStats
 from hardpoint.plugins.text.arguments import ComponentWithArguments
+from hardpoint.plugins.text.output_parser import OutputFormat, RequestedCalls
+from hardpoint.plugins.text.output_parser import ToolCalls as ToolCalls
 from hardpoint.plugins.text.tokenizer import Tokenizer
 from hardpoint.plugins.text.vocabulary import Vocabulary
 
@@ -36,8 +38,6 @@ from .engine import EngineHalfContext
 from .engine_hooks import EngineHooks
 from .halves import EngineHalf, WorkerHalf
 from .observer import OutputObserver, PreparedPartChange
-from .output_format import OutputFormat, RequestedCalls
-from .output_format import ToolCalls as ToolCalls
 from .worker import WorkerHalfContext
 from .worker_hooks import WorkerHooks
 
@@ -139,9 +139,10 @@ class FrontendHalf:
     Attributes:
         prompt_keys: keys of a prompt that is a mapping, any of which lets `read_prompt` read it;
             read once. A key is of one part; a prompt with keys of several is read by the first.
-        for_fields: fields of `EngineCoreRequest`. With these or `for_parameters`, `prepare`,
-            `reads_answer` and `validate` are called for requests alone in which one of the fields
-            has another value than its default; read once.
+        for_fields: fields of `EngineCoreRequest`. With these or `for_parameters`, `output_format`,
+            `prepare`, `reads_answer` and `validate` are called for requests alone in which one of
+            the fields has another value than its default, and `output_format` also for all that
+            have tools; read once.
         for_parameters: fields of `SamplingParams`, likewise.
         media_tokens: tokens that stand for an item of media, or for parts of one, by its modality;
             the first one is its placeholder, which prompts have. Read once. Texts of users never

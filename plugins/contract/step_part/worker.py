@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from hardpoint.plugins.model.forward import ForwardBatch, LinearMatrix
+    from hardpoint.plugins.model.loader import WeightLoader
     from hardpoint.plugins.model.ops import Ops
 
 __all__ = ["WorkerHalfContext"]
@@ -79,7 +80,7 @@ class LoadedModel:
             at once, of the maximum length; measured on a GPU, 0 elsewhere.
         matrices: matrices of `LinearProducts.linear`, by the name that it gets.
         classify: `Model.classify`; None if the model does not classify.
-        loader: the `WeightLoader` of the weights; None if this was made by hand.
+        loader: loader of the weights; None if this was made by hand.
         prepare_again: returns the model once more, to be read with the weights of the loader that
             its argument returns; None if this was made by hand.
     """
@@ -95,8 +96,8 @@ class LoadedModel:
     decode_bytes: Callable[[int], int]
     matrices: Mapping[str, LinearMatrix] = field(default_factory=dict)
     classify: Callable[[torch.Tensor], torch.Tensor] | None = None
-    loader: Any = None
-    prepare_again: Callable[[Callable[[], Any]], PreparedModel] | None = None
+    loader: WeightLoader | None = None
+    prepare_again: Callable[[Callable[[], WeightLoader]], PreparedModel] | None = None
 
 
 class SequenceModel(Protocol):
@@ -180,6 +181,7 @@ class WorkerHalfContext:
         host_memory: returns the bytes that the process may still allocate in CPU memory.
         loaded: the model itself; None if the context was made by hand.
         open_model: opens a further model; None if the context was made by hand.
+        num_draft_tokens: most drafts of a request that a step verifies; 0 if no part drafts.
     """
 
     device: Any
@@ -192,3 +194,4 @@ class WorkerHalfContext:
     host_memory: Callable[[], int]
     loaded: LoadedModel | None = None
     open_model: ModelOpener | None = None
+    num_draft_tokens: int = 0

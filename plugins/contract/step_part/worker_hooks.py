@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from hardpoint.plugins.model.forward import Attend, Branch
     from hardpoint.plugins.sampling.phases import LogitsStage
-    from hardpoint.plugins.sampling.rows import LogitsRequest
+    from hardpoint.plugins.sampling.rows import DraftedStep, LogitsRequest
 
     from .worker_data import AllocatedCache, KVBlocks, StepRows
 
@@ -115,6 +115,22 @@ class ModelLogits(Protocol):
         Args:
             logits: float32 [rows, vocab_size].
             request_ids: request of each row; a request with drafts has one more row for each.
+        """
+
+
+class DraftVerifier(Protocol):
+    """Verifies draft tokens, in the rank that samples."""
+
+    @abstractmethod
+    def verify_drafts(self, step: DraftedStep) -> Sequence[int]:
+        """Return how many drafts of each request of `step.requests` are accepted.
+
+        Called in steps with drafts of any part; needs no data of the engine's half. Of several
+        halves, the last one is called. A draft can be accepted if it is the token that
+        `step.sample` returned for the row before it. The request then gets its accepted drafts,
+        and the token of the row after them. So drafts change no token.
+
+        An exception ends the step as one of the sampler does.
         """
 
 
@@ -336,6 +352,7 @@ WorkerHooks: TypeAlias = (
     WorkerStep
     | HiddenStates
     | ModelLogits
+    | DraftVerifier
     | InputEmbeddings
     | LinearProducts
     | ResidualStream

@@ -16,14 +16,18 @@ from .io_processor import (
 from .output_parser import (
     ContentText,
     OutputEvent,
+    OutputFormat,
     OutputParser,
     OutputParserContext,
+    OutputReader,
     ToolCallArguments,
+    ToolCalls,
 )
 from .output_parser import MalformedText as MalformedText
 from .output_parser import OutputState as OutputState
 from .output_parser import ParserRequest as ParserRequest
 from .output_parser import ReasoningText as ReasoningText
+from .output_parser import RequestedCalls as RequestedCalls
 from .output_parser import Role as Role
 from .output_parser import ToolCallBegin as ToolCallBegin
 from .output_parser import ToolCallEnd as ToolCallEnd
@@ -43,11 +47,14 @@ __all__ = [
     "IOProcessor",
     "IOProcessorContext",
     "OutputEvent",
+    "OutputFormat",
     "OutputParser",
     "OutputParserContext",
+    "OutputReader",
     "PrepareContext",
     "Tokenizer",
     "TokenizerContext",
     "ToolCallArguments",
+    "ToolCalls",
     "Vocabulary",
 ]

@@ -19,7 +19,12 @@ from typing import IO, Any
 
 import msgspec
 
-from hardpoint.errors import HardpointError, PluginConflictError, PluginNotFoundError
+from hardpoint.errors import (
+    HardpointError,
+    PluginConflictError,
+    PluginNotFoundError,
+    install_command,
+)
 from hardpoint.host.registry.discovery import InstalledPlugin, describe_unknown_kind, discover
 from hardpoint.host.registry.kinds import KINDS
 from hardpoint.host.registry.loading import snake_case
@@ -58,7 +63,7 @@ def check_plugin(
     for needed in ("pytest", "hypothesis"):
         if importlib.util.find_spec(needed) is None:
             raise HardpointError(
-                f"plugins check: {needed} is not installed; pip install 'hardpoint[testing]'"
+                f"plugins check: {needed} is not installed; {install_command('testing')}"
             )
     tree = msgspec.to_builtins(config)
     given = msgspec.convert(dict(limits), CheckLimits)

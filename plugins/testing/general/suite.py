@@ -97,7 +97,7 @@ class GeneralSuite(ConformanceSuite):
                 self._is_counting = True
                 uses = round(self.num_uses * self.examples * examples_scale())
                 uses = max(uses, min(_FEWEST_USES, self.num_uses))
-                check_growth(component, use, uses, self.max_bytes_per_use)
+                check_growth(component, use, uses, self.max_bytes_per_use, known)
                 if name := busy_thread(known, _BUSY_SECONDS):
                     raise IDLE.violation(
                         f"the thread {name!r} ran all the time for {_BUSY_SECONDS:g} s in which "

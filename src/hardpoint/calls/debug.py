@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from hardpoint.core.engine.utility_calls import ControlCalls
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import shown
 from hardpoint.host.system.control_calls import AsyncCaller, SyncCaller
 from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams, WaitReason
 from hardpoint.plugins.request_options import RequestOptions
+from hardpoint.plugins.requests import Prompt
 from hardpoint.requests import check_generates, takes_options, with_output_kind
 from hardpoint.toolkit.trace import Trace, asking_for_trace, trace_of
 

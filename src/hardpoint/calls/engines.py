@@ -20,7 +20,7 @@ from hardpoint.core.engine.utility_calls import (
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.host.live.settings import ChangeRequest, Running
 from hardpoint.host.system.control_calls import AsyncCaller, SyncCaller
-from hardpoint.plugins import ConfigError, EngineConfig
+from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.executor import WorkerProcess
@@ -58,6 +58,15 @@ class _HasLoad(Protocol):
     """A client of several engines, which knows what each has to do."""
 
     def load(self) -> LoadReport: ...
+
+
+@runtime_checkable
+class _Scalable(Protocol):
+    """A client of engines whose number may change."""
+
+    def scale(self, num_engines: int, drain_s: float) -> EngineSet: ...
+
+    def retire(self, ranks: Sequence[int], drain_s: float) -> EngineSet: ...
 
 
 @runtime_checkable
@@ -255,7 +264,7 @@ class EngineGroup(Sequence[EngineHandle], SyncCaller):
                 `engine.restart`; or another change is under way; or an engine cannot be started,
                 or those that share experts do not pause: then nothing has changed.
         """
-        return self._engine.parts.client.scale(num_engines, drain_seconds)
+        return _scale(self._engine.parts.client, num_engines, drain_seconds)
 
     def retire(self, ranks: Sequence[int], *, drain_seconds: float = 30.0) -> EngineSet:
         """End engines by rank, as `scale` does.
@@ -265,7 +274,7 @@ class EngineGroup(Sequence[EngineHandle], SyncCaller):
                 engines that share experts, the ranks are not the highest ones.
             HardpointError: as `scale`.
         """
-        return self._engine.parts.client.retire(ranks, drain_seconds)
+        return _retire(self._engine.parts.client, ranks, drain_seconds)
 
     def load(self) -> LoadReport:
         """Return the load of each engine, and the time that the waiting prompts will take.
@@ -369,12 +378,12 @@ class AsyncEngineGroup(Sequence[AsyncEngineHandle], AsyncCaller):
     async def scale(self, num_engines: int, *, drain_seconds: float = 30.0) -> EngineSet:
         """Start or retire engines, as `LLM.engines.scale` does."""
         client = self._engine.parts.client
-        return await asyncio.to_thread(client.scale, num_engines, drain_seconds)
+        return await asyncio.to_thread(_scale, client, num_engines, drain_seconds)
 
     async def retire(self, ranks: Sequence[int], *, drain_seconds: float = 30.0) -> EngineSet:
         """End engines by rank, as `LLM.engines.retire` does."""
         client = self._engine.parts.client
-        return await asyncio.to_thread(client.retire, ranks, drain_seconds)
+        return await asyncio.to_thread(_retire, client, ranks, drain_seconds)
 
     async def load(self) -> LoadReport:
         """Return the load of each engine, as `LLM.engines.load` does."""
@@ -409,6 +418,21 @@ def _set_config(values: Mapping[str, Any], running: Running) -> ChangeRequest:
 
 def _join_address_of(client: EngineCoreClient) -> str | None:
     return client.join_address if isinstance(client, _MayBeJoined) else None
+
+
+def _scale(client: EngineCoreClient, num_engines: int, drain_s: float) -> EngineSet:
+    if isinstance(client, _Scalable):
+        return client.scale(num_engines, drain_s)
+    raise HardpointError(
+        f"scale: expected 1, for the engine was started alone, got {num_engines}; with "
+        'parallel.data > 1 or engine.restart = "on_failure", the number may change'
+    )
+
+
+def _retire(client: EngineCoreClient, ranks: Sequence[int], drain_s: float) -> EngineSet:
+    if isinstance(client, _Scalable):
+        return client.retire(ranks, drain_s)
+    raise HardpointError("retire: there is one engine alone; close() ends it")
 
 
 def _report_of(client: EngineCoreClient) -> LoadReport | None:

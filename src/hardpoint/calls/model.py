@@ -8,16 +8,42 @@ from typing import TYPE_CHECKING, Any, Unpack
 from hardpoint.chat import Chat, Messages
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.images import PromptImages
-from hardpoint.plugins import SamplingParams
+from hardpoint.plugins import EngineConfig, SamplingParams
 from hardpoint.plugins.request_options import ChatOptions
 from hardpoint.requests import takes_options
+from hardpoint.typed import copied, is_list
 
 from .running import AsyncRequests, SyncRequests
 
 if TYPE_CHECKING:
     from hardpoint.process.async_engine import AsyncEngine
 
-__all__ = ["AsyncModelGroup", "ModelGroup"]
+__all__ = ["AsyncModelGroup", "ModelGroup", "ShownModel", "chat_params"]
+
+
+class ShownModel:
+    """A base of LLM and AsyncLLM: a short text of an object, for tracebacks and notebooks."""
+
+    def __repr__(self) -> str:
+        name, engine = type(self).__name__, getattr(self, "_engine", None)
+        if engine is None:  # its construction failed
+            return f"<{name}>"
+        config: EngineConfig = engine.parts.config
+        return f"{name}({config.model!r}, max_model_len={config.max_model_len})"
+
+
+def chat_params(given: Any, default: SamplingParams) -> Any:
+    """Return the sampling parameters of conversations, one or a list; see `for_chat`.
+
+    Args:
+        given: as the caller gave them; None is the default.
+        default: `default_sampling_params` of the model.
+    """
+    if given is None:
+        return default.for_chat()
+    if is_list(given):
+        return [chat_params(params, default) for params in copied(given, "sampling_params")]
+    return given.for_chat() if isinstance(given, SamplingParams) else given
 
 
 class ModelGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,18 +11,23 @@ from typing import TYPE_CHECKING, Any
 from hardpoint.chat import Chat
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
-from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.core.frontend.requests.prompts import Params, Prompt
-from hardpoint.errors import HardpointError, PluginFaultError, RequestEndedError
+from hardpoint.core.frontend.requests.input_processor import Params, RequestExtras
+from hardpoint.errors import (
+    EngineDeadError,
+    HardpointError,
+    OverloadedError,
+    PluginFaultError,
+    RequestEndedError,
+)
 from hardpoint.images import ImageThreads, PromptImages, has_unread_images
 from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.plugins.requests import PoolingRequestOutput, Prompt
 from hardpoint.progress import draw_outputs
 from hardpoint.requests import (
     OpenCalls,
+    Outputs,
     Request,
-    UnorderedCall,
     check_generates,
     make_extras,
     make_pooling_requests,
@@ -74,8 +80,10 @@ class SyncRequests:
         """
         params = self._engine.default_sampling_params() if params is None else params
         check_generates(params)
-        read = [self.images.prompt(prompt) for prompt in prompts]
-        ids = self.calls.add(make_requests(read, params, **self._with_adapters(options)))
+        if self.images.tokens:  # of a model that takes images
+            prompts = [self.images.prompt(prompt) for prompt in prompts]
+        requests = make_requests(prompts, params, **self._with_adapters(options))
+        ids = self.calls.add(requests, name="prompts" if len(requests) > 1 else "")
         results: dict[str, RequestOutput] = {}
         outputs = self.calls.outputs(ids)
         if draws:
@@ -87,14 +95,14 @@ class SyncRequests:
                 results[output.request_id] = output
         finally:
             del outputs  # stops drawing
-            self.calls.drop(ids)
+            self.calls.drop(ids, finished=results)
         return [results[request_id] for request_id in ids]
 
     def stream(
         self, prompt: Any, params: SamplingParams | None, options: Mapping[str, Any]
     ) -> OutputStream:
         """Complete a prompt; return its outputs as they come."""
-        extras = make_extras(**self._with_adapters(options))
+        extras = make_extras(**with_adapters(self._adapters, options))
         params = self._engine.default_sampling_params() if params is None else params
         check_generates(params)
         if (
@@ -130,7 +138,7 @@ class SyncRequests:
             self.images.prompt(prompt, f"prompts[{index}]: ")
             for index, prompt in enumerate(prompts)
         ]
-        requests = make_pooling_requests(read, params, **self._with_adapters(options))
+        requests = make_pooling_requests(read, params, **with_adapters(self._adapters, options))
         return self._collect(requests, "prompts", lambda index: f"prompts[{index}]", _pooled)
 
     def whole(
@@ -146,7 +154,7 @@ class SyncRequests:
             name: what messages call the list of prompts.
             place: what they call one of them.
         """
-        extras = make_extras(**self._with_adapters(options))
+        extras = make_extras(**with_adapters(self._adapters, options))
         requests = [(prompt, _whole(params), extras) for prompt, params in prompts]
         return self._collect(requests, name, place, _with_result)
 
@@ -183,7 +191,64 @@ class SyncRequests:
             return self._engine.parts.tokenizer.encode(text, add_special_tokens=is_first)
 
     def _with_adapters(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        if options.get("lora_request") is None:
+            return options
         return with_adapters(self._adapters, options)
+
+
+class UnorderedCall:
+    """Prompts of any number, of which as many are open as the engine has room for."""
+
+    def __init__(self, calls: OpenCalls, requests: Iterable[Request], window: int) -> None:
+        """`window`: requests that are open at the same time."""
+        self._calls, self._window = calls, window
+        self._source = enumerate(requests)
+        self._held: collections.deque[tuple[int, Request]] = collections.deque()
+        """Those that were refused because too many wait."""
+        self._outputs: Outputs = collections.deque()
+        self._live: dict[str, tuple[int, Request]] = {}
+
+    def outputs(self) -> Iterator[tuple[int, RequestOutput | RequestError]]:
+        """Yield the output of each request, or why it was refused, with its position."""
+        try:
+            yield from self._fill()
+            while self._live:
+                output = self._calls.next_output(self._outputs)
+                self._calls.drop([output.request_id])
+                entry, rejected = self._live.pop(output.request_id), rejection(output)
+                if isinstance(rejected, OverloadedError):
+                    self._hold(entry, rejected)
+                    continue
+                if isinstance(rejected, RequestError):
+                    yield entry[0], rejected
+                elif rejected is None or isinstance(rejected, EngineDeadError):
+                    yield entry[0], output
+                else:
+                    raise rejected
+                yield from self._fill()
+        finally:
+            self._calls.drop(list(self._live))
+
+    def _fill(self) -> Iterator[tuple[int, RequestError]]:
+        """Add requests while there is room; yield those that are refused."""
+        while len(self._live) < self._window:
+            entry = self._held.popleft() if self._held else next(self._source, None)
+            if entry is None:
+                return
+            try:
+                (request_id,) = self._calls.add([entry[1]], self._outputs)
+            except OverloadedError as error:
+                self._hold(entry, error)
+                return
+            except RequestError as error:
+                yield entry[0], error
+            else:
+                self._live[request_id] = entry
+
+    def _hold(self, entry: tuple[int, Request], error: OverloadedError) -> None:
+        if not self._live:
+            raise error
+        self._held.append(entry)
 
 
 class AsyncRequests:

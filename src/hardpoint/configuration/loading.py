@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import inspect as types
 
 from hardpoint.errors import shown
@@ -24,6 +25,18 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import PluginsConfig
 from hardpoint.typed import convert, join_path, parse_value, plain_data, split_setting
 from hardpoint.typed.describing import type_at
+
+__all__ = [
+    "PREFIX",
+    "ConfigBuilder",
+    "config_from",
+    "default_config_type",
+    "file_table",
+    "filled",
+    "find_tables",
+    "load_config",
+    "setting_paths",
+]
 
 DEFAULT_FILE = "hardpoint.toml"
 PREFIX = "HARDPOINT__"
@@ -47,9 +60,9 @@ def load_config(
     Raises:
         ConfigError: naming path, value, what would be right, and the value's origin.
     """
-    table = _file_table(path)
+    table = file_table(path)
 
-    def fill(builder: _Builder) -> None:
+    def fill(builder: ConfigBuilder) -> None:
         builder.add_table(*table)
         builder.add_environment(os.environ if environ is None else environ)
         for setting in settings:
@@ -90,14 +103,14 @@ def config_from(
     elif isinstance(value, Mapping):
         table = with_references(value, "", origin), origin
     elif isinstance(value, str | Path):
-        table = _file_table(value)
+        table = file_table(value)
     elif value is not None:
         raise ConfigError(
             f"config: expected a path, a mapping or an EngineConfig, got {shown(value)} "
             f"(from {origin})"
         )
 
-    def fill(builder: _Builder) -> None:
+    def fill(builder: ConfigBuilder) -> None:
         builder.add_table(*table)
         for path, given in (overrides or {}).items():
             if given is not None:
@@ -135,7 +148,12 @@ def find_tables(
     )
 
 
-def _file_table(path: str | Path | None) -> tuple[dict[str, Any], str]:
+def file_table(path: str | Path | None) -> tuple[dict[str, Any], str]:
+    """Return the content of a file, or of the default one if it exists, and its origin.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     if path is None and not Path(DEFAULT_FILE).is_file():
         return {}, ""
     file = Path(DEFAULT_FILE if path is None else path)
@@ -150,28 +168,28 @@ def _file_table(path: str | Path | None) -> tuple[dict[str, Any], str]:
 
 
 def _built(
-    fill: Callable[[_Builder], None], handed: Sequence[InstalledPlugin] = ()
+    fill: Callable[[ConfigBuilder], None], handed: Sequence[InstalledPlugin] = ()
 ) -> tuple[EngineConfig, ConfigSources]:
     """Return the configuration of the values that `fill` gives to a builder.
 
     They are given twice: which tables there are depends on the plugins that they enable.
     """
-    first = _filled(EngineConfig, fill)
+    first = filled(EngineConfig, fill)
     problem = None
     try:
         type_ = EngineConfig.with_tables(find_tables(*first.plugins(), handed))
     except HardpointError as error:  # whatever uses plugins raises it again
         type_, problem = default_config_type(), error
-    return _filled(type_, fill).build(problem)
+    return filled(type_, fill).build(problem)
 
 
-def _filled(type_: type[EngineConfig], fill: Callable[[_Builder], None]) -> _Builder:
+def filled(type_: type[EngineConfig], fill: Callable[[ConfigBuilder], None]) -> ConfigBuilder:
     """Return a builder with all values, those that the model needs before them."""
-    builder = _Builder(type_)
+    builder = ConfigBuilder(type_)
     fill(builder)
     if (alias := alias_of(builder.model)) is None or not alias.config:
         return builder
-    whole = _Builder(type_)
+    whole = ConfigBuilder(type_)
     whole.add_table(alias.config, f"model {builder.model!r}")
     fill(whole)
     whole.enable_besides(alias.config["plugins"]["enable"])
@@ -189,7 +207,7 @@ def _declarer_of(table: str) -> str:
     return ""
 
 
-class _Builder:
+class ConfigBuilder:
     """Merges values from several origins and records the origin of each."""
 
     def __init__(self, type_: type[EngineConfig]) -> None:
@@ -212,24 +230,29 @@ class _Builder:
                 self.put(steps, self._value(environ[name], steps), f"environment {name}")
 
     def add_setting(self, setting: str) -> None:
+        """Add a value as `--set` takes it."""
         steps, text = split_setting(setting, "--set", "scheduler.policy=fair")
         self.put(steps, self._value(text, steps), f"argument --set {join_path(*steps)}")
 
     def add_table(self, table: Mapping[str, Any], origin: str) -> None:
+        """Add the values of nested tables."""
         for key, value in _plain(table, "", origin).items():
             self.put([_name(key, (), origin)], value, origin)
 
     @property
     def model(self) -> Any:
+        """The model; None if none is given as text."""
         name = self._tree.get("model")
         return name if isinstance(name, str) else None
 
     def enable_besides(self, needed: Sequence[Any]) -> None:
+        """Enable further plugins, before those that are given."""
         enabled = self._tree.get("plugins", {}).get("enable")
         if isinstance(enabled, list):
             enabled[:0] = [one for one in needed if one not in enabled]
 
     def plugins(self) -> tuple[PluginsConfig, ConfigSources]:
+        """Return the table `plugins`, and the sources of values."""
         table = convert(self._tree.get("plugins", {}), PluginsConfig, path="plugins")
         return table, ConfigSources(self._config_sources)
 
@@ -249,6 +272,20 @@ class _Builder:
             message = str(error)
             declarer = _declarer_of(unknown[0]) if message.startswith(tuple(unknown)) else ""
             raise ConfigError(config_sources.locate(message + declarer)) from None
+
+    def discard(self, steps: Sequence[str | int]) -> bool:
+        """Remove the innermost value on a path; return whether there was one."""
+        holder: Any = None
+        key: str | int = ""
+        value: Any = self._tree
+        for step in steps:
+            if not _has(value, step):
+                break
+            holder, key, value = value, step, value[step]
+        if holder is None:
+            return False
+        del holder[key]
+        return True
 
     def put(self, steps: Sequence[str], value: Any, origin: str) -> None:
         """Set a value; a table is merged into the current one, key by key."""
@@ -294,6 +331,13 @@ class _Builder:
         if isinstance(value, str) or not _wants_text(type_at(self._type, steps)):
             return value
         return text
+
+
+def _has(value: Any, step: str | int) -> bool:
+    """Return whether a table has a key, or a list an index."""
+    if isinstance(step, int):
+        return isinstance(value, list) and step < len(value)
+    return isinstance(value, dict) and step in value
 
 
 def _steps_of_variable(name: str) -> list[str]:
@@ -349,3 +393,16 @@ def _changes(table: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, 
         elif value != current:
             changed[key] = value
     return changed
+
+
+def setting_paths(config_type: type[EngineConfig]) -> Iterator[str]:
+    """Yield the paths of all settings, such as "scheduler.policy"."""
+
+    def paths(table: Mapping[str, Any], start: str) -> Iterator[str]:
+        for key, value in table.items():
+            if isinstance(value, dict) and value:
+                yield from paths(value, f"{start}{key}.")
+            else:
+                yield f"{start}{key}"
+
+    return paths(msgspec.to_builtins(config_type()), "")

@@ -8,9 +8,10 @@ from typing import Any, Literal
 import msgspec
 
 from hardpoint import typed
-from hardpoint.core.frontend.requests.prompts import Prompt, checked_ids, read_prompt
+from hardpoint.core.frontend.requests.input_processor import checked_ids, read_prompt
 from hardpoint.plugins import RequestError, SamplingParams
 from hardpoint.plugins.request_options import RequestOptions
+from hardpoint.plugins.requests import Prompt
 
 __all__ = ["ConversationOptions", "PromptPart", "check_options", "read_part"]
 

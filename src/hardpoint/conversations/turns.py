@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any
 
 from hardpoint.calls.streams import OutputStream
-from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
+from hardpoint.plugins.requests import Prompt
 from hardpoint.requests import check_generates, with_output_kind
 
 from .parts import PromptPart, read_part

@@ -50,7 +50,12 @@ def batch_server(folder, model=None, scheduler=None, server=None, **options):
         model or write_model(folder),
         plugin={"batch_routes": options},
         scheduler={"policy": "priority", **(scheduler or {})},
-        server={"port": 0, "access_log": "off", **(server or {})},
+        server={
+            "port": 0,
+            "access_log": "off",
+            "unknown_fields": "error",
+            **(server or {}),
+        },
         plugins={"enable": ["support.plugins.slow:Slow"]},
     )
     with running(AsyncLLM(config=config), authenticators=[NAMED]) as server:

@@ -82,6 +82,17 @@ def test_usage_so_far_is_in_every_chunk(server):
     assert counts[-1] == len("the quick brown fox jumps") + 1  # and its end
 
 
+def test_usage_so_far_needs_the_usage(server):
+    events = stream(server, stream_options={"continuous_usage_stats": True})
+    assert not [event for event in events if event.get("usage")]
+
+
+def test_fields_about_the_prompt_are_null_unless_asked_for(server):
+    answer = ask(server, "say abc")
+    assert answer["prompt_logprobs"] is None
+    assert answer["prompt_token_ids"] is None
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_log_probabilities(server, count):
     fields = {"logprobs": True, "top_logprobs": count, "temperature": 2, "seed": 1}

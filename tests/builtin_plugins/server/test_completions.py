@@ -31,6 +31,10 @@ def choices_of(events, index):
     return [c for event in events for c in event["choices"] if c["index"] == index]
 
 
+END = 256
+"""The token that ends texts of the scripted model."""
+
+
 def tokens_of(server, text):
     return server.post("/tokenize", {"prompt": text}).json()["tokens"]
 
@@ -50,6 +54,20 @@ def test_every_form_of_prompt(server):
     assert ask(server, max_tokens=4, add_special_tokens=False, echo=True)["choices"][0]["text"] == (
         "say abc abc"
     )
+
+
+def test_fields_about_the_prompt_are_null_unless_asked_for(server):
+    (choice,) = ask(server, "say abc")["choices"]
+    assert choice["prompt_logprobs"] is None
+    assert choice["prompt_token_ids"] is None
+
+
+def test_an_echo_of_token_ids_has_their_special_tokens(server):
+    ids = [END, *tokens_of(server, "say abc")]
+    text = server.post("/detokenize", {"tokens": ids}).json()["prompt"]
+    assert text.removesuffix("say abc")
+    (choice,) = ask(server, ids, echo=True, max_tokens=1)["choices"]
+    assert choice["text"].startswith(text)
 
 
 def test_several_prompts_and_completions_streamed_and_whole_are_the_same(server):
@@ -123,7 +141,8 @@ def test_the_prompt_alone_is_computed(server):
     assert all(logprob < 0 for logprob in columns["token_logprobs"][1:])
     assert answer["usage"]["completion_tokens"] == 0
     (event, usage) = stream(server, **fields, stream_options={"include_usage": True})
-    assert event["choices"] == answer["choices"]
+    about_prompt = {"prompt_logprobs": None, "prompt_token_ids": None}  # of a whole answer alone
+    assert [{**one, **about_prompt} for one in event["choices"]] == answer["choices"]
     assert usage["usage"] == answer["usage"]
 
 

@@ -111,7 +111,7 @@ FORGED = "0xabcdef12\n2026-01-01 hardpoint ERROR forged\x1b[2J"
 @pytest.mark.parametrize(
     "fields",
     [
-        {FORGED: 1},
+        {"top_\n": 1},
         {"tags": {FORGED: 1}},
         {"seed": FORGED},
         {"seed": "a secret prompt: its prepare failed: OSError: no"},
@@ -191,8 +191,9 @@ def test_what_is_no_json_is_told_in_our_words(running_server, body, problem):
     assert answer.json()["error"]["message"] == f"body: expected JSON{problem}"
 
 
-def test_a_field_whose_name_has_lines_is_quoted(running_server):
-    response = running_server.post("/v1/chat/completions", {**BODY, "a\nb": 1})
+def test_a_field_whose_name_has_lines_is_quoted():
+    with running(FakeEngine(config=configured(unknown_fields="error"))) as server:
+        response = server.post("/v1/chat/completions", {**BODY, "a\nb": 1})
     message = response.json()["error"]["message"]
     assert message.startswith("'a\\nb': unknown field; known here: ")
 

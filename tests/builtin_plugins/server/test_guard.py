@@ -218,6 +218,14 @@ def test_bodies_are_json(headers, length, expected):
     assert status(Guard("127.0.0.1", None), OWN, length, *headers, method="POST") == expected
 
 
+def test_a_form_is_refused_with_the_option_of_curl(server):
+    body = {"content": b"{}", "headers": {"content-type": "application/x-www-form-urlencoded"}}
+    answer = server.client.post("/v1/chat/completions", **body)
+    assert answer.status_code == 415
+    hint = "with curl, add -H 'Content-Type: application/json'"
+    assert answer.json()["error"]["message"].endswith(hint)
+
+
 APP = {"origin": "https://app.example.org"}
 ASK = {
     "access-control-request-method": "POST",

@@ -185,6 +185,7 @@ def test_stop_ends_the_request_and_retry_asks_again(page, server):
     page.wait_for("document.querySelector('.answer .body').innerText.length > 30")
     page.click("#stop")
     assert "You stopped it." in answered(page)
+    assert page.evaluate("document.querySelectorAll('.answer .problem').length") == 0
     wait_until(lambda: server.engine.aborted == 1 and server.engine.open == 0)
     server.engine.text = "Short ."
     server.engine.go_on.set()

@@ -140,7 +140,8 @@ def test_texts_are_pooled(server, own):
         ({"data": 1, "normalize": True}, "normalize: expected none with data"),
         ({"data": 1, "use_activation": False}, "use_activation: expected none with data"),
         ({"data": 1, "encoding_format": "base64"}, "encoding_format: expected none with data"),
-        ({"data": 1, "prompt": "x"}, "prompt: unknown field"),
+        ({"data": 1, "prompt": "x"}, "prompt: not supported: send it as input"),
+        ({"messages": [{"role": "user"}]}, "messages: not supported: send the text of the "),
     ],
 )
 def test_fields_that_do_not_go_together(fake, body, message):

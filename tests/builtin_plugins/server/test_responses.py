@@ -19,6 +19,7 @@ from hardpoint.builtin_plugins.server.dialects import items
 from hardpoint.builtin_plugins.server.dialects.chat import TokenLogprob
 from hardpoint.builtin_plugins.server.dialects.responses import events as responses_events
 from hardpoint.builtin_plugins.server.dialects.responses import input as responses_input
+from hardpoint.builtin_plugins.server.dialects.responses.custom_tools import CustomTool
 from hardpoint.builtin_plugins.server.dialects.responses.route import FunctionTool, ResponsesRequest
 from hardpoint.errors import EngineDeadError, OverloadedError
 from hardpoint.plugins import RequestError
@@ -538,6 +539,9 @@ def fields_of(struct):
         (sdk.ResponseReasoningItemParam, responses_input.ReasoningItem),
         (sdk.ResponseFunctionToolCallParam, responses_input.FunctionCallItem),
         (response_input_item_param.FunctionCallOutput, responses_input.FunctionOutputItem),
+        (sdk.CustomToolParam, CustomTool),
+        (sdk.ResponseCustomToolCallParam, responses_input.CustomCallItem),
+        (sdk.ResponseCustomToolCallOutputParam, responses_input.CustomOutputItem),
     ],
     ids=lambda type_: type_.__name__,
 )
@@ -691,3 +695,24 @@ def test_client_knows_a_model_that_is_not_there(server):
         client_of(server).responses.create(model="other", input="Hi")
     with pytest.raises(openai.NotFoundError, match="no response is stored"):
         client_of(server).responses.retrieve("resp_1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": "hi", "previous_response_id": "r"}, "previous_response_id"),
+        ({"input": "hi", "tools": [{"type": "function"}]}, "tools[0].name"),
+    ],
+)
+def test_wrong_bodies_of_input_tokens_are_named(server, fields, param):
+    response = server.post(f"{PATH}/input_tokens", fields)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+def test_input_tokens_are_counted_without_a_store(server):
+    body = {"input": "say abc", "max_output_tokens": 1}
+    counted = server.post(f"{PATH}/input_tokens", body).json()
+    assert counted["input_tokens"] == server.post(PATH, body).json()["usage"]["input_tokens"]

@@ -331,10 +331,9 @@ def test_a_control_character_in_a_request_makes_no_second_line(logged):
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
-        ("/chat/completions", "/v1/chat/completions"),
-        ("/v1/v1/completions", "/v1/completions"),
-        ("/v1/models/", "/v1/models"),
-        ("/models", "/v1/models"),
+        ("/chat/completion", "/v1/chat/completions"),
+        ("/v1/v1/completion", "/v1/completions"),
+        ("/v1/model/", "/v1/models"),
         ("/v1/health", "/health"),
         ("/v1/chat/completion", "/v1/chat/completions"),
         ("/nothing/at/all", None),

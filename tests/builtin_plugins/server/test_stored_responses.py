@@ -71,6 +71,32 @@ def client(server):
     return client_of(server)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": "say abc"},
+        {"input": [{"role": "user", "content": "hi"}], "instructions": "Be brief."},
+        {"input": "hi", "tools": [TOOL]},
+    ],
+)
+@pytest.mark.parametrize("has_previous", [False, True])
+def test_input_tokens_are_those_of_the_response(client, fields, has_previous):
+    if has_previous:
+        before = client.responses.create(input="say abc", temperature=0)
+        fields = {**fields, "previous_response_id": before.id}
+    counted = client.responses.input_tokens.count(**fields)
+    assert counted.object == "response.input_tokens"
+    usage = client.responses.create(**fields, temperature=0, max_output_tokens=1).usage
+    assert counted.input_tokens == usage.input_tokens
+
+
+def test_input_tokens_of_another_keys_response_are_not_counted(server, client):
+    before = client.responses.create(input="say abc", temperature=0)
+    other = client_of(server, "bob")
+    with pytest.raises(openai.NotFoundError, match="previous_response_id"):
+        other.responses.input_tokens.count(input="hi", previous_response_id=before.id)
+
+
 def test_a_response_goes_on_from_another_one(client):
     first = client.responses.create(input="say abc", temperature=0)
     assert first.store

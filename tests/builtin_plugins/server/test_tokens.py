@@ -142,7 +142,7 @@ def test_text_to_tokens_and_back(server):
     assert answer["token_strs"][:3] == ["h", "i", " "]
     back = server.post("/detokenize", {"tokens": answer["tokens"]}).json()
     assert back == {"prompt": "hi 😀"}
-    assert "token_strs" not in server.post("/tokenize", {"prompt": "hi"}).json()
+    assert server.post("/tokenize", {"prompt": "hi"}).json()["token_strs"] is None
     tokens = tokens_of(server, "a<think>")
     assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == "a<think>"
     skipped = server.post("/detokenize", {"tokens": tokens, "skip_special_tokens": True}).json()

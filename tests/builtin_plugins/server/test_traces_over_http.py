@@ -147,14 +147,22 @@ def test_a_request_asks_for_a_number_of_candidates(allowing, refusing, route):
     [
         ("all", "trace: expected"),
         ({"candidates": 21}, "trace.candidates: expected"),
-        ({"a": 1}, ""),
+        ({"candidate": 1}, "trace.candidate: unknown field (did you mean 'candidates'?)"),
     ],
-    ids=["text", "too many", "unknown"],
+    ids=["text", "too many", "misspelled"],
 )
 def test_other_traces_are_refused(allowing, value, message):
     response = allowing.post("/v1/completions", body_of("/v1/completions", trace=value))
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
+
+
+def test_other_unknown_options_of_a_trace_are_listed(allowing):
+    body = body_of("/v1/completions", trace={"a": 1})
+    response = allowing.post("/v1/completions", body)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-hardpoint-ignored-fields"] == "trace.a"
+    assert response.json()["choices"][0]["trace"]["tokens"]
 
 
 def command(url, *arguments):

@@ -185,6 +185,14 @@ def test_a_prompt_of_the_whole_context_has_a_vector(server):
     assert cut["data"] == answer["data"]
 
 
+def test_texts_are_cut_on_the_left(server):
+    text = {"input": "a long text", "truncate_prompt_tokens": 4}
+    cut = post(server, EMBEDDINGS, **text)
+    assert post(server, EMBEDDINGS, **text, truncation_side="left")["data"] == cut["data"]
+    message = refused(server, EMBEDDINGS, **text, truncation_side="right")
+    assert 'truncation_side: expected "left" with truncate_prompt_tokens, got "right"' in message
+
+
 def test_prompts_of_the_model_are_put_before_texts(tmp_path):
     folder = write_model(tmp_path)
     (folder / "1_Pooling").mkdir()

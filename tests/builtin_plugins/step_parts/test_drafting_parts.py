@@ -110,3 +110,33 @@ def test_a_part_that_declares_no_drafts_is_not_asked(open_engine, monkeypatch):
     engine = open_engine({"plugins": {"enable": [DRAFTS]}})
     assert run(engine, [("r", [3, 4], GREEDY)])["r"][0][0][3] == "length"
     assert engine.call_utility("scheduler_stats").num_drafts == 0
+
+
+def test_a_part_may_verify_the_drafts_of_others(open_engine):
+    jobs = [("r", [3, 4], GREEDY), ("s", [5], GREEDY)]
+    expected = alone(open_engine(), jobs)
+    accepted = {}
+    for enable in ([], [f"{HERE}:FirstDraft"]):
+        engine = open_engine(drafting(jobs, expected, enable, right=1.0, count=3))
+        assert run(engine, jobs) == expected
+        stats = engine.call_utility("scheduler_stats")
+        accepted[len(enable)] = stats.num_accepted_drafts / stats.num_drafts
+    assert accepted[0] > 0.7
+    assert 0.2 < accepted[1] < 0.4
+
+
+def test_a_part_that_accepts_wrong_drafts_is_named(open_engine):
+    jobs = [("r", [3, 4], GREEDY)]
+    expected = alone(open_engine(), jobs)
+    config = drafting(jobs, expected, [f"{HERE}:FirstDraft"], right=0.0)
+    config["plugin"]["first_draft"] = {"wrong": True}
+    engine = open_engine(config)
+    message = r"first_draft.*: its verify_drafts\(\) gave \[1\], expected drafts that equal the tok"
+    with pytest.raises(PluginError, match=message):
+        run(engine, jobs)
+
+
+def test_drafts_need_a_part_that_verifies_them(open_engine):
+    plugins = {"enable": [DRAFTS], "disable": ["speculation"]}
+    with pytest.raises(ConfigError, match="drafts tokens, and none verifies drafts; .*speculation"):
+        open_engine({"plugins": plugins})

@@ -131,7 +131,7 @@ class TestPause:
             ),
             (
                 lambda llm: llm.llm_engine.call_utility("close"),
-                "method: expected one of cached_blocks, call_part, ",
+                "method: expected one of call_part, ",
             ),
             (
                 lambda llm: llm.llm_engine.call_utility("resume", 1),
@@ -263,7 +263,6 @@ async def test_on_an_event_loop(scripted):
 def test_both_faces_have_every_utility():
     inside = {"step_faults", "slow_plugins", "plugin_report"}  # parts of health() and metrics()
     inside |= {"live_change"}  # a step of plugins.change() and engines.set_config()
-    inside |= {"cached_blocks"}  # for the client of several engines
     faces = {LLM: (SyncGroups, SYNC_NAMES), AsyncLLM: (AsyncGroups, ASYNC_NAMES)}
     for face, (groups, places) in faces.items():
         types = get_type_hints(groups)

@@ -24,6 +24,7 @@ from hardpoint.host.system.encoding import Decoder, Encoder
 from hardpoint.plugins import OverloadedError, RequestError, SchedulerStats, WaitReason
 from hardpoint.plugins.component.manifest import Manifest
 from hardpoint.plugins.requests import LoRARequest
+from hardpoint.process.cache_changes import CacheReports
 from hardpoint.process.protocol import UtilityCall, UtilityOutput
 from hardpoint.process.utility_calls import call_utility, result_type
 
@@ -35,7 +36,8 @@ def core():
 
 def ask(core, method, *args):
     answers = []
-    call_utility(core, UtilityCall(0, 3, method, list(args)), answers.append)
+    reports = CacheReports(None, core.cached_blocks)
+    call_utility(core, reports, UtilityCall(0, 3, method, list(args)), answers.append)
     (answer,) = answers
     assert answer.call_id == 3
     return answer
@@ -54,9 +56,7 @@ class TestWhatMayBeCalled:
     )
     def test_nothing_else_can_be(self, core, method):
         answer = ask(core, method)
-        assert answer.failure.startswith(
-            "method: expected one of cached_blocks, call_part, collective_rpc, "
-        )
+        assert answer.failure.startswith("method: expected one of call_part, collective_rpc, ")
         close = {"step": "sleep", "add_request": "live_requests", "abort_requests": "live_requests"}
         near = f" (did you mean {close[method]!r}?)" if method in close else ""
         assert answer.failure.endswith(f"why_waiting, got {method!r}{near}")
@@ -223,7 +223,8 @@ class TestFutures:
     def ask(self, core, future):
         answers = []
         core.pause = lambda: future
-        call_utility(core, UtilityCall(0, 3, "pause"), answers.append)
+        reports = CacheReports(None, core.cached_blocks)
+        call_utility(core, reports, UtilityCall(0, 3, "pause"), answers.append)
         return answers
 
     def test_it_is_answered_when_it_is_done(self, core):

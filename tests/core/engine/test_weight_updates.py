@@ -267,10 +267,10 @@ def test_earlier_weights_are_released(folders):
 
 
 def test_what_is_given_up_while_it_is_read_holds_nobody_up(folders, expected, monkeypatch):
-    from hardpoint.core.worker import reloaded_model
+    from hardpoint.core.worker import loaded_model
 
     go_on, reading, models = threading.Event(), [], []
-    load = reloaded_model.load_weights
+    load = loaded_model.load_weights
 
     def held(spec, planned, cache, any_rank):
         reading.append(1)
@@ -279,7 +279,7 @@ def test_what_is_given_up_while_it_is_read_holds_nobody_up(folders, expected, mo
         load(spec, planned, cache, any_rank)
         reading.pop()
 
-    monkeypatch.setattr(reloaded_model, "load_weights", held)
+    monkeypatch.setattr(loaded_model, "load_weights", held)
     with opened(folders[0]) as llm:
 
         def call(method, **arguments):

@@ -99,6 +99,22 @@ def test_parameters_that_a_hook_sets_are_honoured(engine, hook):
     assert run(engine, [("r", "say abc", params)])["r"][0][0][1] == [65, 65, 65]
 
 
+def test_a_greedy_request_uses_no_processor_that_skips_it(engine, hook):
+    used = []
+    hook(lambda request: used.append(set(request.plugin_args)))
+    text_of(engine, top_k=3)
+    text_of(engine, temperature=0.5, top_k=3)
+    assert used == [set(), {"temperature", "top_k"}]
+
+
+def test_a_hook_that_ends_greedy_sampling_brings_the_processors_back(engine, hook):
+    def draw(request):
+        request.params = msgspec.structs.replace(request.params, temperature=100.0)
+
+    hook(draw)
+    assert text_of(engine, top_k=1) == " abc abc abc"
+
+
 def test_an_answer_that_a_hook_asks_for_is_given(engine, hook):
     def answer_yes(request):
         structured = StructuredOutputs(choice=["yes"])

@@ -17,6 +17,8 @@ from hardpoint.plugins import (
     PublisherContext,
 )
 from hardpoint.plugins.component import Source
+from hardpoint.plugins.requests.engine_state import KVCacheChanges
+from hardpoint.process.cache_changes import CacheChangeLog
 
 REMOVED = BlockRemoved([b"a"])
 
@@ -39,7 +41,7 @@ class Recorder(KVEventPublisher):
             raise self.error
 
 
-def fanout(*publishers, ends_engine=(), rank=0):
+def fanout(*publishers, ends_engine=(), rank=0, follow=None):
     """Return the fan-out and the books of faults; the clock reads 50, 51, 52, ..."""
     faults = StepFaults(ends_engine)
     pairs = []
@@ -47,7 +49,18 @@ def fanout(*publishers, ends_engine=(), rank=0):
         source = Source(publisher.name, f"pkg:{publisher.name}", "dist", "1.0", "default")
         calls = faults.calls("kv_event_publishers", source)
         pairs.append((publisher, faults.reporter(source), calls))
-    return KVEventFanout(pairs, iter(range(50, 100)).__next__, rank), faults
+    return KVEventFanout(pairs, iter(range(50, 100)).__next__, rank, follow), faults
+
+
+def test_a_follower_and_publishers_get_the_same_events():
+    publisher, log = Recorder("first"), CacheChangeLog()
+    events, _ = fanout(publisher, follow=log.add)
+    removed = BlockRemoved([b"a" * 32])
+    events.publish([removed])
+    events.publish([])
+    assert [batch.events for batch in publisher.seen] == [[removed]]
+    assert log.pop() == KVCacheChanges(first=0, last=0, removed={b"a" * 8})
+    assert log.pop() is None
 
 
 def test_a_step_is_one_batch_with_the_time_of_day():

@@ -59,11 +59,7 @@ class TestRecord:
 
 class TestBuilder:
     def test_removing_after_the_removed_were_read_is_an_error(self):
-        for read in (
-            lambda b: b.removed,
-            lambda b: b.peek_removed(),
-            lambda b: b.pop_removed(),
-        ):
+        for read in (lambda b: b.peek_removed(), lambda b: b.pop_removed()):
             builder = BatchUpdateBuilder()
             builder.remove(3)
             read(builder)
@@ -82,7 +78,6 @@ class TestBuilder:
         builder = BatchUpdateBuilder()
         assert builder.peek_removed() is None
         assert builder.pop_removed() is None
-        assert builder.removed == ()
         builder.remove(1)
         builder.remove(2)
 
@@ -114,19 +109,15 @@ class TestBuilder:
     def test_after_a_reset_rows_may_be_removed_again(self):
         builder = BatchUpdateBuilder()
         builder.remove(1)
-        assert builder.removed == (1,)
-        assert builder.changed
-        assert builder.reset() is True
-        assert builder.changed is False
+        assert builder.peek_removed() == 1
+        assert builder.get_and_reset(2).removed == (1,)
         builder.remove(2)
         assert builder.get_and_reset(3).removed == (2,)
-        assert builder.reset() is False
 
-    def test_removals_that_were_all_taken_give_none_though_something_changed(self):
+    def test_removals_that_were_all_taken_give_none(self):
         builder = BatchUpdateBuilder()
         builder.remove(0)
         builder.pop_removed()
-        assert builder.changed
         assert builder.get_and_reset(1) is None
 
 

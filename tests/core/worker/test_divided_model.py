@@ -20,7 +20,7 @@ from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.ops.torch import TorchOps
 from hardpoint.core.weights import shares
-from hardpoint.core.weights.held_weights import hold_weights
+from hardpoint.core.weights.planned_model import hold_weights
 from hardpoint.core.weights.quantized_weights import QuantizedWeights
 from hardpoint.core.weights.shares import build_share
 from hardpoint.host.boundary.checked_model import CheckedModel, checked_weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from types import SimpleNamespace
 
@@ -24,8 +23,9 @@ from hardpoint.builtin_plugins.logits import (
     truncation,
 )
 from hardpoint.builtin_plugins.sampler import DefaultSampler
+from hardpoint.builtin_plugins.step_parts.speculation.verification import DraftVerification
 from hardpoint.builtin_plugins.step_parts.structured.answers import ConstrainedAnswer
-from hardpoint.core.worker.sampling.drafts import accepted, verify_in_turn, with_drafts
+from hardpoint.core.worker.sampling.draft_rows import DraftRows
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
@@ -40,6 +40,7 @@ from hardpoint.plugins import (
     LogitsContext,
     LogitsProcessor,
     LogitsRequest,
+    ModelRunnerOutput,
     Phase,
     ReasoningMarkers,
     SamplerContext,
@@ -160,12 +161,8 @@ def begin(stage: SamplingStage, outputs: list[list[int]]) -> list[LogitsRequest]
     return requests
 
 
-def model(rows: list[LogitsRequest]) -> torch.Tensor:
-    """Logits that are a pure function of the history."""
-    return logits_of([[*row.prompt_token_ids, *row.output_token_ids] for row in rows])
-
-
 def logits_of(histories: list[list[int]]) -> torch.Tensor:
+    """Logits that are a pure function of the history."""
     result = []
     for history in histories:
         seed = history_hash(history)
@@ -173,26 +170,39 @@ def logits_of(histories: list[list[int]]) -> torch.Tensor:
     return torch.stack(result)
 
 
-def step(stage, requests, drafts, answers=()) -> list[list[int]]:
-    """Choose, keep what is confirmed, and carry the states on; return what each got."""
+class Watched(DraftRows):
+    """Rows that keep the views of the last pass."""
+
+    def sample(self, rows):
+        tokens = super().sample(rows)
+        self.views = [self._views[row] for row in rows if row in self._views]
+        return tokens
+
+
+def rows_of(stage, requests, drafts, answers=()) -> Watched:
+    """The rows of a step whose logits are a pure function of the history."""
+    histories = [
+        [*request.prompt_token_ids, *request.output_token_ids, *tokens[:count]]
+        for request, tokens in zip(requests, drafts, strict=True)
+        for count in range(len(tokens) + 1)
+    ]
+    mask = None
+    if answers:
+        owners = [r for r, own in zip(requests, drafts, strict=True) for _ in range(len(own) + 1)]
+        mask = GrammarMask(bitmask_of(answers, requests, drafts), owners, OPS)
+    return Watched(requests, drafts, stage, lambda: logits_of(histories), mask)
+
+
+def step(stage, requests, drafts, answers=(), verifier=None) -> list[list[int]]:
+    """Verify, keep what is accepted, and carry the states on; return what each got."""
     stage.pipeline.update(None)
-    rows = with_drafts(requests, drafts, stage.pipeline, ROWS)
-    mask = GrammarMask(bitmask_of(answers, requests, drafts), rows, OPS) if answers else None
-    sampled = stage.run(model(rows), rows, lambda: model(rows), mask)
-    assert sampled.faults == {}
-    got = accepted(sampled.tokens, drafts)
-    for round_ in itertools.count():
-        now = [
-            (r, tokens[round_])
-            for r, tokens in zip(requests, got, strict=True)
-            if round_ < len(tokens)
-        ]
-        if not now:
-            return got
-        for request, token in now:
-            request.output_token_ids.append(token)
-        own, tokens = zip(*now, strict=True)
-        assert stage.pipeline.advance(own, tokens, torch.tensor(tokens)) == {}
+    rows = rows_of(stage, requests, drafts, answers)
+    accepted = (verifier or DraftVerification()).verify_drafts(rows)
+    assert rows.defect(accepted) is None
+    by_id, output = {request.request_id: request for request in requests}, ModelRunnerOutput()
+    rows.keep(accepted, lambda name, token: by_id[name].output_token_ids.append(token), output)
+    assert output.faults == {}
+    return [output.sampled_token_ids[request.request_id] for request in requests]
 
 
 class Thirds:
@@ -311,7 +321,10 @@ def test_rejected_drafts_leave_no_trace_in_any_state():
 def test_a_draft_row_sees_the_drafts_before_it():
     stage = build_stage()
     requests = begin(stage, [[9], [], [], []])
-    rows = with_drafts(requests, [[1, 2], [], [3], []], stage.pipeline, ROWS)
+    step_rows = rows_of(stage, requests, [[1, 2], [], [3], []])
+    tokens = step_rows.sample([(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1), (3, 0)])
+    assert None not in tokens
+    rows = step_rows.views
     assert [list(r.output_token_ids) for r in rows] == [[9], [9, 1], [9, 1, 2], [], [], [3], []]
     assert [r.draft_of is None for r in rows] == [True, False, False, True, True, False, True]
     assert list(requests[0].output_token_ids) == [9]
@@ -324,12 +337,11 @@ def test_drafts_change_no_token_of_requests_with_grammars(in_turn, monkeypatch):
     if in_turn:
         monkeypatch.setitem(PROCESSORS, "follows", Follows)
         monkeypatch.setitem(ARGUMENTS, "follows", {})
-    run = step_in_turn if in_turn else step
     alone = build_stage()
     requests = begin(alone, [[] for _ in range(ROWS)])
     answers = answers_of(requests)
     for _ in range(24):
-        run(alone, requests, [[]] * ROWS, answers)
+        step(alone, requests, [[]] * ROWS, answers)
     expected = [list(request.output_token_ids) for request in requests]
     for row in (0, 2):
         assert all(token % 3 == index % 3 for index, token in enumerate(expected[row]))
@@ -344,7 +356,7 @@ def test_drafts_change_no_token_of_requests_with_grammars(in_turn, monkeypatch):
             done = len(request.output_token_ids)
             right = expected[row][done : done + rng.randint(0, 4)]
             drafts.append([t if rng.random() < 0.8 else rng.randrange(VOCAB) for t in right])
-        lengths |= {len(tokens) for tokens in run(stage, requests, drafts, answers)}
+        lengths |= {len(tokens) for tokens in step(stage, requests, drafts, answers)}
     assert lengths == {1, 2, 3, 4, 5}
     for row, request in enumerate(requests):
         assert list(request.output_token_ids)[:24] == expected[row][: len(request.output_token_ids)]
@@ -355,7 +367,7 @@ def test_a_batch_level_processor_without_drafts_is_refused_by_name(monkeypatch):
     stage = build_stage()
     requests = begin(stage, [[] for _ in range(ROWS)])
     with pytest.raises(PluginContractError) as error:
-        with_drafts(requests, [[1]] * ROWS, stage.pipeline, ROWS)
+        rows_of(stage, requests, [[1]] * ROWS)
     assert "plugin 'whole_batch'" in str(error.value)
     assert "cannot be on together with speculation" in str(error.value)
 
@@ -367,40 +379,11 @@ def observing(monkeypatch):
     monkeypatch.setitem(ARGUMENTS, "follows", {})
 
 
-def step_in_turn(stage, requests, drafts, answers=()):
-    """Like `step`, with the rows of each request one after the other."""
-    stage.pipeline.update(None)
-    histories = [
-        [*request.prompt_token_ids, *request.output_token_ids, *tokens[:count]]
-        for request, tokens in zip(requests, drafts, strict=True)
-        for count in range(len(tokens) + 1)
-    ]
-    mask = None
-    if answers:
-        views = [r for r, own in zip(requests, drafts, strict=True) for _ in range(len(own) + 1)]
-        mask = GrammarMask(bitmask_of(answers, requests, drafts), views, OPS)
-    verified = verify_in_turn(stage, requests, drafts, lambda: logits_of(histories), ROWS, mask)
-    for round_ in itertools.count():
-        now = [
-            (request, result.tokens[round_], result.logprobs[round_])
-            for request, result in zip(requests, verified, strict=True)
-            if round_ < len(result.tokens)
-        ]
-        if not now:
-            return [result.tokens for result in verified]
-        for request, token, _ in now:
-            request.output_token_ids.append(token)
-        own, tokens, logprobs = zip(*now, strict=True)
-        stage.pipeline.active_rows(list(own))
-        assert stage.pipeline.advance(own, tokens, torch.tensor(tokens)) == {}
-        assert stage.pipeline.observe(own, tokens, logprobs) == {}
-
-
 def test_drafts_change_no_token_of_requests_that_observe(observing):
     alone = build_stage()
     requests = begin(alone, [[] for _ in range(ROWS)])
     while len(requests[0].output_token_ids) < 24:
-        step_in_turn(alone, requests, [[]] * ROWS)
+        step(alone, requests, [[]] * ROWS)
     expected = [list(request.output_token_ids) for request in requests]
     assert expected != [tokens[:24] for tokens in EXPECTED]
     rng = random.Random(5)
@@ -413,7 +396,7 @@ def test_drafts_change_no_token_of_requests_that_observe(observing):
             done = len(request.output_token_ids)
             right = expected[row][done : done + rng.randint(0, 4)]
             drafts.append([t if rng.random() < 0.8 else rng.randrange(VOCAB) for t in right])
-        lengths |= {len(tokens) for tokens in step_in_turn(stage, requests, drafts)}
+        lengths |= {len(tokens) for tokens in step(stage, requests, drafts)}
     assert lengths == {1, 2, 3, 4, 5}
     for row, request in enumerate(requests):
         assert list(request.output_token_ids)[:24] == expected[row][: len(request.output_token_ids)]
@@ -423,4 +406,76 @@ def test_an_observing_class_may_refuse_drafts(observing, monkeypatch):
     monkeypatch.setitem(PROCESSORS, "bytes", Bytes)
     stage = build_stage()
     with pytest.raises(PluginContractError, match=r"'bytes'.*cannot be on together with spec"):
-        verify_in_turn(stage, [], [], lambda: logits_of([]), ROWS)
+        rows_of(stage, [], [])
+
+
+class Cautious:
+    """Samples the first two rows of each request, then all others; accepts three drafts at most."""
+
+    def verify_drafts(self, step):
+        first = [(i, n) for i, own in enumerate(step.drafts) for n in range(min(2, 1 + len(own)))]
+        rest = [(i, n) for i, own in enumerate(step.drafts) for n in range(2, min(4, 1 + len(own)))]
+        sampled = dict(zip(first, step.sample(first), strict=True))
+        sampled |= dict(zip(rest, step.sample(rest), strict=True))
+        accepted = []
+        for index, drafts in enumerate(step.drafts):
+            count = 0
+            while count < min(3, len(drafts)) and sampled[index, count] == drafts[count]:
+                count += 1
+            accepted.append(count)
+        return accepted
+
+
+def test_a_verifier_of_several_passes_changes_no_token():
+    stage, lengths = build_stage(), set()
+    requests = begin(stage, [[] for _ in range(ROWS)])
+    while min(len(r.output_token_ids) for r in requests) < 18:
+        known = [len(r.output_token_ids) for r in requests]
+        drafts = [EXPECTED[row][done : done + row] for row, done in enumerate(known)]
+        lengths |= {len(tokens) for tokens in step(stage, requests, drafts, verifier=Cautious())}
+    assert lengths == {1, 2, 3, 4}
+    for row, request in enumerate(requests):
+        known = list(request.output_token_ids)[:30]
+        assert known == EXPECTED[row][: len(known)]
+
+
+@pytest.mark.parametrize(
+    ("accepted", "expected"),
+    [
+        ([0, 0], "a number for each of 4 requests"),
+        ([4, 0, 0, 0], "numbers from 0 to that of the drafts, 3"),
+        ([True, 0, 0, 0], "numbers from 0 to that of the drafts"),
+        ([1, 1, 2, 1], "drafts that equal the tokens sampled for the rows before them"),
+        ([0, 0, 1, 0], None),
+        (None, "a number for each of 4 requests"),
+    ],
+)
+def test_only_right_drafts_can_be_accepted(accepted, expected):
+    stage = build_stage()
+    requests = begin(stage, [[] for _ in range(ROWS)])
+    drafts = [list(EXPECTED[row][:3]) for row in range(ROWS)]
+    drafts[2][1] = (drafts[2][1] + 1) % VOCAB
+    rows = rows_of(stage, requests, drafts)
+    assert DraftVerification().verify_drafts(rows) == [3, 3, 1, 3]
+    if expected is None:
+        assert rows.defect(accepted) is None
+    else:
+        assert expected in rows.defect(accepted)
+
+
+def test_the_first_row_of_each_request_has_to_be_sampled():
+    stage = build_stage()
+    requests = begin(stage, [[] for _ in range(ROWS)])
+    rows = rows_of(stage, requests, [[1], [], [], []])
+    rows.sample([(0, 0), (1, 0), (3, 0)])
+    assert "the first row of each request" in rows.defect([0, 0, 0, 0])
+
+
+def test_a_row_without_the_row_before_it_is_not_sampled(observing):
+    stage = build_stage()
+    requests = begin(stage, [[] for _ in range(ROWS)])
+    rows = rows_of(stage, requests, [list(EXPECTED[0][:2]), [], [], []])
+    assert rows.in_turn
+    assert rows.sample([(0, 1), (0, 2)]) == [None, None]
+    (token,) = rows.sample([(0, 0)])
+    assert token is not None

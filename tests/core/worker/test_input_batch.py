@@ -82,8 +82,8 @@ def check_types(step, oracle: dict[str, dict]) -> None:
         first, end = step.query_starts[index : index + 2]
         places = range(known["done"], known["done"] + end - first)
         expected += [int(place >= start) for place in places]
-    assert step.has_types == any(expected)
-    if step.has_types:
+    assert (step.token_types is not None) == any(expected)
+    if step.token_types is not None:
         assert step.token_types.tolist() == expected
 
 

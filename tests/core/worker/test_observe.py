@@ -13,7 +13,7 @@ from support.internals import core_of, worker_of
 from support.plugins.observing import Follows, TwoBatches
 
 from hardpoint import PluginError, SamplingParams
-from hardpoint.core.worker.sampling.observed_states import NUM_VERSIONS, ObservedStates
+from hardpoint.core.worker.sampling.pipeline import NUM_VERSIONS, ObservedStates
 from hardpoint.errors import PluginContractError
 from hardpoint.plugins import BatchLogitsProcessor, LogitsContext, LogitsProcessor, Phase, State
 from hardpoint.testing import scripted_engine

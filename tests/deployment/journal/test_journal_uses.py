@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 
 import msgspec
 import pytest
@@ -237,12 +239,22 @@ def test_shared_prefixes_share_numbers(tmp_path, scripted):
     assert [line["hash_ids"] for line in found] == [[0, 1, 2], [0, 1, 3], [4, 5, 6]]
 
 
-def test_a_ring_begins_at_a_keyframe(tmp_path, scripted):
+class LateChange(threading.Thread):
+    """A thread whose change is prepared late: a commit that does not wait for it fails."""
+
+    def run(self):
+        if self.name == "hardpoint-change":
+            time.sleep(0.3)
+        super().run()
+
+
+def test_a_ring_begins_at_a_keyframe(tmp_path, scripted, monkeypatch):
     path = tmp_path / "journal"
     record(range(10, 16), scripted, path, journal_ring=True, journal_bytes=1 << 16)
     records = list(JournalReader(path).records())
     assert isinstance(records[1], Keyframe)
     assert records[-1].num_events > len(records)
+    monkeypatch.setattr(threading, "Thread", LateChange)
     report = replay(path)
     assert report.difference is None, str(report.difference)
     assert report.tokens > 100

@@ -43,7 +43,7 @@ def test_without_ray_the_extra_is_named(fresh_import, monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    match = rf"{NEEDED}.* got no Ray; pip install 'hardpoint\[ray-serve\]'"
+    match = rf"{NEEDED}.* got no Ray; pip install '\S*hardpoint\[ray-serve\]'"
     with pytest.raises(ConfigError, match=match):
         fresh_import()
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.searching import examples
 
-from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.kv_cache.block_hashes import BlockHashes
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
@@ -24,6 +23,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
 from hardpoint.plugins.requests.engine_state import KVCacheChanges
 from hardpoint.process import output_coalescer
+from hardpoint.process.cache_changes import CacheChangeLog
 from hardpoint.process.output_coalescer import OutputCoalescer
 from hardpoint.replicas import prefix_index
 from hardpoint.replicas.prefix_index import BYTES_PER_BLOCK, PrefixIndex

@@ -300,7 +300,7 @@ def test_an_address_that_other_nodes_do_not_reach_is_refused(places, monkeypatch
 def test_without_ray_the_error_has_the_command_to_install_it(scripted, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     config = scripted_config(scripted, {"parallel": {"data": 2, "ray": {}}})
-    with pytest.raises(ConfigError, match=r"^parallel.ray: .* pip install 'hardpoint\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"^parallel.ray: .* pip install '\S*hardpoint\[ray\]'"):
         LLM(config=config)
 
 

@@ -22,8 +22,8 @@ from hardpoint.plugins import (
     SamplingParams,
     StepPart,
 )
-from hardpoint.plugins.step_part import OutputFormat, OutputReader
 from hardpoint.plugins.step_part.part import GivenPrompt
+from hardpoint.plugins.text import OutputFormat, OutputReader, RequestedCalls
 
 DONE = []
 
@@ -427,6 +427,24 @@ def test_formats_are_closed_with_their_last_holder():
 def test_a_request_of_which_no_part_has_a_format_has_none():
     parts = parts_of(Labels)
     assert parts.output_formats(request(), None) is None
+
+
+class ShoutsTagged(Shouts):
+    contract = 1
+
+    def frontend_half(self, context):
+        half = super().frontend_half(context)
+        half.for_fields = ("tags",)
+        return half
+
+
+def test_a_declaration_selects_the_requests_that_get_a_format():
+    parts, tagged = parts_of(ShoutsTagged), request()
+    assert parts.output_formats(request(), None) is None
+    tagged.tags = {"tenant": "acme"}
+    assert parts.output_formats(tagged, None) is not None
+    tools = RequestedCalls(tools={"search": {}})
+    assert parts.output_formats(request(), tools) is not None
 
 
 def test_a_fault_of_a_format_refuses_the_request_and_names_the_part():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import threading
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from hardpoint.testing import (
     SpeculatorSuite,
     TokenizerSuite,
 )
+from hardpoint.testing.general.growth import check_growth
+from hardpoint.testing.suite import Violation
 
 # suite, attribute, right component, method of a use, further attributes
 KINDS: list[tuple[Any, str, Any, str, dict[str, Any]]] = [
@@ -86,3 +90,31 @@ def test_right_components_pass(kind):
     suite, attribute, right, _, more = kind
     given = {attribute: right, "examples": 0.4, **more}
     assert messages_of(suite, given, sorted(GENERAL)) == {}
+
+
+class Queue:
+    """Writes its items in a thread, more slowly than they come."""
+
+    def __init__(self):
+        self.items, self.end, self.left = collections.deque(), threading.Event(), []
+        self.thread = threading.Thread(target=self.write, daemon=True)
+        self.thread.start()
+
+    def write(self):
+        while not self.end.wait(0.001):
+            if self.items:
+                self.items.popleft()
+
+    def close(self):
+        self.end.set()
+        self.thread.join()
+
+
+def test_a_thread_that_catches_up_is_no_growth():
+    known, queue = threading.enumerate(), Queue()
+    try:
+        check_growth(queue, queue.items.append, 100, 32, known)
+        with pytest.raises(Violation, match="'left' grew by 100 from 500"):
+            check_growth(queue, queue.left.append, 100, 32, known)
+    finally:
+        queue.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.broken import media_parts
+from support.broken import media_parts, verifiers
 from support.broken import step_part_amounts as amounts
 from support.broken import step_parts as broken
 from support.kit_suites import GENERAL, assert_fails, each_broken, messages_of, shorten, suite_tests
@@ -170,6 +170,15 @@ AMOUNTS = [
     (amounts.FewerRows, "steps", "arrays", "as 'x', expected a PartArray of ascending int64"),
 ]
 
+# of verified drafts; tests and rules as above
+VERIFIERS = [
+    (verifiers.AcceptsAll, "drafts", "verified drafts", r"accepted \d of the drafts \[.*, and sam"),
+    (verifiers.SkipsLastRow, "drafts", "verified drafts", r"sampled \[.*None\] in their rows"),
+    (verifiers.SamplesNothing, "drafts", "verified drafts", r"and sampled \[None\] in their rows"),
+    (verifiers.NumbersById, "drafts", "verified drafts", r"returned \{'r.*\} for \d requests"),
+    (verifiers.RowTooMany, "drafts", "worker", r"raised IndexError: the row .* with \d drafts"),
+]
+
 # of media; tests and rules as above
 MEDIA = [
     (media_parts.GivesTokens, "media", "placed", r"returned \[5, 1, 1, .*, expected a GivenPr"),
@@ -240,7 +249,14 @@ def test_a_part_with_wrong_amounts_or_rows_fails_its_rule(cls, test, rule, patte
     assert_fails(StepPartSuite, attributes, test, rule, pattern)
 
 
-@pytest.mark.parametrize("cls", [amounts.Budget, amounts.Numbers, broken.GoodWorker])
+@each_broken(VERIFIERS)
+def test_a_part_that_verifies_drafts_wrongly_fails_its_rule(cls, test, rule, pattern):
+    assert_fails(StepPartSuite, {"part": cls}, test, rule, pattern)
+
+
+@pytest.mark.parametrize(
+    "cls", [amounts.Budget, amounts.Numbers, broken.GoodWorker, verifiers.Verifier]
+)
 def test_parts_with_right_amounts_and_rows_pass(cls):
     calls = {"calls": [("total", {})]} if cls is amounts.Budget else {}
     tests = ["steps", "amounts", "drafts", "effect", "lost_plans", "calls"]

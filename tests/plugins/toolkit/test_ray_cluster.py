@@ -251,7 +251,7 @@ def test_without_ray_the_error_has_the_command_to_install_it(installed: Installe
     found = installed.resolve(executor={"use": "ray"})
     with pytest.raises(
         PluginLoadError,
-        match=r"'ray' .* it needs the library ray: pip install 'hardpoint\[ray\]'",
+        match=r"'ray' .* it needs the library ray: pip install '\S*hardpoint\[ray\]'",
     ):
         found.create(
             found.get("executors", "ray"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -12,7 +13,9 @@ from typing import Annotated
 import pytest
 
 from hardpoint.plugins import ConfigError
-from hardpoint.typed import Strict, convert, first_use, prepared
+from hardpoint.typed import Strict, convert, prepared
+
+CONVERT = importlib.import_module(convert.__module__)  # `typed.convert` is the function
 
 FIRST_USES = """
 import faulthandler, sys, threading, types
@@ -65,7 +68,7 @@ def test_threads_convert_to_a_new_type_at_the_same_time():
 
 def test_an_import_that_waits_for_the_lock_and_one_inside_it_end(monkeypatch):
     """As where an annotation names an attribute that its module imports when it is read."""
-    monkeypatch.setattr(first_use, "_LONGEST_WAIT_S", 0.2)
+    monkeypatch.setattr(CONVERT, "_LONGEST_WAIT_S", 0.2)
     import_lock = threading.Lock()
     is_importing, is_reading = threading.Event(), threading.Event()
     results = []
@@ -99,11 +102,11 @@ def test_an_import_that_waits_for_the_lock_and_one_inside_it_end(monkeypatch):
 
 
 def test_a_copy_of_a_process_does_not_wait_for_a_thread_that_it_has_not(monkeypatch):
-    monkeypatch.setattr(first_use, "_LONGEST_WAIT_S", 60)
+    monkeypatch.setattr(CONVERT, "_LONGEST_WAIT_S", 60)
     has_it, ends = threading.Event(), threading.Event()
 
     def hold():
-        with vars(first_use)["_lock"]:
+        with vars(CONVERT)["_lock"]:
             has_it.set()
             ends.wait(60)
 

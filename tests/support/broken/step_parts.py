@@ -15,8 +15,8 @@ from hardpoint.plugins import (
     StepPart,
     WorkerHalf,
 )
-from hardpoint.plugins.step_part import OutputFormat, OutputReader
 from hardpoint.plugins.step_part.part import GivenPrompt
+from hardpoint.plugins.text import OutputFormat, OutputReader
 from support.samples import Sample, spend
 
 

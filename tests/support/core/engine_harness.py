@@ -14,8 +14,8 @@ import msgspec
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.builtin_plugins.step_parts.weight_updates.engine_half import VersionedRequests
-from hardpoint.core.engine.border import EngineBorder
 from hardpoint.core.engine.core import EngineCore
+from hardpoint.core.engine.pause import PauseController
 from hardpoint.core.engine.step import EngineCoreParts
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.host.boundary.faults import StepFaults
@@ -273,7 +273,7 @@ class Rig:
         sleep_levels=(1, 2),
         idle_method=None,
         config=None,
-        cache_changes=None,
+        follow_cache=None,
         updates=False,
         make_core=EngineCore,
         **limits,
@@ -287,9 +287,9 @@ class Rig:
         policy = FirstComeFirstServed(
             PolicyContext(name="fcfs", options=convert({}, FirstComeFirstServed.Options, path="p"))
         )
-        self.cache = BlockManager(blocks, 4, events=cache_changes is not None)
-        self.border = EngineBorder(None) if updates else None
-        updating = updates and weight_updates_of(self.executor, self.border)
+        self.cache = BlockManager(blocks, 4, events=follow_cache is not None)
+        pause = PauseController(None)
+        updating = updates and weight_updates_of(self.executor, pause)
         self.parts = updating or parts_of(half)
         self.scheduler = scheduler(
             SchedulerContext(
@@ -315,7 +315,7 @@ class Rig:
                     source=None,
                     plugins=None,
                 ),
-                KVEventFanout([], time.time),
+                KVEventFanout([], time.time, follow=follow_cache),
                 StepFaults(()),
                 step_parts=self.parts,
                 step_log=step_log,
@@ -325,8 +325,7 @@ class Rig:
                 log_stats=log_stats,
                 sleep_levels=sleep_levels,
                 idle_method=idle_method,
-                cache_changes=cache_changes,
-                border=self.border,
+                pause=pause,
             )
         )
         self.tokens = {}
@@ -359,9 +358,11 @@ class LoopRig(Rig):
     """The same under a busy loop in a thread of its own."""
 
     def __init__(self, executor=None, *, options=None, clients=1, **settings):
-        super().__init__(executor, **settings)
+        options = options or LoopOptions()
+        follow = options.cache_changes and options.cache_changes.add
+        super().__init__(executor, follow_cache=follow, **settings)
         self.queues = LoopQueues(output=ClientSendQueues(clients))
-        self.loop = EngineLoop(self.core, self.queues, options or LoopOptions())
+        self.loop = EngineLoop(self.core, self.queues, options)
         self.error = None
         self.answers = {}
         self.messages = []

@@ -1,10 +1,10 @@
-"""A scheduler without drafts, and a processor that fails at tokens of wrong drafts alone."""
+"""A scheduler without drafts, a processor that fails at wrong drafts alone, and a verifier."""
 
 from __future__ import annotations
 
 from hardpoint import plugins
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.plugins import LogitsProcessor, Phase, Scheduler
+from hardpoint.plugins import LogitsProcessor, Phase, Scheduler, StepPart
 
 
 class TakesNoDrafts(DefaultScheduler):
@@ -39,3 +39,26 @@ class Strict(LogitsProcessor):
             if arguments.fails_in == "choice":
                 logits[row] = float("nan")
         return logits
+
+
+class FirstDraft(StepPart):
+    """Verifies the first draft of each request, and rejects the others."""
+
+    contract = 1
+
+    class Options(plugins.Options):
+        wrong: bool = False
+
+    def worker_half(self, context):
+        return _FirstDraftHalf(self.options.wrong) if context.num_draft_tokens else None
+
+
+class _FirstDraftHalf:
+    def __init__(self, wrong):
+        self.wrong = wrong
+
+    def verify_drafts(self, step):
+        first = step.sample([(index, 0) for index in range(len(step.requests))])
+        right = [drafts[:1] == [token] for drafts, token in zip(step.drafts, first, strict=True)]
+        step.sample([(index, 1) for index, is_right in enumerate(right) if is_right])
+        return [int(is_right or self.wrong) for is_right in right]

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, Literal
 
 import msgspec
@@ -28,6 +36,7 @@ from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
 from hardpoint.plugins.requests import WeightRun
 from hardpoint.plugins.server import ToolCall
 
+from .custom_tools import OutputCustomCall, custom_input
 from .input import ReasoningTextPart, Status
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -67,9 +76,22 @@ class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call", 
     name: str
     arguments: str
     status: Status
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
-OutputItem = OutputReasoning | OutputMessage | OutputFunctionCall
+class RequestedTool(msgspec.Struct, frozen=True):
+    """A tool as the request names it."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+RequestedTools = Mapping[str, RequestedTool]
+"""Tools of a namespace and custom tools, by the name that the model sees."""
+
+OutputItem = OutputReasoning | OutputMessage | OutputFunctionCall | OutputCustomCall
+_CALLS = (OutputFunctionCall, OutputCustomCall)
 
 
 class InputDetails(msgspec.Struct):
@@ -166,16 +188,21 @@ def _message(
     return OutputMessage(id=item_id, content=content, status=status)
 
 
-def _function_call(
-    item_id: str, call: ToolCall, status: Status = "completed"
-) -> OutputFunctionCall:
-    return OutputFunctionCall(
-        id=item_id,
-        call_id=call.id or "",
-        name=call.name or "",
-        arguments=call.arguments,
-        status=status,
-    )
+def _tool_call(
+    item_id: str, call: ToolCall, names: RequestedTools, status: Status = "completed"
+) -> OutputFunctionCall | OutputCustomCall:
+    tool = names.get(call.name or "", RequestedTool(call.name or ""))
+    fields: dict[str, Any] = {
+        "id": item_id,
+        "call_id": call.id or "",
+        "name": tool.name,
+        "namespace": tool.namespace or UNSET,
+        "status": status,
+    }
+    if tool.is_custom:
+        text = custom_input(call.arguments) if status == "completed" else ""
+        return OutputCustomCall(input=text, **fields)
+    return OutputFunctionCall(arguments=call.arguments, **fields)
 
 
 def _is_complete(completion: CompletionOutput) -> bool:
@@ -231,14 +258,25 @@ def text_positions(
 class _OpenItem:
     """An item that is being streamed, with the constant part of its deltas."""
 
-    def __init__(self, kind: Kind, item_id: str, index: int, call: ToolCall | None) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        item_id: str,
+        index: int,
+        call: ToolCall | None,
+        names: RequestedTools,
+    ) -> None:
+        self._names = names
+        tool = None if call is None else names.get(call.name or "")
+        self.is_custom = tool is not None and tool.is_custom
         self.kind, self.id, self.index, self.call = kind, item_id, index, call
         self.text: list[str] = []
         self.logprobs: list[bytes] = []
         self.place: dict[str, Any] = {"item_id": item_id, "output_index": index}
         if kind != "call":
             self.place["content_index"] = 0
-        name = _DELTAS[kind]
+        self.event = _CUSTOM_DELTA if self.is_custom else _DELTAS[kind]
+        name = self.event
         fields = msgspec.json.encode({"type": name, **self.place})
         self.head = b"event: " + name.encode() + b"\ndata: " + fields[:-1]
 
@@ -249,7 +287,7 @@ class _OpenItem:
             call = msgspec.structs.replace(self.call, arguments=text)
             if status == "completed" and whole_arguments(text) is None:
                 status = "incomplete"
-            return _function_call(self.id, call, status)
+            return _tool_call(self.id, call, self._names, status)
         if self.kind == "reasoning":
             return _reasoning(self.id, text, status)
         # Several of the last events hold them; they were encoded for the deltas.
@@ -262,7 +300,9 @@ _DELTAS = {
     "text": "response.output_text.delta",
     "call": "response.function_call_arguments.delta",
 }
+_CUSTOM_DELTA = "response.custom_tool_call_input.delta"
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
+_CUSTOM_PREFIX = "ctc_"
 
 
 class ResponseAnswer(ItemAnswer):
@@ -274,6 +314,7 @@ class ResponseAnswer(ItemAnswer):
         response: ResponseObject,
         logprobs: int | None,
         keep: Callable[[ResponseObject], Awaitable[None]] | None = None,
+        names: RequestedTools | None = None,
     ) -> None:
         """Prepare the answer of a request.
 
@@ -281,7 +322,9 @@ class ResponseAnswer(ItemAnswer):
             response: a response without an answer yet.
             logprobs: likeliest tokens per position of the text; None is no log-probabilities.
             keep: stores the response that has ended, before the client has all of it.
+            names: tools of a namespace and custom tools.
         """
+        self._names: RequestedTools = names or {}
         super().__init__(tokenizer)
         self._tokenizer, self._keep, self._kept = tokenizer, keep, False
         self._response, self._logprobs = response, logprobs
@@ -324,12 +367,16 @@ class ResponseAnswer(ItemAnswer):
                 items.append(_message(new_id("msg_"), part, of_part))
                 before += part
             elif whole_arguments(part.arguments) is not None:
-                items.append(_function_call(new_id("fc_"), part))
+                items.append(_tool_call(self._call_id(part), part, self._names))
         if not items:
             items.append(_message(new_id("msg_"), "", positions))
-        if not _is_complete(completion) and not isinstance(items[-1], OutputFunctionCall):
+        if not _is_complete(completion) and not isinstance(items[-1], _CALLS):
             items[-1].status = "incomplete"
         return self._ended(completion)
+
+    def _call_id(self, call: ToolCall) -> str:
+        tool = self._names.get(call.name or "")
+        return new_id(_CUSTOM_PREFIX if tool is not None and tool.is_custom else _PREFIXES["call"])
 
     def _ended(self, completion: CompletionOutput) -> ResponseObject:
         is_complete = _is_complete(completion)
@@ -413,18 +460,22 @@ class ResponseAnswer(ItemAnswer):
         for call in calls:
             if self._call is None or self._call.index != call.index:
                 yield from self._opened("call", call)
-            if call.arguments:
+            assert self._item is not None
+            if call.arguments and self._item.is_custom:
+                self._item.text.append(call.arguments)  # JSON, whose text is sent at the end
+            elif call.arguments:
                 yield self._delta(call.arguments)
 
     def _opened(self, kind: Kind, call: ToolCall | None = None) -> Iterator[bytes]:
         if self._open == kind and call is None:
             return
         yield from self._close("completed")
-        opened = _OpenItem(kind, new_id(_PREFIXES[kind]), self._num_items, call)
+        item_id = new_id(_PREFIXES[kind]) if call is None else self._call_id(call)
+        opened = _OpenItem(kind, item_id, self._num_items, call, self._names)
         self._open, self._call, self._item = kind, call, opened
         self._num_items += 1
         item = opened.item("in_progress")
-        if isinstance(item, OutputFunctionCall):
+        if isinstance(item, _CALLS):
             yield self._added(opened, item)
             return
         part = item.content[0]
@@ -445,8 +496,8 @@ class ResponseAnswer(ItemAnswer):
             return
         self._open = self._call = self._item = None
         item = opened.item(status)
-        name = _DELTAS[opened.kind].removesuffix("delta") + "done"
-        if not isinstance(item, OutputFunctionCall):
+        name = opened.event.removesuffix("delta") + "done"
+        if not isinstance(item, _CALLS):
             self._items.append(item)
             part = item.content[0]
             fields: dict[str, Any] = {"text": part.text}
@@ -456,8 +507,12 @@ class ResponseAnswer(ItemAnswer):
             yield self._event("response.content_part.done", **opened.place, part=part)
         elif item.status == "completed":
             self._items.append(item)
-            fields = {"name": item.name, "arguments": item.arguments}
-            yield self._event(name, **opened.place, **fields)
+            if isinstance(item, OutputCustomCall):
+                yield self._event(opened.event, **opened.place, delta=item.input)
+                yield self._event(name, **opened.place, input=item.input)
+            else:
+                fields = {"name": item.name, "arguments": item.arguments}
+                yield self._event(name, **opened.place, **fields)
         yield self._event("response.output_item.done", output_index=opened.index, item=item)
 
     def _end(self, completion: CompletionOutput) -> Iterator[bytes]:

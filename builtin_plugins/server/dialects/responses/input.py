@@ -11,6 +11,9 @@ from hardpoint.builtin_plugins.server.routes.images import Content, image_part, 
 from hardpoint.plugins import RequestError
 from hardpoint.typed import Strict
 
+from .custom_tools import as_arguments
+from .tools import flat_name
+
 Status = Literal["in_progress", "completed", "incomplete"]
 
 REFUSED_ITEMS = {
@@ -27,8 +30,6 @@ REFUSED_ITEMS = {
     "code_interpreter_call": "there are no hosted tools",
     "computer_call": "there are no hosted tools",
     "computer_call_output": "there are no hosted tools",
-    "custom_tool_call": "tools are functions",
-    "custom_tool_call_output": "tools are functions",
     "file_search_call": "there are no hosted tools",
     "image_generation_call": "there are no hosted tools",
     "local_shell_call": "there are no hosted tools",
@@ -155,7 +156,8 @@ class FunctionCallItem(Strict, tag_field="type", tag="function_call"):
     """A call that the assistant made.
 
     Attributes:
-        async, caller, namespace: ignored: all calls are the assistant's, of the caller's tools.
+        async, caller: ignored: all calls are the assistant's, of the caller's tools.
+        namespace: namespace of the tool.
     """
 
     call_id: str
@@ -166,6 +168,29 @@ class FunctionCallItem(Strict, tag_field="type", tag="function_call"):
     async_: Any = msgspec.field(default=None, name="async")
     caller: Any = None
     namespace: Any = None
+
+
+class CustomCallItem(Strict, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool that the assistant made.
+
+    Attributes:
+        async, caller: ignored: all calls are the assistant's, of the caller's tools.
+        namespace: namespace of the tool.
+    """
+
+    call_id: str
+    name: str
+    input: str
+    id: str | None = None
+    status: Status | None = None
+    async_: Any = msgspec.field(default=None, name="async")
+    caller: Any = None
+    namespace: Any = None
+
+    @property
+    def arguments(self) -> str:
+        """The arguments of the function that stands for the tool."""
+        return as_arguments(self.input)
 
 
 class FunctionOutputItem(Strict, tag_field="type", tag="function_call_output"):
@@ -188,6 +213,10 @@ class FunctionOutputItem(Strict, tag_field="type", tag="function_call_output"):
         return _content(self.output, f"{path}.output")
 
 
+class CustomOutputItem(FunctionOutputItem, tag_field="type", tag="custom_tool_call_output"):
+    """The result of a call of a custom tool; fields are those of the result of a function."""
+
+
 def _content(
     given: str | Sequence[InputText | InputImage | AssistantText | Refusal], path: str
 ) -> Content:
@@ -203,7 +232,14 @@ def _content(
     )
 
 
-InputItem = MessageItem | ReasoningItem | FunctionCallItem | FunctionOutputItem
+InputItem = (
+    MessageItem
+    | ReasoningItem
+    | FunctionCallItem
+    | FunctionOutputItem
+    | CustomCallItem
+    | CustomOutputItem
+)
 
 
 def prepared_input(given: Any) -> Any:
@@ -265,9 +301,10 @@ class ItemConverter:
                 self._add_system(item.text(path))
             case ReasoningItem():
                 self._add_reasoning(item.text())
-            case FunctionCallItem():
-                self._names[item.call_id] = item.name
-                function = {"name": item.name, "arguments": item.arguments}
+            case FunctionCallItem() | CustomCallItem():
+                name = flat_name(item.namespace, item.name)
+                self._names[item.call_id] = name
+                function = {"name": name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 self._turn(with_answer=True).setdefault("tool_calls", []).append(call)
             case FunctionOutputItem():

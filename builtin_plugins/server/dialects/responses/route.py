@@ -22,18 +22,21 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     Renaming,
     TextFormat,
     check_known,
+    check_limits,
     reasoning_variables,
     renamed,
 )
 from hardpoint.builtin_plugins.server.routes.images import check_images, with_owner
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
-from hardpoint.plugins.server import Route
+from hardpoint.plugins.server import Call, Route
 from hardpoint.typed import Strict
 
-from .events import ResponseAnswer, ResponseObject, echoed
+from .custom_tools import CustomTool, unenforced_formats
+from .events import RequestedTool, ResponseAnswer, ResponseObject, echoed
 from .input import InputItem, ItemConverter, MessageItem, prepared_input
 from .stored import StoredResponses
+from .tools import CALLABLE, flat_name, flat_tools, without_hosted_tools
 
 _NOTHING_STORED = "nothing is stored on this server; send the whole conversation as input"
 _NO_CONVERSATIONS = (
@@ -43,14 +46,11 @@ _NO_CONVERSATIONS = (
 _Key = Annotated[str, Meta(max_length=64)]
 _Value = Annotated[str, Meta(max_length=512)]
 _LOGPROBS = "message.output_text.logprobs"
-_NAMES: Renaming = (
-    (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
-    (re.compile(r"^max_tokens\b"), "max_output_tokens"),
-)
+_NAMES: Renaming = ((re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),)
 """Names of fields in the engine's errors, and those of this route."""
 
 
-class FunctionTool(Strict):
+class FunctionTool(Strict, tag_field="type", tag="function"):
     """A function that the model may call.
 
     Attributes:
@@ -59,9 +59,9 @@ class FunctionTool(Strict):
         async: ignored: calls are the caller's to make.
         defer_loading: ignored: the model sees all tools.
         output_schema: ignored: results are taken as they are.
+        namespace: namespace that the function is of; a part of the name that the model sees.
     """
 
-    type: Literal["function"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -70,11 +70,17 @@ class FunctionTool(Strict):
     async_: Any = msgspec.field(default=None, name="async")
     defer_loading: Any = None
     output_schema: Any = None
+    namespace: str | None = None
+
+    @property
+    def flat_name(self) -> str:
+        """The name that the model sees."""
+        return flat_name(self.namespace, self.name)
 
     def plain(self) -> dict[str, Any]:
         """Return the tool as conversations have it."""
         fields = {
-            "name": self.name,
+            "name": self.flat_name,
             "description": self.description,
             "parameters": self.parameters,
             "strict": self.strict,
@@ -83,10 +89,20 @@ class FunctionTool(Strict):
         return {"type": "function", "function": given}
 
 
-class FunctionChoice(Strict, tag_field="type", tag="function"):
+class FunctionChoice(Strict, tag_field="type", tag="function", omit_defaults=True):
     """The function that has to be called."""
 
     name: str
+    namespace: str | None = None
+
+    @property
+    def flat_name(self) -> str:
+        """The name that the model sees."""
+        return flat_name(self.namespace, self.name)
+
+
+class CustomChoice(FunctionChoice, tag_field="type", tag="custom"):
+    """The custom tool that has to be called."""
 
 
 class AllowedFunctions(Strict, tag_field="type", tag="allowed_tools"):
@@ -97,7 +113,7 @@ class AllowedFunctions(Strict, tag_field="type", tag="allowed_tools"):
     """
 
     mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[list[FunctionChoice], Meta(min_length=1)]
+    tools: Annotated[list[FunctionChoice | CustomChoice], Meta(min_length=1)]
 
 
 class TextSchemaFormat(Strict, tag_field="type", tag="json_schema"):
@@ -176,6 +192,7 @@ class ResponsesRequest(GenerationFields):
     ignored: ClassVar[Mapping[str, str]] = {
         **{name: reason for name, reason in IGNORED.items() if name != "metadata"},
         "access_programs": "it is for the provider's own platform",
+        "client_metadata": "it is for the provider's own platform",
         "background_options": "nothing runs in the background",
         "image": "the model reads text alone",
         "prompt_cache_options": "cached prompts are found by their content",
@@ -194,8 +211,10 @@ class ResponsesRequest(GenerationFields):
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions = "auto"
+    tools: list[FunctionTool | CustomTool] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | FunctionChoice | CustomChoice | AllowedFunctions
+    ) = "auto"
     parallel_tool_calls: bool = True
     include: list[str] = []
     top_logprobs: Annotated[int, Meta(ge=0)] = 0
@@ -208,6 +227,9 @@ class ResponsesRequest(GenerationFields):
     stop: str | list[str] | UnsetType = UNSET
     chat_template_kwargs: dict[str, Any] | None = None
 
+    without_hosted_tools = staticmethod(without_hosted_tools)
+    unenforced = staticmethod(unenforced_formats)
+
     @staticmethod
     def prepared(fields: dict[str, Any]) -> dict[str, Any]:
         """Return a body with the types of all items; see `Service.read`.
@@ -216,6 +238,9 @@ class ResponsesRequest(GenerationFields):
             RequestError: something in it is known and not supported.
         """
         tools, choice = fields.get("tools"), fields.get("tool_choice")
+        if isinstance(tools, list):
+            tools = flat_tools(tools)
+            fields = {**fields, "tools": tools}
         for index, tool in enumerate(tools if isinstance(tools, list) else ()):
             _refuse_hosted(tool, f"tools[{index}]")
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -263,17 +288,17 @@ class ResponsesRequest(GenerationFields):
                     f'tools[{index}].allowed_callers: expected "direct" among them: no programs '
                     "are run that could call the tool"
                 )
-        known = [tool.name for tool in tools]
+        known = [tool.flat_name for tool in tools]
         if isinstance(choice, FunctionChoice):
-            check_known(choice.name, known, "tool_choice.name")
+            check_known(choice.flat_name, known, "tool_choice.name")
         if isinstance(choice, AllowedFunctions):
             for index, named in enumerate(choice.tools):
-                check_known(named.name, known, f"tool_choice.tools[{index}].name")
-            names = [named.name for named in choice.tools]
-            return [tool.plain() for tool in tools if tool.name in names], choice.mode
+                check_known(named.flat_name, known, f"tool_choice.tools[{index}].name")
+            names = [named.flat_name for named in choice.tools]
+            return [tool.plain() for tool in tools if tool.flat_name in names], choice.mode
         return (
             None if self.tools is None else [tool.plain() for tool in tools],
-            {"name": choice.name} if isinstance(choice, FunctionChoice) else choice,
+            {"name": choice.flat_name} if isinstance(choice, FunctionChoice) else choice,
         )
 
     def items(self) -> list[InputItem]:
@@ -297,18 +322,26 @@ class ResponsesRequest(GenerationFields):
         return conversation.messages
 
 
+class InputTokens(msgspec.Struct):
+    """The number of tokens of a conversation."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
 def _refuse_hosted(tool: Any, path: str) -> None:
     type_ = tool.get("type") if isinstance(tool, dict) else "function"
-    if isinstance(type_, str) and type_ != "function":
+    if isinstance(type_, str) and type_ not in CALLABLE:
         raise RequestError(
             f"{path}.type: {type_[:100]!r} is not supported: there are no hosted tools, expected "
-            '"function"'
+            '"function" or "custom"'
         )
 
 
 class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
     """Conversations as items."""
 
+    takes_messages = True
     path = "/v1/responses"
     summary = "Answer a conversation of items."
     body_type = ResponsesRequest
@@ -322,10 +355,21 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
 
     def routes(self) -> list[Route]:
         """Return the routes."""
-        if self._stored is not None:
-            return [*super().routes(), *self._stored.routes()]
-        return [
+        routes = [
             *super().routes(),
+            Route(
+                path="/v1/responses/input_tokens",
+                endpoint=self.count_tokens,
+                methods=("POST",),
+                summary="Count the tokens of a conversation of items.",
+                request_type=ResponsesRequest,
+                response_type=InputTokens,
+            ),
+        ]
+        if self._stored is not None:
+            return [*routes, *self._stored.routes()]
+        return [
+            *routes,
             Route(
                 path="/v1/responses/{response_id:path}",
                 endpoint=self.not_stored,
@@ -347,6 +391,21 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
             code="not_found",
         )
 
+    async def count_tokens(self, request: Request) -> Response:
+        """Return the number of tokens of a conversation, those of previous responses included."""
+        call, body = await self._service.read(request, ResponsesRequest)
+        model, adapter = await self._service.model(body.model)
+        check_limits(body, self._service.settings.limits)
+        asked = ParsedRequest(call, body, model, "", "", adapter)
+
+        async def counted() -> InputTokens:
+            before, known = await self._gone_on(asked)
+            conversation = self._conversation(asked.call, known, before)
+            prompt = await self._service.engine.model.apply_chat_template(**conversation)
+            return InputTokens(len(await self._service.engine.model.prompt_tokens(prompt)))
+
+        return await self._service.answer(request, call, counted)
+
     async def begin(
         self, asked: ParsedRequest[ResponsesRequest]
     ) -> tuple[AsyncGenerator[RequestOutput, None], ResponseAnswer]:
@@ -354,34 +413,58 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         engine, body = self._service.engine, asked.body
         if body.background:
             raise RequestError("background: expected false; a response ends with its connection")
-        logprobs = body.logprobs
+        logprobs, limit = body.logprobs, body.max_output_tokens
+        fields = {} if limit is None else {"max_tokens": limit}
         params = self._params(
             body,
-            max_tokens=body.max_output_tokens,
+            **fields,
             logprobs=logprobs,
             include=[name for name in body.include if "." not in name],
         )
         before, body = await self._gone_on(asked)
-        messages = body.messages(before)
-        check_images(engine, messages, "input_image")
-        tools, choice = body.tools_and_choice()
-        self._service.check_prompt(messages, tools, name="input")
         outputs = engine.chat(
-            with_owner(messages, self._service.owner_of(asked.call)),
-            params,
-            asked.request_id,
-            tools=tools,
-            tool_choice=choice,
+            **self._conversation(asked.call, body, before),
+            sampling_params=params,
+            request_id=asked.request_id,
             parallel_tool_calls=body.parallel_tool_calls,
-            chat_template_kwargs=reasoning_variables(
-                engine.tokenizer.chat_template, body.reasoning.effort, body.chat_template_kwargs
-            ),
             **self._service.extras(asked.call, body, asked.adapter),
         )
         keep, response = self._keep(asked, body, before), _response(asked, params)
         response.store = keep is not None
-        answer = ResponseAnswer(engine.tokenizer, response, logprobs, keep)
+        names = {
+            tool.flat_name: RequestedTool(tool.name, tool.namespace, isinstance(tool, CustomTool))
+            for tool in body.tools or ()
+            if tool.namespace or isinstance(tool, CustomTool)
+        }
+        answer = ResponseAnswer(engine.tokenizer, response, logprobs, keep, names)
         return renamed(outputs, _NAMES, body), answer
+
+    def _conversation(
+        self, call: Call, body: ResponsesRequest, before: Sequence[InputItem]
+    ) -> dict[str, Any]:
+        """Return a conversation as the engine takes it.
+
+        Args:
+            before: items of the responses before.
+
+        Raises:
+            RequestError: it is malformed or too long.
+        """
+        engine, messages = self._service.engine, body.messages(before)
+        check_images(engine, messages, "input_image")
+        tools, choice = body.tools_and_choice()
+        self._service.check_prompt(messages, tools, name="input")
+        return {
+            "messages": with_owner(messages, self._service.owner_of(call)),
+            "tools": tools,
+            "tool_choice": choice,
+            "chat_template_kwargs": reasoning_variables(
+                engine.tokenizer.chat_template,
+                body.reasoning.effort,
+                body.chat_template_kwargs,
+                enable_thinking=body.enable_thinking,
+            ),
+        }
 
     async def _gone_on(
         self, asked: ParsedRequest[ResponsesRequest]

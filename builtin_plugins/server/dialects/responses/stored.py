@@ -20,6 +20,8 @@ from hardpoint.typed import convert, shown
 
 from .events import ResponseObject
 from .input import (
+    CustomCallItem,
+    CustomOutputItem,
     FunctionCallItem,
     FunctionOutputItem,
     InputItem,
@@ -34,6 +36,8 @@ _PREFIXES: dict[type, str] = {
     ReasoningItem: "rs_",
     FunctionCallItem: "fc_",
     FunctionOutputItem: "fco_",
+    CustomCallItem: "ctc_",
+    CustomOutputItem: "ctco_",
 }
 
 

@@ -6,7 +6,7 @@ import { ApiError, requestJson } from "../shared/api.js";
 import { button, byId, element } from "../shared/dom.js";
 import { download, keep, kept } from "./kept.js";
 import { contentOf, ImagePicker, partsOf } from "./images.js";
-import { AnswerView, resultMessage, userMessage } from "./messages.js";
+import { AnswerView, ENDS, resultMessage, userMessage } from "./messages.js";
 import { FieldError } from "./schema_form.js";
 import { Settings } from "./settings.js";
 
@@ -161,6 +161,7 @@ async function answerNow() {
   finishView(view, answer, error);
   announcer.finish(answer.content);
   if (error !== null) announcer.say(error);
+  else if (answer.finishReason === "stopped") announcer.say(ENDS.stopped);
   askResults(answer, view);
   markLast();
   scrollDown(false);
@@ -175,7 +176,10 @@ async function outcome(answer, view, body, signal) {
     });
     return null;
   } catch (error) {
-    if (error.name === "AbortError") return "You stopped it.";
+    if (error.name === "AbortError") {
+      answer.finishReason = "stopped";
+      return null;
+    }
     if (!(error instanceof ApiError)) throw error;
     settings.showWrong(settings.inputOf(error.param));
     return error.message;

@@ -4,9 +4,11 @@ import { button, element, newId } from "../shared/dom.js";
 import { imageList } from "./images.js";
 import { copyButton, MarkdownView } from "./markdown_view.js";
 
-const ENDS = {
+/** Why an answer ended before its end, in words. */
+export const ENDS = {
   length: "Cut off: it reached the most tokens it may have.",
   abort: "The server ended it.",
+  stopped: "You stopped it.",
   error: "It failed.",
   repetition: "Ended because it repeated itself.",
   timeout: "Ended because its time was over.",

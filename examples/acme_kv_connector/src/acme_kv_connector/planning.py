@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hardpoint.plugins import BlockIds, Executor, Request, SchedulerOutput
+from hardpoint.plugins import Executor, Request, SchedulerOutput
 from hardpoint.plugins.kv_connector import KVConnectorScheduler, KVSchedulerContext, block_key
 
 from .jobs import Jobs, Move
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.requests.plan import BlockIds
 
 
 @dataclass

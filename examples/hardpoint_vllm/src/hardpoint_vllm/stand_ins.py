@@ -230,7 +230,7 @@ _SLOTS = {
     "LogitsProcRequestState": RequestStates,
 }
 _PARAMS = {"SamplingParams": ExternalParams}
-_MODULES: Mapping[str, Mapping[str, Any]] = {
+MODULES: Mapping[str, Mapping[str, Any]] = {
     "vllm": _PARAMS,
     "vllm.sampling_params": _PARAMS,
     "vllm.config": {"VllmConfig": VllmConfigFields},
@@ -277,7 +277,7 @@ def stand_ins() -> Generator[None]:
     Raises:
         ImportError: the body imported another module or name of vLLM's.
     """
-    modules = {name: _Module(name, names) for name, names in _MODULES.items()}
+    modules = {name: _Module(name, names) for name, names in MODULES.items()}
     for name, module in modules.items():
         parent, _, last = name.rpartition(".")
         if parent:

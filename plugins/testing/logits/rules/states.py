@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -203,7 +204,13 @@ def check_swaps(
 
 def _draft_rows(batch: BatchFixture, drafts: Sequence[Sequence[int]]) -> list[LogitsRequest]:
     try:
-        return batch.pipeline.draft_rows(batch.requests, drafts, MAX_ROWS)
+        rows: list[LogitsRequest] = []
+        scratch = itertools.count(MAX_ROWS)
+        for request, tokens in zip(batch.requests, drafts, strict=True):
+            rows.append(request)
+            for token in tokens:
+                rows.append(batch.pipeline.draft_view(rows[-1], token, next(scratch)))
+        return rows
     except Exception as cause:
         raise Violation(
             f"fork, or advance on a forked state, raised {type(cause).__name__}: {cause}",

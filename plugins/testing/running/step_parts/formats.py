@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from hardpoint.host.boundary.parts.hooks import selects
 from hardpoint.plugins import (
     CompletionOutput,
     EngineCoreOutput,
@@ -15,7 +16,7 @@ from hardpoint.plugins import (
     RequestOutput,
 )
 from hardpoint.plugins.requests import PoolingRequestOutput
-from hardpoint.plugins.step_part import OutputFormat, OutputReader
+from hardpoint.plugins.text import OutputFormat, OutputReader
 from hardpoint.testing.reporting.calls import call
 from hardpoint.testing.suite import Rule, short_repr
 
@@ -39,6 +40,8 @@ def check_format(half: FrontendHalf, request: EngineCoreRequest, text: str) -> N
     Raises:
         Violation: the half breaks a rule.
     """
+    if not selects(half, request):
+        return
     given = copy.deepcopy(request)
 
     def output_format() -> OutputFormat | None:

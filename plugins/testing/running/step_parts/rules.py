@@ -59,6 +59,11 @@ DRAFT_LIMITS = Rule(
     "limited drafts: limit_drafts gives how many of the drafts that it was given are left",
     "return a mapping of ids of these requests to numbers from 0 to that of their drafts",
 )
+VERIFIED = Rule(
+    "verified drafts: verify_drafts accepts drafts that equal the tokens of the rows before them",
+    "return a number for each request of the step, sample its first row, and the row after each "
+    "draft that you accept",
+)
 FIGURES = Rule(
     "figures: figures gives numbers, lists of numbers, or texts, by name",
     "return a mapping of texts to numbers or texts of a live request, {} before there are any",

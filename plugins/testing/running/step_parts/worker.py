@@ -19,6 +19,7 @@ from hardpoint.plugins.worker_half import StepRows
 from hardpoint.testing.snapshots import snapshot
 
 from . import rules
+from .verifying import check_verifier
 
 __all__ = ["HIDDEN_SIZE", "Rows", "WorkerSteps", "overrides"]
 
@@ -88,6 +89,8 @@ class WorkerSteps:
         self._ended.clear()
         if plan.finished_request_ids and self._overrides("finished"):
             self._call("finished", plan.finished_request_ids)
+        if self._overrides("verify_drafts"):
+            check_verifier(self._verify_drafts, plan, output.sampled_token_ids)
         if part is None or not plan.total_num_scheduled_tokens:
             return {}, {}
         names = list(plan.num_scheduled_tokens) if part.request_ids is None else part.request_ids
@@ -124,6 +127,9 @@ class WorkerSteps:
 
     def _overrides(self, method: str) -> bool:
         return method in self._hooks
+
+    def _verify_drafts(self, rows: Any) -> Any:
+        return self._checked("verify_drafts", lambda: self._half.verify_drafts(rows))
 
     def _wants_layers(self) -> bool:
         return bool(self._checked("wants_layers", lambda: self._half.wants_layers))

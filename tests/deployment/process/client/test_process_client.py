@@ -93,8 +93,9 @@ class TestRefusals:
         with pytest.raises(RequestError) as error:
             llm.generate(["x", "x", "x"], GREEDY, tags=[{}, {"grow": "yes"}, {}])
         assert type(error.value) is PromptTooLongError
+        where = "prompts[1]" if llm.config.engine.in_process else "prompt"
         assert str(error.value) == (
-            "prompt: the prompt is too long: 600 tokens; this model's maximum context length is "
+            f"{where}: the prompt is too long: 600 tokens; this model's maximum context length is "
             "512 tokens, less one to generate"
         )
         assert not llm.llm_engine.has_unfinished_requests()
@@ -175,7 +176,7 @@ def test_only_what_is_declared_can_be_called(own):
     client = own.llm_engine.parts.client
     with pytest.raises(
         RequestError,
-        match="method: expected one of cached_blocks, call_part, collective_rpc, .*, got 'close'",
+        match="method: expected one of call_part, collective_rpc, .*, got 'close'",
     ):
         client.call("close").result(PATIENCE_S)
     with pytest.raises(RequestError, match="request_ids: expected a list, got 'r'"):

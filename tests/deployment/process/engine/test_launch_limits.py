@@ -62,6 +62,36 @@ def test_the_child_ends_by_itself(sent, words):
     assert failure.message == words
 
 
+def test_the_first_frame_may_state_a_longer_limit():
+    """A program that reads plugins and a tokenizer for minutes does not lose its process."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(LIMIT_S)
+    first = Interpreter.current().encode(launch_seconds=3600.0)
+    ours.sendall(LENGTH.pack(len(first)) + first)
+    program = PROGRAM.replace("entry.main(", "entry._imported = late; entry.main(")
+    child = subprocess.Popen(
+        [sys.executable, "-c", LATE + program, "--launch-fd", str(theirs.fileno()), "unused"],
+        pass_fds=(theirs.fileno(),),
+        stdout=subprocess.PIPE,
+    )
+    theirs.close()
+    with ours, child.stdout:
+        assert child.stdout.readline() == b"past the limit\n"
+        ours.sendall(LENGTH.pack(6) + b"launch")
+        assert child.stdout.readline() == b"got b'launch'\n"
+        assert child.wait(LIMIT_S) == 0
+
+
+LATE = """
+import time
+
+def late(run, name):
+    time.sleep(0.2)  # longer than the default limit, of 0.1 s
+    print("past the limit", flush=True)
+    return lambda channel, parent, launch, run, report: print("got", launch, flush=True), run
+"""
+
+
 def test_the_limit_is_longer_than_a_parent_takes():
     assert LAUNCH_TIMEOUT_S > child_process._SEND_TIMEOUT_S
 

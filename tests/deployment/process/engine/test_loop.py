@@ -365,9 +365,7 @@ class TestCalls:
             rig.send(UtilityCall(0, 5, "close"), UtilityCall(0, 6, "why_waiting", [["x"]]))
             rig.send(request("a"))
             rig.until(lambda: rig.ends and len(rig.answers) == 2)
-        assert rig.answers[5].failure.startswith(
-            "method: expected one of cached_blocks, call_part, "
-        )
+        assert rig.answers[5].failure.startswith("method: expected one of call_part, ")
         assert "'x' is not a live request" in rig.answers[6].failure
 
 

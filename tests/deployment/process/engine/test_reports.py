@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import itertools
 import time
-from types import SimpleNamespace
 
 import pytest
 from support.core.engine_harness import LoopRig, MidStep, ScriptedExecutor, request
 from support.waiting import PATIENCE_S, wait_until
 
-from hardpoint.core.engine import cache_changes as log_of_changes
-from hardpoint.core.engine.cache_changes import CacheChangeLog
-from hardpoint.core.engine.step import EngineCoreParts
-from hardpoint.host.boundary.faults import StepFaults
-from hardpoint.plugins import BlockRemoved, EngineCoreOutputs
-from hardpoint.plugins.requests.engine_state import EngineLoad, KVCacheChanges
+from hardpoint.plugins import EngineCoreOutputs, PrefixCacheStats, SchedulerStats
+from hardpoint.plugins.requests.engine_state import KVCacheChanges
+from hardpoint.process import cache_changes as log_of_changes
 from hardpoint.process import output_coalescer
+from hardpoint.process.cache_changes import CacheChangeLog
 from hardpoint.process.engine.loop import LoopOptions
 from hardpoint.process.engine.reports import ClientReports
 from hardpoint.process.protocol import UtilityCall
 from hardpoint.replicas.prefix_index import PrefixIndex
 
 PROMPT = list(range(41))
-LOAD, CACHE = LoopOptions(reports_load=True), LoopOptions(reports_cache=True)
+LOAD = LoopOptions(reports_load=True)
+
+
+def reporting_cache():
+    return LoopOptions(cache_changes=CacheChangeLog())
 
 
 def loads(rig, client=0):
@@ -79,10 +80,13 @@ class ScriptedCore:
     def __init__(self):
         self.num_running, self.num_loads = 0, 0
 
-    def load(self, num_steps):
+    def stats(self):
         self.num_loads += 1
-        return EngineLoad(
-            num_running=self.num_running, num_waiting=0, kv_cache_usage=0.0, num_steps=num_steps
+        return SchedulerStats(
+            num_running=self.num_running,
+            num_waiting=0,
+            kv_cache_usage=0.0,
+            prefix_cache=PrefixCacheStats(),
         )
 
 
@@ -97,7 +101,7 @@ class TestTimes:
 
     @pytest.fixture
     def reports(self, core, clock):
-        reports = ClientReports(2, clock, load=core.load, cache=None)
+        reports = ClientReports(2, clock, stats=core.stats, cache=None)
         assert set(reports.with_reports({})) == {0, 1}
         return reports
 
@@ -185,7 +189,7 @@ class TestLoad:
 
 class TestCache:
     def test_the_prefix_of_a_request_that_ran_is_found_until_a_reset(self):
-        rig = LoopRig(clients=2, options=CACHE, cache_changes=CacheChangeLog())
+        rig = LoopRig(clients=2, options=reporting_cache())
         rig.send(request("a", prompt=PROMPT), request("b", prompt=PROMPT[:20] + [7] * 20))
         with rig:
             rig.until(lambda: len(rig.ends) == 2)
@@ -199,7 +203,7 @@ class TestCache:
         assert index_of(rig).cached_prefix_tokens(request("x", PROMPT)) == {}
 
     def test_what_is_evicted_is_not_found(self):
-        rig = LoopRig(blocks=16, options=CACHE, cache_changes=CacheChangeLog())
+        rig = LoopRig(blocks=16, options=reporting_cache())
         with rig:
             for number in range(4):
                 rig.send(request(str(number), prompt=[number] * 41))
@@ -212,7 +216,7 @@ class TestCache:
 
     def test_a_slow_client_loses_changes_and_gets_all_blocks(self, monkeypatch):
         monkeypatch.setattr(output_coalescer, "MOST_UNREAD", 30)
-        rig = LoopRig(options=CACHE, clients=2, cache_changes=CacheChangeLog())
+        rig = LoopRig(options=reporting_cache(), clients=2)
         prompts = [[number] * 41 for number in range(5)]
         index = PrefixIndex(4)
         with rig:
@@ -239,8 +243,8 @@ class TestCache:
 class TestNotAsked:
     def test_nothing_is_sent_or_computed(self, monkeypatch):
         rig = LoopRig()
-        monkeypatch.setattr(rig.core, "load", None)
-        monkeypatch.setattr(rig.core, "take_cache_changes", None)
+        monkeypatch.setattr(rig.core, "stats", None)
+        monkeypatch.setattr(rig.core, "cached_blocks", None)
         rig.send(request("a"))
         with rig:
             rig.until(lambda: rig.ends)
@@ -260,16 +264,6 @@ class TestNotAsked:
         with rig:
             rig.until(lambda: rig.ends)
         assert not changes(rig)
-
-
-def test_publishers_get_the_same_events():
-    published, log = [], CacheChangeLog()
-    fanout = SimpleNamespace(publish=published.append)
-    parts = EngineCoreParts(None, None, None, None, fanout, StepFaults(()), cache_changes=log)
-    parts.publish([BlockRemoved([b"a" * 32])])
-    assert published == [[BlockRemoved([b"a" * 32])]]
-    assert log.pop() == KVCacheChanges(first=0, last=0, removed={b"a" * 8})
-    assert log.pop() is None
 
 
 def test_all_blocks_are_bounded(monkeypatch):

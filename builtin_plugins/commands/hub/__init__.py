@@ -1,0 +1,1 @@
+"""Models of the Hugging Face hub in the cache: download, list, remove."""

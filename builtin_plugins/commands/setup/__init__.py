@@ -1,0 +1,1 @@
+"""Commands for the setup: a checked configuration, a first file, and facts for a bug report."""

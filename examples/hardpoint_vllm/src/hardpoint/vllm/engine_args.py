@@ -1,0 +1,188 @@
+"""vLLM's engine arguments as objects and on a command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hardpoint.errors import ConfigError
+
+from .arguments import ARGUMENTS, SWITCHES, Translated
+from .configs import VllmConfig
+from .special import SPECIAL, report, translate
+
+
+class EngineArgs:
+    """Engine arguments; attributes are vLLM's names.
+
+    Raises:
+        ConfigError, a ValueError: an argument is unknown.
+    """
+
+    progress: bool | None = None
+
+    def __init__(self, model: str | None = None, **arguments: Any) -> None:
+        if model is not None:
+            arguments["model"] = model
+        use_tqdm = arguments.get("use_tqdm_on_load", True)
+        self.progress = None if use_tqdm else False
+        object.__setattr__(self, "_given", dict(arguments))
+        self.translated(log=False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in {*ARGUMENTS, *SPECIAL}:
+            raise AttributeError(name)
+        own = self._given.get(name)
+        return ARGUMENTS[name].default if own is None and name in ARGUMENTS else own
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in {*ARGUMENTS, *SPECIAL}:
+            self._given[name] = value
+        else:
+            object.__setattr__(self, name, value)
+
+    def given(self) -> dict[str, Any]:
+        """Return the arguments that were given."""
+        return dict(self._given)
+
+    def translated(self, *, log: bool = True) -> Translated:
+        """Return the configuration that they mean; log what has no effect."""
+        translated = translate(self._given)
+        if log:
+            report(translated)
+        return translated
+
+    def create_engine_config(self, *_: Any, **__: Any) -> Any:
+        """Return the arguments as vLLM's configuration object."""
+        return VllmConfig(**self._given)
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add an option for each argument to a parser."""
+        names = [name for name, argument in ARGUMENTS.items() if not argument.server]
+        add_options(parser, [*names, *SPECIAL])
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """Return the engine arguments of a parsed command line."""
+        known = {*ARGUMENTS, *SPECIAL}
+        given = {n: v for n, v in vars(args).items() if n in known and v is not None}
+        return cls(**given)
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value!r}" for name, value in self._given.items())
+        return f"{type(self).__name__}({values})"
+
+
+class AsyncEngineArgs(EngineArgs):
+    """The arguments of an AsyncLLMEngine."""
+
+    @classmethod
+    def add_cli_args(
+        cls, parser: argparse.ArgumentParser, async_args_only: bool = False
+    ) -> argparse.ArgumentParser:
+        """Add an option for each argument to a parser."""
+        return parser if async_args_only else super().add_cli_args(parser)
+
+
+def add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Add options of vLLM's names to a parser; those that it has stay."""
+    known = {option for action in parser._actions for option in action.option_strings}
+    for name in dict.fromkeys(names):
+        option = "--" + name.replace("_", "-")
+        if option in known:
+            continue
+        argument = ARGUMENTS.get(name)
+        text = (argument.target if argument else "").replace("%", "%%") or None
+        if name in SWITCHES:
+            parser.add_argument(
+                option, default=None, action=argparse.BooleanOptionalAction, help=text
+            )
+        else:
+            several = "*" if name in _SEVERAL else None
+            parser.add_argument(option, default=None, nargs=several, type=_value, help=text)
+
+
+_SEVERAL = {"served_model_name", "lora_modules", "api_key", "logits_processors", "middleware"}
+
+
+def _value(text: str) -> Any:
+    """Return an option's value: JSON of a table or list, a number, or text."""
+    if text[:1] in "{[":
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """A parser that takes `--max_model_len`, dotted options, and the values of `--config FILE`."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse arguments, by default those of the program."""
+        import sys  # noqa: PLC0415
+
+        arguments = expanded(sys.argv[1:] if args is None else args)
+        return super().parse_args(arguments, namespace or argparse.Namespace())
+
+
+def expanded(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with dashes in names, and those of a YAML file of `--config`.
+
+    Dotted options (`--compilation-config.mode 3`) become one table.
+
+    Raises:
+        ConfigError: the file is no table.
+    """
+    found: list[str] = []
+    tables: dict[str, dict[str, Any]] = {}
+    items = iter(arguments)
+    for item in items:
+        if not item.startswith("--"):
+            found.append(item)
+            continue
+        name, separator, value = item.partition("=")
+        name, _, path = name.replace("_", "-").partition(".")
+        if path:
+            table = tables.setdefault(name, {})
+            *parents, last = path.split(".")
+            for parent in parents:
+                table = table.setdefault(parent, {})
+            table[last] = _value(value if separator else next(items, "true"))
+        elif name == "--config":
+            found += _of_file(value if separator else next(items, ""))
+        else:
+            found.append(name + separator + value)
+    for name, table in tables.items():
+        found += [name, json.dumps(table)]
+    return found
+
+
+def _of_file(path: str) -> list[str]:
+    import yaml  # type: ignore[import-untyped]  # noqa: PLC0415
+
+    with open(path, encoding="utf-8") as file:
+        values = yaml.safe_load(file)
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"config: expected a table of arguments in {path!r}, got {values!r}")
+    found = []
+    for name, value in values.items():
+        option = "--" + str(name).replace("_", "-")
+        if isinstance(value, bool):
+            found.append(option if value else option.replace("--", "--no-", 1))
+        elif isinstance(value, list):
+            found += [option, *map(str, value)]
+        elif value is not None:
+            found += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return found

@@ -1,0 +1,193 @@
+"""Small functions of vLLM's utilities that programs import."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import io
+import logging
+import random
+import socket
+import uuid
+from enum import StrEnum
+from types import SimpleNamespace
+from typing import Any
+
+from hardpoint.errors import RequestError
+
+VLLMValidationError = RequestError
+"""The error for wrong parameters of a request; a ValueError in both engines."""
+
+
+class GenerationError(Exception):
+    """An error of a generation; Hardpoint raises those of `hardpoint.errors`."""
+
+
+class UsageContext(StrEnum):
+    """Where an engine is used; no usage is collected."""
+
+    UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
+    LLM_CLASS = "LLM_CLASS"
+    API_SERVER = "API_SERVER"
+    OPENAI_API_SERVER = "OPENAI_API_SERVER"
+    ENGINE_CONTEXT = "ENGINE_CONTEXT"
+
+
+class Counter:
+    """Numbers from `start` on, one at each `next`."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.counter = start
+
+    def __next__(self) -> int:
+        number = self.counter
+        self.counter += 1
+        return number
+
+    def reset(self) -> None:
+        """Start at 0 again."""
+        self.counter = 0
+
+
+def random_uuid() -> str:
+    """Return a new id of 32 hexadecimal digits."""
+    return uuid.uuid4().hex
+
+
+def init_logger(name: str) -> logging.Logger:
+    """Return the logger of a name."""
+    return logging.getLogger(name)
+
+
+def get_ip() -> str:
+    """Return an address of this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 80))  # nothing is sent
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def get_open_port() -> int:
+    """Return a TCP port that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
+
+
+def print_embeddings(vector: list[float]) -> None:
+    """Print the beginning and the size of a vector."""
+    print(f"Embeddings: [{', '.join(f'{x:.4f}' for x in vector[:4])}, ...] (size={len(vector)})")
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of random, numpy and torch in this process."""
+    import numpy as np  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Collect garbage. `LLM.close` and leaving its `with` block release an engine."""
+    del shutdown_ray
+    gc.collect()
+
+
+def destroy_model_parallel() -> None:
+    """Do nothing: an engine that is closed has left its groups."""
+
+
+def destroy_distributed_environment() -> None:
+    """Do nothing: an engine that is closed has left its groups."""
+
+
+def get_world_group() -> Any:
+    """Return the group of this process, which is alone: ranks run in processes of their own."""
+    return SimpleNamespace(rank=0, rank_in_group=0, local_rank=0, world_size=1)
+
+
+class _Platform:
+    """The device that engines run on by default."""
+
+    @property
+    def device_type(self) -> str:
+        """`cuda` or `cpu`."""
+        import torch  # noqa: PLC0415
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    @property
+    def device_name(self) -> str:
+        """The same; vLLM names the backend here."""
+        return self.device_type
+
+    def is_cuda(self) -> bool:
+        """Return whether there is a GPU of NVIDIA."""
+        return self.device_type == "cuda"
+
+    def is_cuda_alike(self) -> bool:
+        """Return whether there is a GPU with torch's CUDA interface."""
+        return self.device_type == "cuda"
+
+    def is_cpu(self) -> bool:
+        """Return whether models run on the processor."""
+        return self.device_type == "cpu"
+
+    def is_rocm(self) -> bool:
+        """Return False."""
+        return False
+
+    def is_tpu(self) -> bool:
+        """Return False."""
+        return False
+
+    def is_xpu(self) -> bool:
+        """Return False."""
+        return False
+
+    def get_device_name(self, device_id: int = 0) -> str:
+        """Return the GPU's name, or `cpu`."""
+        import torch  # noqa: PLC0415
+
+        return torch.cuda.get_device_name(device_id) if self.is_cuda() else "cpu"
+
+    def seed_everything(self, seed: int) -> None:
+        """Seed the generators of this process."""
+        set_random_seed(seed)
+
+
+current_platform = _Platform()
+
+
+def encode_image_base64(image: Any, format: str = "PNG") -> str:
+    """Return an image of PIL as a base64 text."""
+    buffer = io.BytesIO()
+    image.save(buffer, format)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def encode_image_url(image: Any, format: str = "PNG") -> str:
+    """Return an image of PIL as a `data:` URL."""
+    return f"data:image/{format.lower()};base64,{encode_image_base64(image, format)}"
+
+
+def fetch_image(image_url: str, **_: Any) -> Any:
+    """Return the image of a `data:` URL or a path as one of PIL.
+
+    Raises:
+        RequestError: the URL is of another kind; this function opens no connection.
+    """
+    from PIL import Image  # noqa: PLC0415
+
+    if image_url.startswith("data:"):
+        return Image.open(io.BytesIO(base64.b64decode(image_url.partition(",")[2])))
+    if "://" in image_url and not image_url.startswith("file://"):
+        raise RequestError(
+            f"image_url: expected a data: URL or a path, got {image_url!r}; give the URL in a "
+            f"message instead, where images.remote of the configuration allows it"
+        )
+    return Image.open(image_url.removeprefix("file://"))

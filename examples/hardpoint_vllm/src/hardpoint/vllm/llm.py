@@ -1,0 +1,393 @@
+"""vLLM's `LLM` over Hardpoint's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import hardpoint
+from hardpoint import SamplingParams as NativeSamplingParams
+from hardpoint.errors import RequestError
+
+from .beams import BeamSearchOutput, search
+from .engine_args import EngineArgs
+from .inputs import is_one, load_chat_template, native_prompt
+from .metrics import Metric, read_metrics
+from .outputs import PoolingRequestOutput, RequestOutput, pooled
+from .params import (
+    BeamSearchParams,
+    PoolingParams,
+    SamplingParams,
+    native_lora,
+    request_options,
+)
+from .params import sampling_params as vllm_params
+from .tokenizer import TokenizerLike
+
+
+class LLM:
+    """vLLM's LLM: the constructor takes vLLM's arguments, the methods return vLLM's outputs.
+
+    `native` is Hardpoint's LLM, for all that vLLM has not; `close`, or leaving a `with` block,
+    releases it.
+    """
+
+    def __init__(self, model: str | None = None, **arguments: Any) -> None:
+        """Load a model.
+
+        Args:
+            model: a directory, a .gguf file or a Hugging Face id.
+            arguments: vLLM's engine arguments, see the table in the README.
+
+        Raises:
+            ConfigError, a ValueError: an argument is unknown or has no counterpart.
+        """
+        if model is not None:
+            arguments["model"] = model
+        template = arguments.pop("chat_template", None)
+        self._template = None if template is None else load_chat_template(template)
+        self._open(EngineArgs(**arguments))
+
+    def _open(self, args: EngineArgs) -> None:
+        translated = args.translated()
+        self.processors, self._pooling = translated.processors, translated.pooling
+        self._native = hardpoint.LLM(config=translated.config(), progress=args.progress)
+        self.engine_args = args
+        self._waiting: list[tuple[list[Any], Any, dict[str, Any]]] = []
+        default = vllm_params(self._native.model.default_sampling_params())
+        default = SamplingParams() if translated.neutral else default
+        for name, value in translated.overrides.items():
+            setattr(default, "max_tokens" if name == "max_new_tokens" else name, value)
+        self._default = default
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        """Load a model by arguments in one object."""
+        llm = cls.__new__(cls)
+        llm._template = None
+        llm._open(engine_args)
+        return llm
+
+    @property
+    def native(self) -> hardpoint.LLM:
+        """Hardpoint's LLM."""
+        return self._native
+
+    @property
+    def llm_engine(self) -> Any:
+        """vLLM's engine, for programs that step it themselves."""
+        from .engines import LLMEngine  # noqa: PLC0415
+
+        return LLMEngine(self)
+
+    @property
+    def model_config(self) -> Any:
+        """The model's configuration; see `LLMEngine.model_config`."""
+        return self.llm_engine.model_config
+
+    def get_tokenizer(self) -> TokenizerLike:
+        """Return the tokenizer."""
+        return TokenizerLike(self._native.tokenizer, str(self._native.config.model))
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Refuse another tokenizer.
+
+        Raises:
+            RequestError: always.
+        """
+        raise RequestError(
+            f"tokenizer: expected none, got {tokenizer!r}; it is an argument of the constructor"
+        )
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return a copy of the parameters that a call without any has."""
+        return self._default.clone()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Return the number of ranks."""
+        parallel = self._native.config.parallel
+        return parallel.tensor * parallel.pipeline * (parallel.data if include_dp else 1)
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the metrics of the sinks, such as "prometheus" (`stats.sinks`)."""
+        return read_metrics(self._native.metrics())
+
+    def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        priority: list[int] | int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        prompt_token_ids: Any = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Complete prompts; see vLLM.
+
+        Raises:
+            RequestError, a ValueError: a prompt or its parameters are wrong.
+        """
+        if prompt_token_ids is not None:  # before vLLM 0.10
+            prompts = _of_ids(prompt_token_ids)
+        if prompts is None:
+            raise RequestError("prompts: expected a prompt or a list of prompts, got None")
+        given = [prompts] if is_one(prompts) else list(prompts)
+        prompts, salts = _split(given)
+        params = self._params(sampling_params)
+        many = request_options(
+            sampling_params,
+            lora_request,
+            tokenization_kwargs,
+            priority=priority,
+            cache_salt=salts,
+            **options,
+        )
+        outputs = self._native.generate(prompts, params, use_tqdm=bool(use_tqdm), **many)
+        return [RequestOutput.of(output) for output in outputs]
+
+    def enqueue(self, prompts: Any, sampling_params: Any = None, **options: Any) -> list[str]:
+        """Keep prompts for `wait_for_completion`; return their ids."""
+        given = [prompts] if is_one(prompts) else list(prompts)
+        start = sum(len(batch) for batch, _, _ in self._waiting)
+        self._waiting.append((given, sampling_params, options))
+        return [str(start + number) for number in range(len(given))]
+
+    def wait_for_completion(self, use_tqdm: Any = True, **_: Any) -> list[RequestOutput]:
+        """Complete the prompts of `enqueue`."""
+        waiting, self._waiting = self._waiting, []
+        return [
+            output
+            for prompts, params, options in waiting
+            for output in self.generate(prompts, params, use_tqdm=use_tqdm, **options)
+        ]
+
+    def chat(  # noqa: PLR0913 - as vLLM's
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations; the tools' calls are text, as in vLLM. See vLLM.
+
+        Raises:
+            RequestError, a ValueError: messages or parameters are wrong.
+        """
+        del chat_template_content_format
+        if mm_processor_kwargs:
+            raise RequestError("mm_processor_kwargs: expected none; see multi_modal_data")
+        many = request_options(sampling_params, lora_request, tokenization_kwargs, **options)
+        params = self._params(sampling_params)
+        template = load_chat_template(chat_template) or self._template
+        if template is None:
+            outputs = self._native.chat(
+                messages,
+                params,
+                use_tqdm=bool(use_tqdm),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                **many,
+            )
+            return [RequestOutput.of(output) for output in outputs]
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        tokenizer = self._native.tokenizer
+        texts = [
+            tokenizer.apply_chat_template(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                template=template,
+                tools=tools,
+                continue_final_message=continue_final_message,
+                variables=chat_template_kwargs,
+            )
+            for conversation in ([messages] if one else messages)
+        ]
+        prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        outputs = self._native.generate(prompts, params, use_tqdm=bool(use_tqdm), **many)
+        return [RequestOutput.of(output) for output in outputs]
+
+    def beam_search(
+        self, prompts: Sequence[Any], params: BeamSearchParams, lora_request: Any = None, **_: Any
+    ) -> list[BeamSearchOutput]:
+        """Return the likeliest outputs of each prompt, the best first."""
+        given = [prompts] if is_one(prompts) else list(prompts)
+        return search(self._native, given, params, native_lora(lora_request))
+
+    def encode(
+        self,
+        prompts: Any,
+        pooling_params: Any = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        **options: Any,
+    ) -> list[PoolingRequestOutput[Any]]:
+        """Return the tensors of prompts by a task."""
+        del use_tqdm
+        first = pooling_params[0] if isinstance(pooling_params, Sequence) else pooling_params
+        task = pooling_task or getattr(first, "task", None)
+        if task is None:
+            task = self._native.model.supported_tasks[0]
+        options["truncate_prompt_tokens"] = truncate_prompt_tokens
+        options |= {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
+        outputs = self._pool(prompts, pooling_params, str(task), options)
+        return [pooled(output, "") for output in outputs]
+
+    def embed(self, prompts: Any, **options: Any) -> list[PoolingRequestOutput[Any]]:
+        """Return a vector for each prompt; see vLLM."""
+        return self._task("embed", prompts, options)
+
+    def classify(self, prompts: Any, **options: Any) -> list[PoolingRequestOutput[Any]]:
+        """Return the probabilities of classes for each prompt; see vLLM."""
+        return self._task("classify", prompts, options)
+
+    def reward(self, prompts: Any, **options: Any) -> list[PoolingRequestOutput[Any]]:
+        """Return the tensors of a reward model; see vLLM."""
+        options.setdefault("pooling_task", "score")
+        return self.encode(prompts, **options)
+
+    def score(  # noqa: PLR0913 - as vLLM's
+        self,
+        data_1: Any = None,
+        data_2: Any = None,
+        *,
+        text_1: Any = None,
+        text_2: Any = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> list[PoolingRequestOutput[Any]]:
+        """Return how well pairs of texts match; see vLLM."""
+        del use_tqdm
+        if chat_template is not None:
+            raise RequestError(
+                "chat_template: expected none; write the texts as the model expects them"
+            )
+        params = None if pooling_params is None else pooling_params.native("score")
+        many = request_options(pooling_params, lora_request, tokenization_kwargs, **options)
+        first, second = data_1 or text_1, data_2 or text_2
+        outputs = self._native.score(first, second, params, **many)
+        return [pooled(output, "score") for output in outputs]
+
+    def _task(self, task: str, prompts: Any, options: dict[str, Any]) -> list[Any]:
+        pooling_params = options.pop("pooling_params", None)
+        options.pop("use_tqdm", None)
+        outputs = self._pool(prompts, pooling_params, task, options)
+        return [pooled(output, task) for output in outputs]
+
+    def _pool(self, prompts: Any, params: Any, task: str, options: dict[str, Any]) -> list[Any]:
+        given = [prompts] if is_one(prompts) else list(prompts)
+        prompts, options["cache_salt"] = _split(given)
+        many = request_options(params, options.pop("lora_request", None), **options)
+        if isinstance(params, Sequence):
+            native: Any = [one.native(task) for one in params]
+        else:
+            native = (params or PoolingParams(**self._pooling)).native(task)
+        return self._native.encode(prompts, native, **many)
+
+    def _params(self, given: Any) -> Any:
+        if isinstance(given, Sequence):
+            return [self._params(one) for one in given]
+        if isinstance(given, NativeSamplingParams):
+            return given
+        return (given or self._default).native(self.processors)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Release memory."""
+        self._native.sleep(level=level, mode=mode)  # type: ignore[arg-type]
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take memory again."""
+        self._native.wake_up(tags=tags)
+
+    def reset_prefix_cache(self, *_: Any, **__: Any) -> bool:
+        """Clear the prefix cache."""
+        self._native.reset_prefix_cache()
+        return True
+
+    def reset_mm_cache(self) -> None:
+        """Clear the embeddings of images."""
+        self._native.engines.reset_encoder_cache()
+
+    def collective_rpc(
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker by its name.
+
+        Raises:
+            RequestError: it is a function, or has keyword arguments.
+        """
+        if not isinstance(method, str) or kwargs:
+            raise RequestError(
+                f"method: expected the name of a method and arguments by position, got "
+                f"{method!r}; a step part answers calls of a program (docs/step-parts.md)"
+            )
+        return list(self._native.collective_rpc(method, args=list(args), timeout=timeout))
+
+    def apply_model(self, func: Callable[..., Any]) -> list[Any]:
+        """Refuse a function that gets the model.
+
+        Raises:
+            RequestError: always, with what there is instead.
+        """
+        raise RequestError(
+            f"func: expected none, got {func!r}; activation taps and step parts read "
+            f"the model's states (docs/write-an-activation-tap.md, docs/step-parts.md)"
+        )
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Profile the workers; `profiler_config` names the folder."""
+        del profile_prefix
+        self._native.debug.start_profile()
+
+    def stop_profile(self) -> None:
+        """Write the profiles."""
+        self._native.debug.stop_profile()
+
+    def close(self) -> None:
+        """Release model, cache and processes."""
+        self._native.close()
+
+    shutdown = close
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"LLM(model={str(self._native.config.model)!r})"
+
+
+def _split(prompts: Sequence[Any]) -> tuple[list[Any], list[str | None] | None]:
+    pairs = [native_prompt(prompt) for prompt in prompts]
+    salts = [salt for _, salt in pairs]
+    return [prompt for prompt, _ in pairs], salts if any(salts) else None
+
+
+def _of_ids(ids: Any) -> list[Any]:
+    return [ids] if ids and isinstance(ids[0], int) else list(ids)

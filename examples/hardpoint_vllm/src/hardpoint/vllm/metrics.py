@@ -1,0 +1,84 @@
+"""Metrics of an engine as vLLM's `LLM.get_metrics` returns them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass
+class Metric:
+    """A metric with its labels."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """A number that only grows."""
+
+    value: int
+
+
+@dataclass
+class Gauge(Metric):
+    """A number that grows and falls."""
+
+    value: float
+
+
+@dataclass
+class Vector(Metric):
+    """Numbers by position."""
+
+    values: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Histogram(Metric):
+    """Numbers of observations by upper bound."""
+
+    count: int = 0
+    sum: float = 0.0
+    buckets: dict[str, int] = field(default_factory=dict)
+
+
+def read_metrics(text: str) -> list[Metric]:  # noqa: C901 - one branch by type
+    """Return the metrics of a text in Prometheus's format."""
+    kinds: dict[str, str] = {}
+    found: list[Metric] = []
+    histograms: dict[tuple[str, tuple[tuple[str, str], ...]], Histogram] = {}
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            _, _, name, kind = line.split(" ", 3)
+            kinds[name] = kind
+        elif not line.startswith("#") and (sample := _SAMPLE.match(line)):
+            name, labels, number = (
+                sample[1],
+                dict(_LABEL.findall(sample[2] or "")),
+                float(sample[3]),
+            )
+            base, _, suffix = name.rpartition("_")
+            if kinds.get(base) == "histogram":
+                bound = labels.pop("le", "")
+                key = base, tuple(sorted(labels.items()))
+                if key not in histograms:
+                    histograms[key] = Histogram(base, labels)
+                    found.append(histograms[key])
+                if suffix == "bucket":
+                    histograms[key].buckets[bound] = int(number)
+                elif suffix == "count":
+                    histograms[key].count = int(number)
+                elif suffix == "sum":
+                    histograms[key].sum = number
+            elif (
+                kinds.get(name) == "counter" or kinds.get(name.removesuffix("_total")) == "counter"
+            ):
+                found.append(Counter(name.removesuffix("_total"), labels, int(number)))
+            elif suffix != "created":
+                found.append(Gauge(name, labels, number))
+    return found

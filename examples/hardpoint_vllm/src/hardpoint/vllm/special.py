@@ -1,0 +1,277 @@
+"""Arguments of vLLM that become several keys, or whose meaning depends on others."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hardpoint.errors import ConfigError
+
+from .arguments import ARGUMENTS, Translated, size, table, texts
+
+_log = logging.getLogger("hardpoint.vllm")
+
+_EXECUTORS = {"mp": "multiproc", "uni": "uniproc", "ray": "ray"}
+_SPECULATORS = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft_model",
+                "[ngram]": "ngram", "ngram_gpu": "ngram"}  # fmt: skip
+_POOLERS = ("all", "cls", "last", "mean", "step")
+
+
+def translate(arguments: Mapping[str, Any], *, server: bool = False) -> Translated:
+    """Return the configuration that vLLM's arguments mean.
+
+    Args:
+        arguments: by vLLM's names; None is not given.
+        server: whether arguments of `vllm serve` are known, too.
+
+    Raises:
+        ConfigError: an argument changes results and has no counterpart, or is unknown.
+    """
+    to = Translated()
+    given = {name: value for name, value in arguments.items() if value is not None}
+    for name, value in given.items():
+        if name in SPECIAL:
+            SPECIAL[name](value, given, to)
+        elif (argument := ARGUMENTS.get(name)) is None or (argument.server and not server):
+            raise ConfigError(_unknown(name, server=server))
+        else:
+            argument.apply(value, to)
+    ranks = to.values.get("parallel.tensor", 1) * to.values.get("parallel.pipeline", 1)
+    if ranks > 1:
+        to.values.setdefault("executor.use", "multiproc")
+    if to.values.get("parallel.data", 1) > 1:
+        to.values.setdefault("engine.in_process", False)
+    return to
+
+
+def report(translated: Translated) -> None:
+    """Log what has no effect."""
+    for note in translated.notes:
+        _log.warning("%s", note)
+
+
+def _unknown(name: str, *, server: bool) -> str:
+    import difflib  # noqa: PLC0415
+
+    known = [n for n, argument in ARGUMENTS.items() if server or not argument.server]
+    near = difflib.get_close_matches(name[:64], [*known, *SPECIAL], 1, 0.8)
+    hint = f"; did you mean {near[0]}?" if near else "; the configuration is docs/configuration.md"
+    return f"{name[:64]}: there is no such argument of vLLM 0.33{hint}"
+
+
+def _memory(value: Any, given: Mapping[str, Any], to: Translated) -> None:
+    import torch  # noqa: PLC0415
+
+    fraction = float(value)
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"gpu_memory_utilization: expected above 0 to 1, got {fraction}")
+    if given.get("device") == "cpu" or not torch.cuda.is_available():
+        to.notes.append(
+            f"gpu_memory_utilization={fraction} has no effect on a processor; "
+            f"kv_cache_memory_bytes (kv_cache.memory_bytes) is the size of the cache"
+        )
+    else:
+        to.values["kv_cache.memory_fraction"] = fraction
+
+
+def _executor(value: Any, given: Mapping[str, Any], to: Translated) -> None:
+    if value not in _EXECUTORS:
+        raise ConfigError(
+            f"distributed_executor_backend: expected one of {', '.join(_EXECUTORS)}, got "
+            f"{value!r}; use executor.use (docs/write-an-executor.md)"
+        )
+    to.values["executor.use"] = _EXECUTORS[value]
+    if value == "mp" and given.get("tensor_parallel_size", 1) == 1 == given.get(
+        "pipeline_parallel_size", 1
+    ):
+        del to.values["executor.use"]  # one rank runs with the engine
+
+
+def _lora(value: Any, given: Mapping[str, Any], to: Translated) -> None:
+    if value:
+        to.values["adapters.max_loras"] = int(given.get("max_loras") or 1)
+
+
+def _max_loras(value: Any, given: Mapping[str, Any], to: Translated) -> None:
+    if given.get("enable_lora"):
+        to.values["adapters.max_loras"] = int(value)
+
+
+def _lora_modules(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    paths = {}
+    for item in texts(value) if not isinstance(value, Mapping) else [value]:
+        if isinstance(item, str) and not item.startswith("{"):
+            name, separator, path = item.partition("=")
+            if not separator:
+                raise ConfigError(f"lora_modules: expected NAME=PATH, got {item!r}")
+            paths[name] = path
+        else:
+            entry = table(item)
+            paths[str(entry["name"])] = str(entry["path"])
+    to.values["adapters.paths"] = paths
+
+
+def _speculation(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    config = table(value)
+    method = config.pop("method", None) or ("draft_model" if "model" in config else None)
+    if method not in _SPECULATORS:
+        raise ConfigError(
+            f"speculative_config: expected the method ngram, suffix or draft_model, got "
+            f"{method!r}; use speculation.use (docs/speculation.md)"
+        )
+    name = _SPECULATORS[method]
+    to.values["speculation.use"] = [name]
+    if (count := config.pop("num_speculative_tokens", None)) is not None:
+        to.values["speculation.num_draft_tokens"] = int(count)
+    if name == "draft_model":
+        to.values["plugin.draft_model.model"] = config.pop("model")
+    if name == "ngram":
+        if (longest := config.pop("prompt_lookup_max", None)) is not None:
+            to.values["plugin.ngram.longest"] = int(longest)
+        if (shortest := config.pop("prompt_lookup_min", None)) is not None:
+            to.values["plugin.ngram.shortest"] = int(shortest)
+    to.notes += [f"speculative_config.{name}={config[name]!r} has no effect: no output changes"
+                 for name in config]  # fmt: skip
+
+
+def _processors(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    enable: list[Any] = [{"use": "hardpoint_vllm:VLLM", "name": "vllm"}]
+    for item in [value] if isinstance(value, str | type) else value:
+        reference = item if isinstance(item, str) else f"{item.__module__}:{item.__qualname__}"
+        name = reference.rpartition(":")[2].rpartition(".")[2]
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+        enable.append({"use": reference, "name": name})
+        to.values[f"plugin.{name}.every_request"] = True
+        to.processors.append(name)
+    to.values["plugins.enable"] = [*to.values.get("plugins.enable", []), *enable]
+
+
+def _io_processor(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    to.values["plugins.enable"] = [*to.values.get("plugins.enable", []), value]
+
+
+def _structured(value: Any, given: Mapping[str, Any], to: Translated) -> None:
+    config = {"backend": value} if isinstance(value, str) and value[:1] != "{" else table(value)
+    backend = config.pop("backend", "auto")
+    if parser := config.pop("reasoning_parser", None):
+        ARGUMENTS["reasoning_parser"].apply(parser, to)
+    if backend not in ("auto", "guidance"):
+        to.notes.append(
+            f"structured_outputs_config.backend={backend!r} has no effect: answers have the form "
+            f"whatever makes the masks; grammar.use selects another backend"
+        )
+    del given
+
+
+def _kv_events(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    config = table(value)
+    if config.get("enable_kv_cache_events", True) and config.get("publisher", "zmq") != "null":
+        to.values["kv_events.publishers"] = ["zmq"]
+        for name in ("endpoint", "replay_endpoint", "topic", "buffer_steps", "hwm"):
+            if name in config:
+                to.values[f"plugin.zmq.{name}"] = config[name]
+
+
+def _images(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    limits = table(value)
+    count = limits.pop("image", None)
+    if isinstance(count, Mapping):
+        count = count.get("count")
+    if count:
+        to.values["images.max_items"] = int(count)
+    to.notes += [f"limit_mm_per_prompt.{name} has no effect: models take images" for name in limits
+                 if limits[name]]  # fmt: skip
+
+
+def _generation_config(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    to.neutral = value == "vllm"
+    if value not in ("auto", "vllm"):
+        to.notes.append(
+            f"generation_config={value!r} has no effect: that of the model's folder is read"
+        )
+
+
+def _override_generation(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    to.overrides = table(value)
+
+
+def _pooler(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    config = table(value)
+    kind = config.pop("seq_pooling_type", None) or config.pop("pooling_type", None)
+    if kind is not None:
+        if (pooler := str(kind).lower()) not in _POOLERS:
+            raise ConfigError(
+                f"pooler_config.pooling_type: expected one of {', '.join(_POOLERS)}, got {kind!r}; "
+                f"docs/write-a-pooler.md is about others"
+            )
+        to.values["plugins.enable"] = [*to.values.get("plugins.enable", []), pooler]
+        to.pooling["pooler"] = pooler
+    config.pop("task", None)
+    for name in ("dimensions", "normalize", "use_activation", "activation", "softmax"):
+        if name in config:
+            to.pooling[name] = config.pop(name)
+    if config:
+        raise ConfigError(
+            f"pooler_config.{next(iter(config))}: expected none; docs/write-a-pooler.md is about "
+            f"poolers of one's own"
+        )
+
+
+def _native(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    """Add tables of Hardpoint's configuration."""
+
+    def add(table: Mapping[str, Any], path: str) -> None:
+        for name, item in table.items():
+            if isinstance(item, Mapping):
+                add(item, f"{path}{name}.")
+            elif f"{path}{name}" == "plugins.enable":
+                to.values["plugins.enable"] = [*to.values.get("plugins.enable", []), *item]
+            else:
+                to.values[f"{path}{name}"] = item
+
+    add(value, "")
+
+
+def _profiler(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    if folder := table(value).get("torch_profiler_dir"):
+        to.values["engine.profile_dir"] = folder
+
+
+def _api_key(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    to.api_keys = texts(value)
+
+
+def _max_logprobs(value: Any, given: Mapping[str, Any], to: Translated) -> None:
+    if "host" in given or "port" in given:
+        to.values["server.limits.logprobs"] = int(value)
+
+
+def _memory_bytes(value: Any, given: Mapping[str, Any], to: Translated) -> None:  # noqa: ARG001
+    if (count := size(value)) != "auto":
+        to.values["kv_cache.memory_bytes"] = count
+
+
+SPECIAL: Mapping[str, Callable[[Any, Mapping[str, Any], Translated], None]] = {
+    "gpu_memory_utilization": _memory,
+    "kv_cache_memory_bytes": _memory_bytes,
+    "distributed_executor_backend": _executor,
+    "enable_lora": _lora,
+    "max_loras": _max_loras,
+    "lora_modules": _lora_modules,
+    "speculative_config": _speculation,
+    "logits_processors": _processors,
+    "io_processor_plugin": _io_processor,
+    "structured_outputs_config": _structured,
+    "guided_decoding_backend": _structured,
+    "kv_events_config": _kv_events,
+    "limit_mm_per_prompt": _images,
+    "generation_config": _generation_config,
+    "override_generation_config": _override_generation,
+    "pooler_config": _pooler,
+    "hardpoint_config": _native,
+    "profiler_config": _profiler,
+    "api_key": _api_key,
+    "max_logprobs": _max_logprobs,
+}

@@ -1,0 +1,201 @@
+"""A tokenizer with the methods of transformers' that programs for vLLM call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hardpoint.plugins import Tokenizer
+
+
+class TokenizerLike:
+    """An engine's tokenizer with the methods of one of transformers.
+
+    Members that it has not come from `transformers.AutoTokenizer`, if the model is a folder.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, path: str) -> None:
+        """Wrap a tokenizer.
+
+        Args:
+            tokenizer: tokenizer of the engine.
+            path: path of the model's files.
+        """
+        self._tokenizer, self._path = tokenizer, path
+        self._wrapped: Any = None
+
+    def __len__(self) -> int:
+        return self._tokenizer.vocab_size
+
+    def __call__(
+        self, text: str | Sequence[str], *, add_special_tokens: bool = True, **options: Any
+    ) -> Any:
+        """Return the token ids and the attention mask of texts, as transformers does."""
+        if options:
+            return self._transformers()(text, add_special_tokens=add_special_tokens, **options)
+        from transformers import BatchEncoding  # noqa: PLC0415
+
+        texts = [text] if isinstance(text, str) else list(text)
+        ids = [self.encode(one, add_special_tokens=add_special_tokens) for one in texts]
+        masks = [[1] * len(row) for row in ids]
+        if isinstance(text, str):
+            return BatchEncoding({"input_ids": ids[0], "attention_mask": masks[0]})
+        return BatchEncoding({"input_ids": ids, "attention_mask": masks})
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, **options: Any) -> list[int]:
+        """Return the token ids of a text."""
+        if options:
+            full = self._transformers()
+            return list(full.encode(text, add_special_tokens=add_special_tokens, **options))
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Any, *, skip_special_tokens: bool = False, **_: Any) -> str:
+        """Return the text of token ids."""
+        if hasattr(ids, "tolist"):
+            ids = ids.tolist()
+        ids = [ids] if isinstance(ids, int) else list(ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def batch_decode(self, rows: Sequence[Any], **options: Any) -> list[str]:
+        """Return the texts of rows of token ids."""
+        return [self.decode(row, **options) for row in rows]
+
+    def tokenize(self, text: str) -> list[str]:
+        """Return the texts of the tokens of a text."""
+        found: list[str] = self.convert_ids_to_tokens(self.encode(text, add_special_tokens=False))
+        return found
+
+    def convert_ids_to_tokens(self, ids: Any) -> Any:
+        """Return the texts of tokens."""
+        if isinstance(ids, int):
+            return self._tokenizer.decode([ids], skip_special_tokens=False)
+        return [self._tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        return_dict: bool = False,
+        **variables: Any,
+    ) -> Any:
+        """Return the prompt of a conversation, or of each of several, as transformers does."""
+        if conversation and not isinstance(conversation[0], Mapping):
+            return [
+                self.apply_chat_template(
+                    one,
+                    tools,
+                    tokenize=tokenize,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    chat_template=chat_template,
+                    return_dict=return_dict,
+                    **variables,
+                )
+                for one in conversation
+            ]
+        for unused in ("return_tensors", "padding", "truncation", "max_length"):
+            variables.pop(unused, None)
+        text = self._tokenizer.apply_chat_template(
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            template=chat_template,
+            tools=tools,
+            continue_final_message=continue_final_message,
+            variables=variables or None,
+        )
+        if not tokenize:
+            return text
+        ids = self.encode(text, add_special_tokens=False)
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)} if return_dict else ids
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self._tokenizer.vocab_size
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's chat template."""
+        return self._tokenizer.chat_template
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text."""
+        return next(iter(self._tokenizer.eos_token_ids), None)
+
+    @property
+    def eos_token(self) -> str | None:
+        """Its text."""
+        token = self.eos_token_id
+        return None if token is None else self._tokenizer.decode([token], skip_special_tokens=False)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The token that ends a text, since batches have no padding."""
+        return self.eos_token_id
+
+    @property
+    def pad_token(self) -> str | None:
+        """Its text."""
+        return self.eos_token
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Ids of the special tokens."""
+        return sorted(self._tokenizer.special_tokens.values())
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """The special tokens."""
+        return list(self._tokenizer.special_tokens)
+
+    @property
+    def is_fast(self) -> bool:
+        """True."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._transformers(), name)
+
+    def _transformers(self) -> Any:
+        """Return the tokenizer of transformers.
+
+        Raises:
+            AttributeError: the model is no folder with the files of one.
+        """
+        if self._wrapped is None:
+            path = Path(self._path)
+            if not path.is_dir():
+                raise AttributeError(
+                    f"the tokenizer of {self._path!r} has no files for transformers; the engine's "
+                    f"own has encode, decode and apply_chat_template"
+                )
+            from transformers import AutoTokenizer  # noqa: PLC0415
+
+            self._wrapped = AutoTokenizer.from_pretrained(path)
+        return self._wrapped
+
+
+AnyTokenizer = TokenizerLike
+
+
+def get_tokenizer(tokenizer_name: str, *_: Any, **options: Any) -> Any:
+    """Return the tokenizer of a model's folder or id, from transformers."""
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    known = {"revision", "trust_remote_code", "use_fast"}
+    kept = {name: value for name, value in options.items() if name in known}
+    return AutoTokenizer.from_pretrained(tokenizer_name, **kept)
+
+
+def cached_tokenizer_from_config(model_config: Any, **options: Any) -> Any:
+    """Return the tokenizer of a model's configuration, from transformers."""
+    return get_tokenizer(model_config.tokenizer or model_config.model, **options)

@@ -1,0 +1,5 @@
+"""Models of the Hugging Face hub by name, in the cache of huggingface_hub."""
+
+from .files import HubName, fetch_files, hub_name, quantization_of, select_files
+
+__all__ = ["HubName", "fetch_files", "hub_name", "quantization_of", "select_files"]

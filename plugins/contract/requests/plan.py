@@ -189,6 +189,8 @@ class ModelRunnerOutput:
         part_faults: why the worker half of a step part failed, by the part's name.
         is_cache_uncertain: whether one of them failed in the layers of the step, so that keys and
             values that were written may be wrong.
+        waited_for: name of the plugin that needs the tokens of the step on the host before the
+            next one is launched; empty if the steps overlap.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -205,3 +207,4 @@ class ModelRunnerOutput:
     part_faults: dict[str, str] = field(default_factory=dict)
     is_cache_uncertain: bool = False
     observed_logprobs: dict[str, list[float]] = field(default_factory=dict)
+    waited_for: str = ""

@@ -53,7 +53,8 @@ class DeviceStream:
     def copy_to_host(self, source: torch.Tensor, seconds: float = 0.0) -> HostCopy:
         """Copy a tensor when the work launched so far is done; returns at once."""
         target = torch.empty_like(source)
-        self.launch(lambda: target.copy_(source), seconds)
+        # As the engine's step: its tensors can be written in inference mode only.
+        self.launch(torch.inference_mode()(lambda: target.copy_(source)), seconds)
         return HostCopy(target, self.record_event())
 
     def synchronize(self) -> None:

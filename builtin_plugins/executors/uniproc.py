@@ -70,18 +70,17 @@ class UniprocExecutor(Executor):
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
         """Run the model."""
-        return self._begin(lambda: self._worker.execute_model(plan))
+        if self._thread is not None:
+            return self._thread.submit(lambda: self._worker.execute_model(plan), overlaps=True)
+        return _done(lambda: self._worker.execute_model(plan))
 
     def sample_tokens(
         self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
     ) -> Future[ModelRunnerOutput]:
         """Sample from the model's last logits."""
-        return self._begin(lambda: self._sample(plan, bitmask))
-
-    def _sample(self, plan: SchedulerOutput, bitmask: GrammarBitmask | None) -> ModelRunnerOutput:
-        output = self._worker.sample_tokens(plan, bitmask)
-        assert output is not None, "the only rank samples"
-        return output
+        if self._thread is not None:
+            return self._thread.submit_late(lambda: self._worker.begin_sampling(plan, bitmask))
+        return _done(lambda: _sampled(self._worker.sample_tokens(plan, bitmask)))
 
     def collective_rpc(
         self,
@@ -100,11 +99,13 @@ class UniprocExecutor(Executor):
         else:
             thread.close(self._worker.close)
 
-    def _begin(self, call: Callable[[], T]) -> Future[T]:
-        return _done(call) if self._thread is None else self._thread.submit(call)
-
     def _call(self, call: Callable[[], T]) -> T:
         return call() if self._thread is None else self._thread.submit(call).result()
+
+
+def _sampled(output: ModelRunnerOutput | None) -> ModelRunnerOutput:
+    assert output is not None, "the only rank samples"
+    return output
 
 
 def _done(call: Callable[[], T]) -> Future[T]:

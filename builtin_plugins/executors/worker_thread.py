@@ -11,16 +11,28 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from hardpoint.errors import EngineDeadError
+from hardpoint.plugins.process.executor import LateOutput
+
+if TYPE_CHECKING:
+    from hardpoint.plugins import ModelRunnerOutput
 
 T = TypeVar("T")
-_Call = tuple[Future[Any], Callable[[], Any]]
 
 _log = logging.getLogger("hardpoint")
 
+_POLL_S = 0.0002  # between looks at tokens on their way to the host, while no call comes
 _GRACE_S = 5.0  # left to a call that is under way when the thread is to end
+
+
+class _Call(NamedTuple):
+    """A call; one that overlaps may run before the late output of the call before is complete."""
+
+    future: Future[Any]
+    run: Callable[[], Any]
+    overlaps: bool
 
 
 class WorkerThread:
@@ -41,17 +53,24 @@ class WorkerThread:
         self.hand_out = self._calls.hand_out
         self._end = weakref.finalize(self, _end, self._calls, self._thread)
 
-    def submit(self, call: Callable[[], T]) -> Future[T]:
+    def submit(self, call: Callable[[], T], *, overlaps: bool = False) -> Future[T]:
         """Run a call after those before; return the future of its result or error.
 
+        A call that does not overlap waits for the late output of the call before.
         The error is an EngineDeadError if the thread ends before.
         """
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # what a worker is to run cannot be withdrawn
-        self._calls.put(future, call)
+        self._calls.put(_Call(future, call, overlaps))
         if not self._runs:
             self._calls.fail()
         return future
+
+    def submit_late(
+        self, call: Callable[[], ModelRunnerOutput | LateOutput | None]
+    ) -> Future[ModelRunnerOutput]:
+        """Run a call that may return a late output, as `submit`."""
+        return self.submit(cast("Callable[[], ModelRunnerOutput]", call))
 
     def close(self, last: Callable[[], object]) -> None:
         """Run a last call, after those under way, and end the thread.
@@ -87,11 +106,12 @@ class _Calls:
         self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._futures: deque[Future[Any]] = deque()  # of calls without a known result
         self._results: deque[Callable[[], None]] = deque()  # which set the first of these
+        self._late: tuple[Future[Any], LateOutput] | None = None  # of the call that ran last
         self.have_ended = False
 
-    def put(self, future: Future[T], call: Callable[[], T]) -> None:
-        self._futures.append(future)
-        self._queue.put((future, call))
+    def put(self, call: _Call) -> None:
+        self._futures.append(call.future)
+        self._queue.put(call)
 
     def end(self) -> None:
         """Let the thread end after the calls so far."""
@@ -100,17 +120,51 @@ class _Calls:
     def run(self) -> None:
         """Run calls until there are no more, or the thread is ended by an exception."""
         try:
-            while (call := self._queue.get()) is not None:
-                result = _result(*call)
+            while (call := self._next()) is not None:
+                if not call.overlaps:
+                    self._finish_late()
+                result = self._result(call)
+                self._finish_late()
                 self.hand_out()  # of the call before, unless this one did
-                self._results.append(result)
+                if isinstance(result, LateOutput):
+                    self._late = call.future, result
+                else:
+                    self._results.append(result)
                 del call, result  # nor is a plan kept until the next call
                 if self._queue.empty():
                     self.hand_out()
         finally:
+            self._finish_late()
             self.hand_out()
             self.have_ended = True  # before, since a call may come now
             self.fail()
+
+    def _next(self) -> _Call | None:
+        """Return the next call; complete the late output first if its tokens are there."""
+        while self._late is not None:
+            if self._late[1].is_ready():
+                self._finish_late()
+                if self._queue.empty():
+                    self.hand_out()
+                break
+            with contextlib.suppress(queue.Empty):
+                return self._queue.get(timeout=_POLL_S)
+        return self._queue.get()
+
+    def _finish_late(self) -> None:
+        if self._late is not None:
+            (future, output), self._late = self._late, None
+            self._results.append(_outcome(future, output.result))
+
+    @staticmethod
+    def _result(call: _Call) -> LateOutput | Callable[[], None]:
+        try:
+            value = call.run()
+        except BaseException as error:
+            return functools.partial(call.future.set_exception, error)
+        if isinstance(value, LateOutput):
+            return value
+        return functools.partial(call.future.set_result, value)
 
     def hand_out(self) -> None:
         while self._results:
@@ -124,7 +178,7 @@ class _Calls:
                 future.set_exception(EngineDeadError("the thread of the worker has ended"))
 
 
-def _result(future: Future[T], call: Callable[[], T]) -> Callable[[], None]:
+def _outcome(future: Future[T], call: Callable[[], T]) -> Callable[[], None]:
     try:
         return functools.partial(future.set_result, call())
     except BaseException as error:

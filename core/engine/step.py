@@ -296,6 +296,8 @@ class StepRunner:
         if aborted := late_aborts():
             self.abort_later(aborted)
         self._check.check_type(plan, result)
+        if result.waited_for:
+            self._parts.num_waits[result.waited_for] += 1
         if self._sampled is not None and result.sampled_token_ids:
             self._sampled.append(SampledTokens(plan.step, dict(result.sampled_token_ids)))
         if result.is_cache_uncertain:

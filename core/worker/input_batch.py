@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -14,68 +13,13 @@ from hardpoint.plugins import AttentionStep, BatchUpdate, LogitsRequest, Move, S
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.kv_cache import BlockIds
 from hardpoint.plugins.requests.plan import CachedRequests, SampledTokens
-from hardpoint.plugins.sampling.rows import Added, Moved
+from hardpoint.plugins.sampling.rows import Added
+from hardpoint.toolkit.batches.packed_step import IntArray, PackedStep
+from hardpoint.toolkit.batches.spans import Spans
+from hardpoint.toolkit.batches.update_builder import BatchUpdateBuilder
 from hardpoint.typed import ReadOnlyDict
 
-from .step_input import IntArray, PackedStep, Spans, StepInput
-
-
-class BatchUpdateBuilder:
-    """Collects removals, then additions and moves, into one update.
-
-    Removals come first: once the removed rows have been read, another removal in the same step is
-    an error, because the free rows may have been assigned already.
-    """
-
-    def __init__(self) -> None:
-        self._removed: list[int] = []  # a heap
-        self._added: list[Added] = []
-        self._moved: list[Moved] = []
-        self._locked = False
-
-    def remove(self, row: int) -> None:
-        """Register the removal of a row.
-
-        Raises:
-            RuntimeError: free rows were read already in this step.
-        """
-        if self._locked:
-            raise RuntimeError(
-                f"row {row} cannot be removed: the free rows of this step were read already"
-            )
-        heapq.heappush(self._removed, row)
-
-    def peek_removed(self) -> int | None:
-        """Return the lowest free row, or None."""
-        if not self._removed:
-            return None
-        self._locked = True
-        return self._removed[0]
-
-    def pop_removed(self) -> int | None:
-        """Remove and return the lowest free row, or None."""
-        if not self._removed:
-            return None
-        self._locked = True
-        return heapq.heappop(self._removed)
-
-    def add(self, added: Added) -> None:
-        """Register a request that was added."""
-        self._added.append(added)
-
-    def move(self, source: int, destination: int, direction: Move) -> None:
-        """Register a move."""
-        self._moved.append(Moved(source, destination, direction))
-
-    def get_and_reset(self, batch_size: int) -> BatchUpdate | None:
-        """Return the update, None if nothing changed, and start the next step."""
-        update = None
-        if self._removed or self._added or self._moved:
-            removed = tuple(sorted(self._removed, reverse=True))
-            update = BatchUpdate(batch_size, removed, tuple(self._added), tuple(self._moved))
-        self._removed, self._added, self._moved, self._locked = [], [], [], False
-        return update
-
+from .step_input import StepInput
 
 Drafts = Mapping[str, Sequence[int]]
 """Draft tokens by request id, as in a plan."""
@@ -127,6 +71,8 @@ class InputBatch:
         self._has_types = False  # whether a request has had some
         self._added_in: dict[str, int] = {}
         self._last_sampled = 0  # step of another rank whose tokens came last
+        self._late_ids: torch.Tensor | None = None  # tokens of the last step, on the device
+        self._late_at = np.full(max_num_seqs, -1, dtype=np.int64)  # index of a row's late token
         self._drafted: set[str] = set()  # requests with drafts in their last step
         self.spans = Spans()
         self._requests: list[LogitsRequest] = []
@@ -174,7 +120,7 @@ class InputBatch:
         has_types = types < len(request.prompt_token_ids)
         self._second_types[row] = types if has_types else self.max_model_len
         self._has_types |= has_types
-        self._num_blocks[row] = 0
+        self._num_blocks[row], self._late_at[row] = 0, -1
         self._blocks[:, row] = 0
         self.extend_blocks(request.request_id, block_ids)
         self._updates.add(self._added(row))
@@ -245,6 +191,32 @@ class InputBatch:
         self._num_tokens[row] += 1
         list.append(self._outputs[row], token)  # processors cannot: theirs is a ReadOnlyList
 
+    def append_late(self, requests: Sequence[LogitsRequest], ids: torch.Tensor) -> None:
+        """Append a token on the device to each request; `settle_late` brings it to the host.
+
+        Args:
+            ids: int64 [requests].
+        """
+        rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
+        self._token_ids[rows, self._num_tokens[rows]] = -1  # no model takes it for a token
+        self._num_tokens[rows] += 1
+        self._late_ids, self._late_at[rows] = ids, np.arange(len(rows))
+
+    def settle_late(self, tokens: Mapping[LogitsRequest, int | None]) -> None:
+        """Write the tokens that `append_late` appended; None takes one back."""
+        self._late_ids, self._late_at[:] = None, -1
+        for request, token in tokens.items():
+            if self.has(request):
+                row = request.row
+                self._num_tokens[row] -= token is None
+                self._token_ids[row, self._num_tokens[row] - (token is not None)] = token or 0
+            if token is not None:
+                list.append(request.output_token_ids, token)  # type: ignore[arg-type]
+
+    def has(self, request: LogitsRequest) -> bool:
+        """Return whether this request, and not another one of its id, is in the batch."""
+        return request.row < len(self._requests) and self._requests[request.row] is request
+
     def append_sampled(self, sampled: SampledTokens) -> None:
         """Append what another rank has sampled; steps come in their order, and some twice.
 
@@ -301,21 +273,20 @@ class InputBatch:
             row_of = rows[seq_of]
         token_ids = self._token_ids[row_of, positions].astype(np.int64)
         seq_lens = starts + counts
-        columns, offsets = positions // self.block_size, positions % self.block_size
         width = -(-int(seq_lens.max()) // self.block_size)
-        # Backends read rows of elements side by side; numpy may give the groups side by side.
-        blocks = self._tables[..., row_of, columns].astype(np.int64, order="C")
-        slots = blocks * self.block_size + offsets
+        slots = self._slots_of(row_of, positions)
         tables = self._tables[..., rows, :width].astype(np.int64, order="C")
         self._num_computed[rows] = seq_lens
         requests = [self._requests[row] for row in rows]
         sees = self.spans.last_seen(requests, starts, query_starts, positions)
         packed: PackedStep | None = None
         if self._packs or device.type != "cpu":
-            grouped = slots.reshape(-1, len(positions)), tables.reshape(-1, len(rows), width)
+            by_group = slots.reshape(-1, len(positions)), tables.reshape(-1, len(rows), width)
             packed = PackedStep(
-                token_ids, positions, grouped[0], seq_lens, query_starts, grouped[1], device
+                token_ids, positions, by_group[0], seq_lens, query_starts, by_group[1], device
             )
+        ids = torch.from_numpy(token_ids) if packed is None else packed.token_ids
+        self._insert_late(ids, row_of, positions)
         attention = [
             AttentionStep(
                 query_starts=query_starts,
@@ -332,7 +303,7 @@ class InputBatch:
         ]
         return StepInput(
             requests=requests,
-            token_ids=torch.from_numpy(token_ids) if packed is None else packed.token_ids,
+            token_ids=ids,
             positions=torch.from_numpy(positions) if packed is None else packed.positions,
             attention=attention,
             query_starts=query_starts,
@@ -341,6 +312,27 @@ class InputBatch:
             packed=packed,
             token_types=self._token_types(row_of, positions, device) if self._has_types else None,
         )
+
+    def _slots_of(self, row_of: IntArray, positions: IntArray) -> IntArray:
+        columns, offsets = positions // self.block_size, positions % self.block_size
+        # Backends read rows of elements side by side; numpy may give the groups side by side.
+        blocks: IntArray = self._tables[..., row_of, columns].astype(np.int64, order="C")
+        return blocks * self.block_size + offsets
+
+    def _insert_late(self, token_ids: torch.Tensor, row_of: IntArray, positions: IntArray) -> None:
+        """Write the tokens that are only on the device into the input of a step."""
+        if self._late_ids is None:
+            return
+        index = self._late_at[row_of]
+        places = ((index >= 0) & (positions == self._num_tokens[row_of] - 1)).nonzero()[0]
+        if count := len(places):
+            late, index = self._late_ids, index[places]
+            if count < len(late) or (index != np.arange(count)).any():
+                late = late.index_select(0, to_device(index, late.device))
+            if places[-1] == count - 1:
+                token_ids[:count].copy_(late)
+            else:
+                token_ids.index_copy_(0, to_device(places, late.device), late)
 
     def _token_types(
         self, row_of: IntArray, positions: IntArray, device: torch.device
@@ -356,6 +348,7 @@ class InputBatch:
         self._num_tokens[target] = tokens
         self._num_computed[target] = self._num_computed[source]
         self._num_blocks[target] = self._num_blocks[source]
+        self._late_at[target], self._late_at[source] = self._late_at[source], -1
         self._second_types[target] = self._second_types[source]
         request = self._requests[source]
         self._requests[target], self._requests[source] = request, _FREE_ROW

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hardpoint.core.worker.sampling.draft_rows import DraftRows, planned_drafts
@@ -18,7 +19,6 @@ from hardpoint.host.boundary.checked_attention import CheckedAttention
 from hardpoint.host.boundary.checked_model import CheckedModel
 from hardpoint.host.boundary.logits.processor_runner import Ends
 from hardpoint.host.boundary.parts.worker_parts import WorkerParts
-from hardpoint.host.system.transfers import select_rows
 from hardpoint.plugins import (
     ForwardBatch,
     GrammarBitmask,
@@ -30,11 +30,13 @@ from hardpoint.plugins import (
     SchedulerOutput,
 )
 from hardpoint.plugins.device import to_device
+from hardpoint.plugins.process.executor import LateOutput
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep
 from hardpoint.typed import ReadOnlyDict, ReadOnlyList, read_only
 
 from .input_batch import InputBatch
+from .late_tokens import LateTokens
 from .ranks import Ranks
 from .step_input import StepInput
 
@@ -79,6 +81,8 @@ class ModelRunner:
         self._around_model: Forward | None = None
         self._kept_logits = torch.empty(0)
         self._pending: _Pending | None = None
+        self._late: tuple[LateTokens, LateOutput] | None = None
+        self._failed: set[LogitsRequest] = set()  # at the last tokens
         self._broken: Ends = {}  # could not start; not reported yet
         self._pooled: set[str] = set()  # requests that get no token
 
@@ -220,11 +224,14 @@ class ModelRunner:
         return routed if ranks.parallel.is_first else ranks.receive_hidden(routed)
 
     @torch.inference_mode()
-    def sample(self, bitmask: GrammarBitmask | None = None) -> ModelRunnerOutput | None:
+    def sample(
+        self, bitmask: GrammarBitmask | None = None, *, overlaps: bool = False
+    ) -> ModelRunnerOutput | LateOutput | None:
         """Sample from the hidden states that `execute` computed.
 
         Args:
             bitmask: tokens that grammars allow.
+            overlaps: whether the next step may be launched before the tokens are on the host.
 
         Returns:
             The result; in a rank that does not sample, None or the reports of its step parts.
@@ -246,22 +253,31 @@ class ModelRunner:
         if routed is not None:
             output.routed_experts = step.experts_by_request(routed)
         samples = step.samples
-        if skipped := output.faults.keys() | self._pooled:
-            samples = samples & [request.request_id not in skipped for request in step.requests]
+        if (skipped := output.faults.keys() | self._pooled) or self._failed:
+            left_out = [r.request_id in skipped or r in self._failed for r in step.requests]
+            samples = samples & ~np.array(left_out)
+            self._failed = set()
         if len(indices := samples.nonzero()[0]):
             last = step.query_starts[1:][indices] - 1
             requests = [step.requests[index] for index in indices.tolist()]
             if plan.draft_token_ids:
                 self._verify(hidden, last.tolist(), requests, plan, output, bitmask)
             else:
-                self._choose(hidden, to_device(last, self._device), requests, output, bitmask)
+                index = to_device(last, self._device)
+                late = self._choose(hidden, index, requests, output, bitmask, overlaps=overlaps)
+                if late is not None:
+                    return late
         if self._divides_logits:
-            self._ranks.ask_for_logits(torch.empty(0, dtype=torch.int64, device=self._device))
-            if self._ranks.shares_tokens:
-                sampled = output.sampled_token_ids
-                tokens = [sampled.get(request.request_id, ()) for request in step.requests]
-                self._ranks.share_tokens(tokens, self._device)
+            self._end_division(step, output)
         return self._with_reports(output)
+
+    def _end_division(self, step: StepInput, output: ModelRunnerOutput) -> None:
+        """Let the ranks that compute parts of the logits go on."""
+        self._ranks.ask_for_logits(torch.empty(0, dtype=torch.int64, device=self._device))
+        if self._ranks.shares_tokens:
+            sampled = output.sampled_token_ids
+            tokens = [sampled.get(request.request_id, ()) for request in step.requests]
+            self._ranks.share_tokens(tokens, self._device)
 
     def _help_to_sample(self, hidden: torch.Tensor, requests: Sequence[LogitsRequest]) -> None:
         if not self._is_last:
@@ -290,44 +306,61 @@ class ModelRunner:
         requests: list[LogitsRequest],
         output: ModelRunnerOutput,
         bitmask: GrammarBitmask | None,
-    ) -> None:
-        """Sample a token per request, and append it to the batch and the processors' states.
+        *,
+        overlaps: bool,
+    ) -> LateOutput | None:
+        """Sample a token per request on the device; return the output if its tokens come later.
+
+        A processor that follows the batch gets the update of the next step after these tokens.
 
         Args:
             hidden: hidden states of all tokens of the step.
             last: int64 [requests]; the row of each request's last token.
         """
         assert self._sampling is not None
-        sampled = self._sampling.run(
+        if overlaps := overlaps and not self._are_many:
+            follower = self._sampling.pipeline.followed_by(requests)
+            output.waited_for = self.parts.reads_tokens or follower or ""
+            overlaps = not output.waited_for
+        if overlaps and self._around_model is not None:  # the next step overwrites hidden states
+            hidden, last = hidden[last], torch.arange(len(last), device=self._device)
+        ids, copy, finish = self._sampling.launch(
             self._with_parts(self._logits(hidden, last), requests),
             requests,
             lambda: self._new_logits(hidden, last, requests),
             None if bitmask is None else GrammarMask(bitmask, requests, self.ops),
         )
-        output.faults |= sampled.faults
-        batch = self._batch
-        rows = [i for i, request in enumerate(requests) if request.request_id not in output.faults]
-        tokens = [sampled.tokens[row] for row in rows]
-        for row, token in zip(rows, tokens, strict=True):
-            request_id = requests[row].request_id
-            batch.append(request_id, token)
-            output.sampled_token_ids[request_id] = [token]
-            if row in sampled.logprobs:
-                output.logprobs[request_id] = [sampled.logprobs[row]]
-        pipeline = self._sampling.pipeline
-        advancing = [requests[row] for row in rows]
-        ids = sampled.device_ids
-        output.end(
-            pipeline.advance(
-                advancing, tokens, ids if len(rows) == len(requests) else select_rows(ids, rows)
-            )
-        )
-        if sampled.observed:
-            seen = [row for row in rows if row in sampled.observed]
-            users, observed = [requests[row] for row in seen], [sampled.observed[r] for r in seen]
-            for request, distribution in zip(users, observed, strict=True):
-                output.observed_logprobs[request.request_id] = [distribution.logprob]
-            output.end(pipeline.observe(users, [sampled.tokens[row] for row in seen], observed))
+        self._batch.append_late(requests, ids)
+        late = LateTokens(requests, output, ids, finish)
+        if not overlaps:
+            self._finish(late)
+            return None
+        self._with_reports(output)
+        self._late = late, LateOutput(copy.is_complete, functools.partial(self._finish, late))
+        return self._late[1]
+
+    @torch.inference_mode()
+    def _finish(self, late: LateTokens) -> ModelRunnerOutput:
+        """Wait for the tokens of a step; if others replace them, run the next step again."""
+        assert self._sampling is not None
+        self._late = None
+        tokens, are_replaced = late.take(self._batch, self._sampling.pipeline)
+        self._failed = {request for request, token in tokens.items() if token is None}
+        if are_replaced and self._pending is not None:
+            self._run_again(tokens)
+        return late.output
+
+    def _run_again(self, tokens: Mapping[LogitsRequest, int | None]) -> None:
+        """Run the pending step again: some tokens that it has read were replaced."""
+        assert self._pending is not None
+        plan, step, hidden, routed = self._pending
+        for index, request in enumerate(step.requests):
+            if step.samples[index] and (token := tokens.get(request)) is not None:
+                step.token_ids[int(step.query_starts[index + 1]) - 1] = token
+        hidden = self._forward(step, None, routed)
+        if self.parts:
+            hidden = self.parts.hidden(hidden, step.requests, step.query_starts)
+        self._pending = plan, step, hidden, routed
 
     def _verify(
         self,
@@ -365,6 +398,11 @@ class ModelRunner:
         return self.parts.logits(logits, requests) if self.parts else logits
 
     def _apply(self, plan: SchedulerOutput, batch: InputBatch) -> None:
+        if self._late is not None:
+            late, result = self._late
+            late.ended = plan.finished_request_ids
+            if not plan.total_num_scheduled_tokens:  # nothing runs while the tokens come
+                result.result()
         batch.remove(plan.finished_request_ids | plan.preempted_request_ids)
         self._pooled -= plan.finished_request_ids
         batch.drop_rejected(plan.cached_requests)

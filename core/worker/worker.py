@@ -47,6 +47,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.model.logits_ops import warm_up
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
+from hardpoint.plugins.process.executor import LateOutput
 from hardpoint.plugins.requests.stats import PluginMeter
 from hardpoint.plugins.worker_half import KVBlocks
 from hardpoint.toolkit.kv_blocks.identity import block_identity
@@ -305,14 +306,26 @@ class LocalWorker:
 
     def sample_tokens(
         self,
-        plan: SchedulerOutput,  # noqa: ARG002
+        plan: SchedulerOutput,
         bitmask: GrammarBitmask | None = None,
     ) -> ModelRunnerOutput | None:
         """Sample the tokens of a step whose model has run, of those that the bitmask allows."""
+        output = self.begin_sampling(plan, bitmask, overlaps=False)
+        assert not isinstance(output, LateOutput)
+        return output
+
+    def begin_sampling(
+        self,
+        plan: SchedulerOutput,  # noqa: ARG002
+        bitmask: GrammarBitmask | None = None,
+        *,
+        overlaps: bool = True,
+    ) -> ModelRunnerOutput | LateOutput | None:
+        """Sample as `sample_tokens`, without a wait for the device if nothing needs the tokens."""
         self._use_device()
         self._settings.begin()
         try:
-            return self.runner.sample(bitmask)
+            return self.runner.sample(bitmask, overlaps=overlaps)
         except BaseException as error:
             self._step_failed(error)
         finally:

@@ -1,4 +1,4 @@
-"""Values of the host on a device, without making the host wait for the device."""
+"""Transfers between host and device without a wait of the host for the device."""
 
 from .process.device import to_device
 

@@ -137,6 +137,7 @@ class ScriptedModel(Model):
         self._seed = int(hf.get("seed", 0))
         self._likely = torch.tensor(hf.get("likely", []), dtype=torch.int64)
         self._vocab_size = context.config.vocab_size
+        self._launch_forward = getattr(context.ops, "launch_forward", lambda: None)
         self._next: dict[int, int] = {}
         for prompt, reply in hf.get("replies", []):
             for length, token in enumerate([*reply, EOS]):
@@ -157,6 +158,7 @@ class ScriptedModel(Model):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return float32 [tokens, 2]: the high and the low 16 bits of each history's hash."""
+        self._launch_forward()
         # Whole numbers below 2**24 are exact in float32.
         hooks, ids = self.context.hooks, self._embedded(batch.token_ids)
         ids = ids.to(self.context.dtype).view(-1, 1).expand(-1, 2)

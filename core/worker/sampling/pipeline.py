@@ -238,6 +238,14 @@ class LogitsPipeline:
                         faults[request.request_id] = runner.end("observe", cause)
         return faults
 
+    def followed_by(self, requests: Sequence[LogitsRequest]) -> str | None:
+        """Return a processor of some requests that follows the batch; None if there is none."""
+        for runner in self._batch_followers:
+            follows = isinstance(runner.processor, FollowsBatch)
+            if follows and any(runner.is_used_by(request) for request in requests):
+                return runner.name
+        return None
+
     def check_drafts(self) -> None:
         """Raise if a processor is on that does not support draft tokens.
 

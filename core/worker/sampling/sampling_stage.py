@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from hardpoint.errors import PluginFaultError
 from hardpoint.host.boundary.activity import Activity, PluginCalls
 from hardpoint.host.boundary.logits.fault_isolation import FaultIsolation, Recompute
 from hardpoint.host.boundary.logits.processor_runner import Faults, ProcessorError
-from hardpoint.host.system.transfers import fetch, select_rows
+from hardpoint.host.system.transfers import select_rows
 from hardpoint.plugins import (
     LogitsRequest,
     Ops,
@@ -28,6 +29,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component.behaviour import UnusableError
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.exponential_race import mixed_seed
+from hardpoint.plugins.process.device import HostCopy
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.plugins.sampling import Distribution
 from hardpoint.plugins.sampling.sampler import TOKENS
@@ -58,6 +60,26 @@ class Sampled:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     observed: dict[int, Distribution] = field(default_factory=dict)
     faults: Faults = field(default_factory=dict)
+
+
+@dataclass
+class _Choice:
+    """The result of one pass on the device.
+
+    Attributes:
+        copy: the tokens, their logits and what log-probabilities need, on their way to the host.
+        observing: rows whose tokens a processor observes.
+        num_observed: number of copied tensors with their distributions.
+    """
+
+    device_ids: torch.Tensor
+    copy: HostCopy
+    observing: Sequence[int]
+    num_observed: int
+
+
+Launched = tuple[torch.Tensor, HostCopy, Callable[[], Sampled]]
+"""Tokens on the device, their copy to the host, and the function that waits for the result."""
 
 
 class _StepRows:
@@ -145,13 +167,16 @@ class SamplingStage:
         *,
         processed_logprobs: bool = False,
         calls: PluginCalls | None = None,
+        copy_to_host: Callable[[Sequence[torch.Tensor]], HostCopy] = HostCopy,
     ) -> None:
         """Join processors and sampler.
 
         Args:
+            copy_to_host: see `Ops`.
             device: device of the logits.
             processed_logprobs: whether log-probabilities are those of the processed logits.
         """
+        self._copy_to_host = copy_to_host
         self._sample = sampler.sample
         if calls is not None:
             self._sample = calls.bound("sample", sampler.sample)
@@ -172,7 +197,17 @@ class SamplingStage:
         recompute: Recompute,
         mask: GrammarMask | None = None,
     ) -> Sampled:
-        """Choose a token per row.
+        """Choose a token per row, and wait for it; as `launch`."""
+        return self.launch(logits, requests, recompute, mask)[2]()
+
+    def launch(
+        self,
+        logits: torch.Tensor,
+        requests: list[LogitsRequest],
+        recompute: Recompute,
+        mask: GrammarMask | None = None,
+    ) -> Launched:
+        """Choose a token per row on the device.
 
         Args:
             logits: float32 [rows, vocab]; edited in place.
@@ -189,33 +224,46 @@ class SamplingStage:
             part = self._rows.of_logprobs(logits)
             self._raw = part.clone() if part is logits else part
         try:
-            return self._run(logits, requests, recompute, mask)
-        finally:
+            return self._launch(logits, requests, recompute, mask)
+        except BaseException:
             self._raw = None
+            raise
 
-    def _run(
+    def _launch(
         self,
         logits: torch.Tensor,
         requests: list[LogitsRequest],
         recompute: Recompute,
         mask: GrammarMask | None,
-    ) -> Sampled:
+    ) -> Launched:
         isolation: FaultIsolation | None = None
         if mask is not None or self.pipeline.observer is not None:
             self.pipeline.masked(logits, requests, mask)
         try:
             # The normal pass.
-            result = self._choose(self.pipeline.apply(logits, requests), requests)
+            choice = self._choose(self.pipeline.apply(logits, requests), requests)
         except ProcessorError as error:
             isolation = self._isolation(requests, recompute, mask)
             isolation.isolate(error.runner, error.cause)
-            processed = isolation.run(isolation.recompute())
-            result = self._choose(processed, requests, isolation.faults)
+            choice = self._choose(isolation.run(isolation.recompute()), requests)
+        finish = functools.partial(self._finish, choice, requests, recompute, mask, isolation)
+        return choice.device_ids, choice.copy, finish
+
+    def _finish(
+        self,
+        choice: _Choice,
+        requests: list[LogitsRequest],
+        recompute: Recompute,
+        mask: GrammarMask | None,
+        isolation: FaultIsolation | None,
+    ) -> Sampled:
+        result = self._read(choice, requests, isolation.faults if isolation else ())
         if result.bad_rows:
             isolation = isolation or self._isolation(requests, recompute, mask)
             result = self._check_pass(result, requests, isolation)
         if isolation is not None:
             result.faults = isolation.faults
+        self._raw = None
         for row in () if mask is None else mask.forbidden(result.tokens):
             fault = self._forced(requests[row], result.tokens[row])
             result.faults.setdefault(requests[row].request_id, fault)
@@ -265,42 +313,45 @@ class SamplingStage:
                 isolation.isolate_users(request)
             is_checked = True
             processed = isolation.run(logits, check_batch_level=True)
-            choice = self._choose(processed, requests, isolation.faults)
+            choice = self._read(self._choose(processed, requests), requests, isolation.faults)
         return choice
 
-    def _choose(
-        self,
-        logits: torch.Tensor,
-        requests: Sequence[LogitsRequest],
-        faults: Collection[str] = (),
-    ) -> Sampled:
-        """Let the sampler choose from processed logits, and check its result.
+    def _choose(self, logits: torch.Tensor, requests: Sequence[LogitsRequest]) -> _Choice:
+        """Let the sampler choose from processed logits, and begin the copy of its result.
 
         All that the host gets of a step travels together, so that it waits once for the device.
         """
         chosen, picked = self._sampled(logits)
         rows, observing = self._rows, self.pipeline.observing_rows(requests)
         wanted = [chosen, picked]
+        seen: Sequence[torch.Tensor] = ()
         if observing:
             rows_logits, ids = select_rows(logits, observing), select_rows(chosen, observing)
             in_full = self.pipeline.wants_distribution
-            wanted += (seen := states.distribution_tensors(rows_logits, ids, in_full=in_full))
+            seen = states.distribution_tensors(rows_logits, ids, in_full=in_full)
+            wanted += seen
         if rows.with_logprobs:
             source = rows.of_logprobs(logits) if self._raw is None else self._raw
             chosen_ids, counts = rows.of_logprobs(chosen), rows.logprob_counts
             wanted += logprob_tensors(source, chosen_ids, counts, rows.given)
-        is_local = self.device.type == "cpu"
-        tokens, logit_of, *more = [t.tolist() for t in wanted] if is_local else fetch(wanted)
+        return _Choice(chosen, self._copy_to_host(wanted), observing, len(seen))
+
+    def _read(
+        self, launched: _Choice, requests: Sequence[LogitsRequest], faults: Collection[str]
+    ) -> Sampled:
+        """Wait for a pass; return its result, checked."""
+        rows, observing = self._rows, launched.observing
+        tokens, logit_of, *more = launched.copy.read()
         bad_rows = [
             row
             for row, (logit,) in enumerate(logit_of)
             if not math.isfinite(logit) and requests[row].request_id not in faults
         ]
-        choice = Sampled(tokens, chosen, bad_rows)
+        choice = Sampled(tokens, launched.device_ids, bad_rows)
         if observing:
-            values = states.distributions(more[: len(seen)])
+            values = states.distributions(more[: launched.num_observed])
             choice.observed.update(zip(observing, values, strict=True))
-            del more[: len(seen)]
+            del more[: launched.num_observed]
         if rows.with_logprobs:
             chosen_there = [tokens[row] for row in rows.with_logprobs]
             entries = token_logprobs(more, chosen_there, rows.logprob_counts, rows.given)
@@ -363,4 +414,5 @@ def open_stage(
         spec.device,
         processed_logprobs=spec.config.sampler.logprobs == "processed",
         calls=PluginCalls(activity, "samplers", entry.source),
+        copy_to_host=ops.copy_to_host,
     )

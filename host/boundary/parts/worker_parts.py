@@ -42,16 +42,8 @@ _CALLERS = {
     "added": ", as the built-in decoders do",
 }
 
-_IN_STEPS = (
-    "begin",
-    *IN_LAYERS,
-    "after_layers",
-    "hidden",
-    "logits",
-    "processed",
-    "sampled",
-    "report",
-)
+_AFTER_LAYERS = ("after_layers", "hidden", "logits", "processed", "sampled", "report")
+_IN_STEPS = ("begin", *IN_LAYERS, *_AFTER_LAYERS)
 
 
 class WorkerParts:
@@ -110,6 +102,13 @@ class WorkerParts:
 
     def __bool__(self) -> bool:
         return bool(self._active or self._faults)
+
+    @property
+    def reads_tokens(self) -> str | None:
+        """Name of a part that reads logits or tokens of this step; None if none does."""
+        methods = ("sampled", "logits")
+        readers = [h for h in self._active if self.observer or any(map(h.overrides, methods))]
+        return readers[0].key if readers else None
 
     def memory(self) -> Mapping[str, int]:
         """Return the bytes that the halves are going to allocate, by what they are for.

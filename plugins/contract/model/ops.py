@@ -17,6 +17,8 @@ from .matrices import AffineCodes
 if TYPE_CHECKING:
     import torch
 
+    from hardpoint.plugins.process.device import HostCopy
+
 __all__ = ["ClampedSwiGLU", "Ops", "OpsContext"]
 
 
@@ -136,6 +138,15 @@ class Ops(Component, LogitsOps):
         """
         reason = self.context.reason
         return f"{self.name} ({reason})" if reason else self.name
+
+    def copy_to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
+        """Begin a copy of int64 and float32 tensors to the host; return it without a wait.
+
+        By default in pinned memory, with an event of the current CUDA stream.
+        """
+        from hardpoint.plugins.process.device import HostCopy  # noqa: PLC0415  # loads torch
+
+        return HostCopy(tensors)
 
     @property
     def replayable(self) -> bool:

@@ -1,4 +1,4 @@
-"""Values of the host on a device, without making the host wait for the device.
+"""Transfers between host and device without a wait of the host for the device.
 
 Importing this module loads torch, as `models` does.
 """
@@ -12,6 +12,53 @@ import numpy as np
 import torch
 
 __all__ = ["to_device"]
+
+_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
+    torch.int64: np.dtype(np.int64),
+    torch.float32: np.dtype(np.float32),
+}
+
+
+class HostCopy:
+    """A copy of tensors to the host, begun by the constructor and read once it is complete."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin the copy, behind the work that is queued on the current stream.
+
+        Args:
+            tensors: int64 or float32, of any shapes and strides, on one device.
+        """
+        self._tensors = tensors
+        self._event: torch.cuda.Event | None = None
+        if tensors[0].device.type == "cpu":
+            return
+        parts = [tensor.flatten().contiguous().view(torch.uint8) for tensor in tensors]
+        packed = torch.cat(parts)
+        if packed.device.type != "cuda":
+            self._packed = packed.cpu()
+            return
+        self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        self._packed.copy_(packed, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def is_complete(self) -> bool:
+        """Return whether `read` would not wait."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> list[Any]:
+        """Wait for the copy; return the tensors as lists of numbers."""
+        if self._tensors[0].device.type == "cpu":
+            return [tensor.tolist() for tensor in self._tensors]
+        if self._event is not None:
+            self._event.synchronize()
+        packed, lists, start = self._packed.numpy(), [], 0
+        for tensor in self._tensors:
+            dtype = _DTYPES[tensor.dtype]
+            end = start + tensor.numel() * dtype.itemsize
+            lists.append(packed[start:end].view(dtype).reshape(tensor.shape).tolist())
+            start = end
+        return lists
 
 
 def to_device(

@@ -82,6 +82,43 @@ class WorkerInfo:
             object.__setattr__(self, "idle_method", self.idle_method or "record_decode_step")
 
 
+class LateOutput:
+    """The result of a step whose tokens may still be on the device.
+
+    The executor calls `result` before any call of the worker other than `execute_model`, and in
+    the thread of these calls.
+    """
+
+    def __init__(
+        self, is_ready: Callable[[], bool], finish: Callable[[], ModelRunnerOutput]
+    ) -> None:
+        """Store the functions.
+
+        Args:
+            is_ready: returns whether the tokens are on the host.
+            finish: completes the result; called once.
+        """
+        self._is_ready = is_ready
+        self._finish = finish
+        self._outcome: Future[ModelRunnerOutput] = Future()
+
+    def is_ready(self) -> bool:
+        """Return whether `result` would not wait for the device."""
+        try:
+            return self._outcome.done() or self._is_ready()
+        except Exception:
+            return True  # the device has failed, and `result` raises why
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the tokens; return the result, or raise the error of the step."""
+        if not self._outcome.done():
+            try:
+                self._outcome.set_result(self._finish())
+            except BaseException as error:
+                self._outcome.set_exception(error)
+        return self._outcome.result()
+
+
 class Worker(Protocol):
     """One rank's share of the model, made by `open_worker`.
 
@@ -120,6 +157,14 @@ class Worker(Protocol):
         Returns:
             The result in the output rank. In the others None, or one that has the reports of the
             rank's step parts and nothing else; see `join_outputs`.
+        """
+
+    def begin_sampling(
+        self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
+    ) -> ModelRunnerOutput | LateOutput | None:
+        """Call `sample_tokens` without a wait for the device, if that is possible.
+
+        The next step may then be launched before the tokens of this one are on the host.
         """
 
     def start_parts(self, weights: str | None) -> dict[str, bytes]:

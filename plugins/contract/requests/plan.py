@@ -241,6 +241,8 @@ class ModelRunnerOutput:
         finishes: requests that plugins end gracefully with the tokens of the step. The engine ends
             them after `Scheduler.update`, which need not read it. A request that got no token is in
             `faults`, too.
+        waited_for: name of the plugin that needs the tokens of the step on the host before the
+            next one is launched; empty if the steps overlap.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -257,6 +259,7 @@ class ModelRunnerOutput:
     part_faults: dict[str, str] = field(default_factory=dict)
     is_cache_uncertain: bool = False
     observed_logprobs: dict[str, list[float]] = field(default_factory=dict)
+    waited_for: str = ""
     finishes: dict[str, Finish] = field(default_factory=dict)
 
     def end(self, ends: Mapping[str, RequestFault | Finish]) -> None:

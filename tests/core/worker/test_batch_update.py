@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from support.searching import examples
 
 from hardpoint import SamplingParams
-from hardpoint.core.worker.input_batch import BatchUpdateBuilder
 from hardpoint.plugins import (
     BatchUpdate,
     Move,
     RowMap,
 )
 from hardpoint.plugins.sampling.rows import Added, Moved
+from hardpoint.toolkit.batches.update_builder import BatchUpdateBuilder
 
 PARAMS = SamplingParams()
 

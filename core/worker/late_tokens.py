@@ -1,0 +1,71 @@
+"""The tokens of a step on their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
+from hardpoint.core.worker.sampling.sampling_stage import Sampled
+from hardpoint.host.system.transfers import select_rows
+from hardpoint.plugins import LogitsRequest, ModelRunnerOutput
+
+from .input_batch import InputBatch
+
+
+@dataclass(eq=False)
+class LateTokens:
+    """The tokens of a step that may be on the device only.
+
+    Attributes:
+        output: result of the step, without tokens.
+        ids: int64 [requests], on the device.
+        finish: waits for the tokens, and checks them.
+        ended: requests that have ended since.
+    """
+
+    requests: list[LogitsRequest]
+    output: ModelRunnerOutput
+    ids: torch.Tensor
+    finish: Callable[[], Sampled]
+    ended: frozenset[str] = frozenset()
+
+    def take(
+        self, batch: InputBatch, pipeline: LogitsPipeline
+    ) -> tuple[dict[LogitsRequest, int | None], bool]:
+        """Wait for the tokens; pass them to the output, the batch and the processors' states.
+
+        Returns:
+            The token of each request, None after a fault, and whether others than `ids` replace
+            them.
+        """
+        requests, output, sampled = self.requests, self.output, self.finish()
+        output.faults |= sampled.faults
+        rows = [i for i, request in enumerate(requests) if request.request_id not in output.faults]
+        tokens: dict[LogitsRequest, int | None] = dict.fromkeys(requests)
+        for row in rows:
+            request = requests[row]
+            tokens[request] = token = sampled.tokens[row]
+            output.sampled_token_ids[request.request_id] = [token]
+            if row in sampled.logprobs:
+                output.logprobs[request.request_id] = [sampled.logprobs[row]]
+        batch.settle_late(tokens)
+        advancing = [row for row in rows if batch.has(requests[row])]
+        ids = sampled.device_ids
+        output.end(
+            pipeline.advance(
+                [requests[row] for row in advancing],
+                [sampled.tokens[row] for row in advancing],
+                ids if len(advancing) == len(requests) else select_rows(ids, advancing),
+            )
+        )
+        if sampled.observed:
+            seen = [r for r in rows if r in sampled.observed]
+            seen = [row for row in seen if requests[row].request_id not in self.ended]
+            users, observed = [requests[row] for row in seen], [sampled.observed[r] for r in seen]
+            for request, distribution in zip(users, observed, strict=True):
+                output.observed_logprobs[request.request_id] = [distribution.logprob]
+            output.end(pipeline.observe(users, [sampled.tokens[row] for row in seen], observed))
+        return tokens, ids is not self.ids

@@ -1,0 +1,1 @@
+"""Data structures of a batch that persists between steps."""

@@ -1,0 +1,161 @@
+"""Steps that overlap on a stand-in for an asynchronous device give the tokens of single steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.driving import FINAL, alone, run, summary, varied_jobs
+from support.searching import searches_long
+
+from hardpoint import SamplingParams
+from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.testing import scripted_engine
+from hardpoint.testing.timing.stream_ops import StreamOps
+
+COUNT = 40 if searches_long() else 12
+NUM_SCHEDULES = 1000 if searches_long() else 20
+PER_ENGINE = 5
+POLICIES = ("fcfs", "priority", "fair", "shortest_first")
+AHEAD = {"ops": {"use": f"{__name__}:KnownOps"}}
+STACKS = {
+    "defaults": {},
+    "chunks-of-16": {"scheduler": {"max_num_batched_tokens": 16}},
+    "three-at-once": {"scheduler": {"max_num_seqs": 3}},
+    "no-prefix-cache": {"kv_cache": {"prefix_caching": False}},
+    "preempting": {
+        "max_model_len": 128,
+        "kv_cache": {"block_size": 8, "num_blocks": 20},
+        "scheduler": {"max_num_batched_tokens": 48},
+    },
+}
+
+
+class KnownOps(StreamOps):
+    contract = 1
+    opened: list[KnownOps] = []
+
+    class Options(StreamOps.Options):
+        step_seconds: float = 0.02
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.opened.append(self)
+
+
+def overlapping(extra):
+    scheduler = {"asynchronous": True, **extra.get("scheduler", {})}
+    return {**AHEAD, **extra, "scheduler": scheduler}
+
+
+@pytest.fixture(scope="module")
+def expected(scripted):
+    engine = scripted_engine(scripted)
+    yield alone(engine, varied_jobs(COUNT))
+    engine.close()
+
+
+@pytest.mark.parametrize("extra", STACKS.values(), ids=STACKS)
+@pytest.mark.parametrize("per_step", [None, 2])
+def test_overlapped_equals_alone(open_engine, expected, extra, per_step):
+    engine = open_engine(overlapping(extra))
+    assert run(engine, varied_jobs(COUNT), per_step) == expected
+    stats = engine.call_utility("scheduler_stats")
+    assert not stats.num_waits_for_results
+    assert stats.kv_cache_usage == 0
+    assert KnownOps.opened[-1].num_overlaps > 5
+
+
+def test_grammars_delay_sampling_alone(scripted, open_engine):
+    params = SamplingParams(
+        temperature=0.0, max_tokens=16, structured=StructuredOutputs(regex="[a-f]{4,12}"), **FINAL
+    )
+    jobs = [(f"r{index}", [index + 65] * 5, params) for index in range(6)]
+    plain = scripted_engine(scripted)
+    expected = alone(plain, jobs)
+    plain.close()
+    engine = open_engine(overlapping({}))
+    assert run(engine, jobs) == expected
+    assert engine.call_utility("scheduler_stats").num_waits_for_results["structured_output"] > 3
+    assert KnownOps.opened[-1].num_overlaps > 3
+
+
+class QuickOps(KnownOps):
+    contract = 1
+
+    class Options(StreamOps.Options):
+        step_seconds: float = 0.0015
+
+
+def drawn_job(draw, name, shared):
+    prompt = [draw.randrange(256) for _ in range(draw.randint(1, 60))]
+    prompt = shared + prompt[:30] if draw.random() < 0.4 else prompt
+    fields = {"max_tokens": draw.randint(2, 24), "temperature": draw.choice([0.0, 0.8, 1.2])}
+    fields["seed"] = draw.randrange(100)
+    if draw.random() < 0.3:
+        fields |= {"repetition_penalty": 1.2, "top_k": 30}
+    if draw.random() < 0.3:
+        fields["logprobs"] = 2
+    if draw.random() < 0.3:
+        fields["stop_token_ids"] = list(range(draw.randrange(9), 256, 9))
+    if draw.random() < 0.2:
+        fields["structured"] = StructuredOutputs(regex="(yes|no|maybe)+")
+    if draw.random() < 0.2:
+        fields["n"] = 2
+    if draw.random() < 0.2:
+        fields["min_tokens"] = 2
+    return name, prompt, SamplingParams(**fields, **FINAL)
+
+
+def run_schedule(engine, jobs, draw):
+    """Run jobs that join at random between aborts and live changes; return those that ended."""
+    waiting, live, results = list(jobs), [], {}
+    while waiting or engine.has_unfinished_requests():
+        choice = draw.random()
+        outputs = []
+        if choice < 0.3 and waiting:
+            live.append(engine.add_request(*waiting.pop(0)))
+        elif choice < 0.34 and live:
+            engine.abort_requests(live.pop(draw.randrange(len(live))))
+        elif choice < 0.36:
+            engine.set_policy(draw.choice(POLICIES))
+        elif choice < 0.38:
+            engine.call_utility("reset_prefix_cache", draw.random() < 0.5)
+        elif choice < 0.40:
+            engine.call_utility("pause", "keep", draw.random() < 0.5)
+            outputs = engine.step()
+            engine.call_utility("resume")
+        else:
+            outputs = engine.step()
+        for output in outputs:
+            if output.finished and all(c.finish_reason != "abort" for c in output.outputs):
+                results[output.request_id] = [summary(output)]
+    return results
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, PER_ENGINE))
+def test_random_schedules(scripted, open_engine, first):
+    draw = random.Random(first)
+    tables = {
+        "ops": {"use": f"{__name__}:QuickOps"},
+        "max_model_len": 128,
+        "kv_cache": {"block_size": 8, "num_blocks": draw.choice([20, 24, 40])},
+        "scheduler": {
+            "max_num_batched_tokens": draw.choice([24, 48, 96]),
+            "policy": draw.choice(POLICIES),
+        },
+    }
+    plain = scripted_engine(scripted, {"max_model_len": 128})
+    engine = open_engine({**overlapping(tables), "ops": tables["ops"]})
+    num_ended = 0
+    for seed in range(first, first + PER_ENGINE):
+        draw = random.Random(seed)
+        shared = [draw.randrange(256) for _ in range(20)]
+        jobs = [drawn_job(draw, f"{seed}-{index}", shared) for index in range(12)]
+        expected = alone(plain, jobs)
+        results = run_schedule(engine, jobs, draw)
+        assert results == {name: expected[name] for name in results}, f"seed {seed}"
+        num_ended += len(results)
+    plain.close()
+    assert num_ended > 3 * PER_ENGINE
+    assert engine.call_utility("scheduler_stats").kv_cache_usage == 0

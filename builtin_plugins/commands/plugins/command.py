@@ -71,11 +71,13 @@ def _print_list(components: Sequence[ComponentInfo], *, as_json: bool) -> None:
         listed = [{**_as_json(i), "proof": proof(i.distribution)} for i in components]
         print(json.dumps(listed, indent=2))
         return
-    rows = [
-        (i.kind, i.name, i.package, _state(i), _order(i), proof(i.distribution), _reason(i))
-        for i in components
-    ]
-    headers = ("kind", "name", "from", "state", "order", "proof", "why")
+    headers = ["kind", "name", "from", "state", "order", "why"]
+    rows = [[i.kind, i.name, i.package, _state(i), _order(i), _reason(i)] for i in components]
+    proofs = [proof(info.distribution) for info in components]
+    if any(proofs):
+        headers.insert(5, "proof")
+        for row, text in zip(rows, proofs, strict=True):
+            row.insert(5, text)
     print_table(headers, rows, dim=[not info.enabled for info in components])
 
 

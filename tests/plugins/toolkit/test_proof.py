@@ -419,6 +419,11 @@ def test_list_shows_proofs(package, capsys):
     listed = {each["name"]: each["proof"] for each in json.loads(capsys.readouterr().out)}
     assert listed["acme_last"] == "unsigned, kit 0.1.0"
     assert listed["fcfs"] == ""
+    assert main(["plugins", "list"]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["KIND", "NAME", "FROM", "STATE", "ORDER", "PROOF", "WHY"]
+    (line,) = [line for line in lines if "acme_last" in line]
+    assert "unsigned, kit 0.1.0" in line
 
 
 def test_show_refuses_to_import_a_package_without_proof(package, capsys):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
 from hardpoint.errors import (
     ConfigError,
@@ -17,6 +16,7 @@ from hardpoint.errors import (
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.config_tables import PluginUse
+from hardpoint.toolkit.proof import RequiredProofs
 from hardpoint.typed import nearest_names, suggest
 
 from .adapt import ADAPTER_KIND, Adapter, ComponentAdapters, load_adapters
@@ -63,6 +63,7 @@ class Selection:
         self._on: dict[tuple[str, str], SelectedPlugin] = {}
         self._disabled: dict[tuple[str, str], str] = {}  # the path that disables it
         self._kept_off: set[InstalledPlugin] = set()  # of those that a program hands over
+        self._check_proof = RequiredProofs(config.plugins).check
         self.adapters = ComponentAdapters(self.enabled_adapters)
         self.warnings: list[str] = []
 
@@ -116,6 +117,8 @@ class Selection:
         for index, wanted in enumerate(self._config.plugins.enable):
             use, _ = self._use_of(wanted, path := f"plugins.enable[{index}]")
             named = [self._chosen(found, path).source for found in self._candidates(use, kind)]
+            if not named and ":" in use:
+                self._check_proof(Source.of_module(use, use, path))
             on += named or self.adapters.own(use, path)
         return load_adapters(on)
 
@@ -169,7 +172,7 @@ class Selection:
         return SelectedPlugin(kind, source, found.origin, found.target, found.stays)
 
     def _enable_named(self, kind: PluginKind, path: str) -> None:
-        value = self._at(path)
+        value = value_at(self._config, path)
         if not isinstance(value, str):
             return
         on = [item for item in self._on.values() if item.kind == kind and item.answers_to(value)]
@@ -182,12 +185,9 @@ class Selection:
             source = replace(on[0].source, origin=self._asked_by(path, builtin=True))
             self._add(replace(on[0], path=path, source=source))
 
-    def _at(self, path: str) -> Any:
-        return value_at(self._config, path)
-
     def chosen(self, kind: PluginKind, path: str) -> list[SelectedPlugin]:
         """Return the components that the configuration names at `path`."""
-        named = self._at(path)
+        named = value_at(self._config, path)
         if named is None:
             return []
         if named == AUTO and kind.name in BACKEND_KINDS:
@@ -421,11 +421,8 @@ class Selection:
         known = next((f for f in self._found if f.value == value), None)
         name = known.name if known else snake_case((qualname or module).rpartition(".")[2])
         asked_by = self._asked_by(path, builtin=known is not None and known.builtin)
-        source = (
-            Source(name, value, known.distribution, known.version, asked_by)
-            if known
-            else Source.of_module(name, value, asked_by)
-        )
+        source = known.source(asked_by) if known else Source.of_module(name, value, asked_by)
+        self._check_proof(source)
         target = self.adapters.import_object(source)
         kind = kind or self.adapters.kinds_of(target, source)[0]
         return SelectedPlugin(kind, source, path, target)
@@ -467,6 +464,8 @@ class Selection:
     def _chosen(self, found: InstalledPlugin, path: str) -> SelectedPlugin:
         asked_by = self._asked_by(path, builtin=found.builtin)
         source = found.source(asked_by)
+        if found.target is None:
+            self._check_proof(source)
         return SelectedPlugin(KINDS[found.kind], source, path, found.target, found.stays)
 
     def _asked_by(self, path: str, *, builtin: bool) -> str:

@@ -11,6 +11,8 @@ from hardpoint.errors import ConfigError
 from hardpoint.plugins import CommandContext
 from hardpoint.typed import parse_value
 
+from .attest import INSTALLED, add_signature, attest, attestation_lines
+
 _GIB, _MIB = 1 << 30, 1 << 20
 
 _FROM_BEST = (0, 1, 3, 2)
@@ -49,6 +51,17 @@ def configure_check(parser: argparse.ArgumentParser) -> None:
         "--require-proof",
         action="store_true",
         help="end with code 1 if a check is not proved, too, and list those that are not",
+    )
+    parser.add_argument(
+        "--attest",
+        metavar="WHEEL",
+        help="write what was proved into the wheel of the package, whose files are installed; "
+        f'"{INSTALLED}" writes it into the installed package',
+    )
+    parser.add_argument(
+        "--signature",
+        metavar="BUNDLE",
+        help="with --attest: add a Sigstore bundle of the proof that the wheel has, check nothing",
     )
     parser.add_argument(
         "--against",
@@ -91,6 +104,11 @@ def configure_check(parser: argparse.ArgumentParser) -> None:
 
 def run_check(options: argparse.Namespace, context: CommandContext) -> int:
     """Check the plugins of a name, print the records, return the exit code."""
+    if options.signature is not None:
+        if options.attest is None:
+            raise ConfigError("--signature: expected --attest WHEEL, too, got none")
+        signed = add_signature(options.name, options.attest, options.signature)
+        return _print_records(signed, as_json=options.json)
     limits = {
         "seconds": _positive(options.seconds, "--seconds"),
         "memory_bytes": int(_positive(options.memory_gib, "--memory-gib") * _GIB),
@@ -104,6 +122,8 @@ def run_check(options: argparse.Namespace, context: CommandContext) -> int:
     )
     if options.require_proof:
         records = _requiring_proof(records)
+    if options.attest is not None:
+        records = attest(records, options.name, options.attest, context.version)
     return _print_records(records, as_json=options.json)
 
 
@@ -138,6 +158,8 @@ def _print_records(records: Iterable[Mapping[str, Any]], *, as_json: bool) -> in
     for record in records:
         if record["record"] == "result":
             code = max(code, record["exit_code"], key=_FROM_BEST.index)
+        if record["record"] == "attestation" and record["problem"]:
+            code = code or 1
         if as_json:
             print(json.dumps(record), flush=True)
         else:
@@ -232,4 +254,5 @@ _LINES = {
     "activity": _activity_lines,
     "result": _result_lines,
     "unproved": _unproved_lines,
+    "attestation": attestation_lines,
 }

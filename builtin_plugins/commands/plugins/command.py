@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from hardpoint.builtin_plugins.commands.shown import toml, without_userinfo
 from hardpoint.builtin_plugins.commands.tables import print_table
 from hardpoint.builtin_plugins.scaffold import command as new_package
 from hardpoint.plugins import Command, CommandContext
+from hardpoint.toolkit.proof import describe_proof
 from hardpoint.typed import FieldDoc
 
 from .check import configure_check, run_check
@@ -64,15 +66,24 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
 
 
 def _print_list(components: Sequence[ComponentInfo], *, as_json: bool) -> None:
+    proof = functools.cache(_proof_of)
     if as_json:
-        print(json.dumps([_as_json(info) for info in components], indent=2))
+        listed = [{**_as_json(i), "proof": proof(i.distribution)} for i in components]
+        print(json.dumps(listed, indent=2))
         return
-    rows = [
-        (info.kind, info.name, info.package, _state(info), _order(info), _reason(info))
-        for info in components
-    ]
-    headers = ("kind", "name", "from", "state", "order", "why")
+    headers = ["kind", "name", "from", "state", "order", "why"]
+    rows = [[i.kind, i.name, i.package, _state(i), _order(i), _reason(i)] for i in components]
+    proofs = [proof(info.distribution) for info in components]
+    if any(proofs):
+        headers.insert(5, "proof")
+        for row, text in zip(rows, proofs, strict=True):
+            row.insert(5, text)
     print_table(headers, rows, dim=[not info.enabled for info in components])
+
+
+def _proof_of(distribution: str) -> str:
+    """Return the state of a package's proof; Hardpoint itself and modules have none."""
+    return "" if distribution == "hardpoint" else describe_proof(distribution)
 
 
 def _state(info: ComponentInfo) -> str:

@@ -12,11 +12,7 @@ from msgspec import Meta
 from hardpoint.typed import Strict
 
 Reference = Annotated[
-    str,
-    Meta(
-        min_length=1,
-        description="An entry-point name, or an FQCN `package.module:Class`.",
-    ),
+    str, Meta(min_length=1, description="An entry-point name, or an FQCN `package.module:Class`.")
 ]
 
 Name = Annotated[str, Meta(min_length=1, description="The name of an enabled component.")]
@@ -72,6 +68,9 @@ class PluginsConfig(Strict):
         live: names of the plugins that a live change over HTTP may enable, as a replacement too;
             none by default.
         change_seconds: time that all processes together have to prepare a live change.
+        require_proof: refuse third-party packages without a proof of `hardpoint plugins check
+            --attest`, or with other files than it states; "signed" requires a signature, too.
+        proof_signers: the issuer of each identity whose signatures of proofs count.
     """
 
     enable: Live[list[Reference | PluginUse]] = []
@@ -83,6 +82,8 @@ class PluginsConfig(Strict):
     foreign_groups: list[Literal["vllm.logits_processors"]] = []
     live: list[Name] = []
     change_seconds: Live[PositiveSeconds] = 30.0
+    require_proof: bool | Literal["signed"] = False
+    proof_signers: dict[str, str] = {}
 
 
 STREAMING_STEP_MILLISECONDS = 150.0

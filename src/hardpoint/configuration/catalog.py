@@ -18,6 +18,7 @@ from hardpoint.plugins.component import Source
 from hardpoint.plugins.component.manifest import PluginEntry
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.server.hooks import hookimpl
+from hardpoint.toolkit.proof import RequiredProofs
 from hardpoint.typed import convert, json_schema, suggest
 from hardpoint.typed.describing import FieldDoc, first_paragraph, struct_fields
 
@@ -85,6 +86,7 @@ class Catalog:
                 options = msgspec.to_builtins(self._plugins.options(entry)) or {}
         else:
             source = Source(info.name, info.value, info.distribution, info.version, "default")
+            RequiredProofs(self._config.plugins).check(source)
             target = load_component(kind, source, adapters=self._plugins.adapters)
         return ComponentDetails(
             info=info,

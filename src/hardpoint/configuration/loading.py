@@ -328,7 +328,7 @@ class ConfigBuilder:
     def _value(self, text: str, steps: Sequence[str]) -> Any:
         """Return the value of a text: the text itself where a string is required."""
         value = parse_value(text)
-        if isinstance(value, str) or not _wants_text(type_at(self._type, steps)):
+        if isinstance(value, str) or not _wants_text(type_at(self._type, steps), value):
             return value
         return text
 
@@ -357,14 +357,15 @@ def _steps_of_variable(name: str) -> list[str]:
     return small[:fixed] + [step.lower() if step.isupper() else step for step in given[fixed:]]
 
 
-def _wants_text(info: types.Type | None) -> bool:
+def _wants_text(info: types.Type | None, value: object) -> bool:
     if isinstance(info, types.Metadata):
-        return _wants_text(info.type)
+        return _wants_text(info.type, value)
     if isinstance(info, types.UnionType):
-        number = types.IntType | types.FloatType
         options = [o.type if isinstance(o, types.Metadata) else o for o in info.types]
-        return any(_wants_text(o) for o in options) and not any(
-            isinstance(o, number) for o in options
+        if isinstance(value, bool) and any(isinstance(o, types.BoolType) for o in options):
+            return False
+        return any(_wants_text(o, value) for o in options) and not any(
+            isinstance(o, types.IntType | types.FloatType) for o in options
         )
     return isinstance(info, types.StrType | types.LiteralType)
 

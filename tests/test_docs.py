@@ -116,10 +116,7 @@ def test_pages_named_in_the_source_exist():
         for page in PAGE_NAME.findall(TEMPLATE_PAGE.sub(r"docs/\1", file.read_text("utf-8")))
     ]
     assert len(named) > 15
-    former = {f"docs/{name}" for name in tomllib.loads((DOCS / "redirects.toml").read_text())}
-    missing = [(label(file), page) for file, page in named if not in_a_clone(ROOT / page)]
-    # Templates are frozen; the site redirects the former names in them.
-    assert [m for m in missing if not ("/templates/" in m[0] and m[1] in former)] == []
+    assert [(label(file), page) for file, page in named if not in_a_clone(ROOT / page)] == []
 
 
 def is_replaced(file):

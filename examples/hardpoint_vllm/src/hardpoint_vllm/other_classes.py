@@ -38,7 +38,7 @@ def why_not_in(module: str) -> str:
     return (
         f"vLLM's {classes} cannot be used, with vLLM installed or without: only logits processors "
         f"and output parsers are adapted. The kind {kind} takes their place (docs/{page}.md); "
-        f"docs/migrate-from-vllm.md lists the differences"
+        f"docs/differences.md lists the differences"
     )
 
 

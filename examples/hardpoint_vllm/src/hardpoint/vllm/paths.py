@@ -234,7 +234,7 @@ def _plugin_modules() -> Mapping[str, Mapping[str, Any]]:
 def missing(name: str) -> str:
     """Return the error for a name of vLLM that is not here, with the nearest thing."""
     found = [hint for start, hint in _ELSEWHERE.items() if f"{name}.".startswith(f"{start}.")]
-    hint = found[0] if found else "docs/migrate-from-vllm.md lists what replaces it"
+    hint = found[0] if found else "docs/differences.md lists what replaces it"
     return f"hardpoint.vllm has no counterpart of vllm.{name} ({hint})"
 
 

@@ -27,7 +27,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "zensical.toml"
 REFERENCE = ROOT / "docs" / "reference"
-REDIRECTS = "redirects.toml"
 LINK = re.compile(r"(!?)\[([^\]\n]*(?:\n[^\]\n]+)?)\]\(([^)\s]+)\)")
 CODE = re.compile(r"^\s*(```|~~~).*?^\s*\1[^\n]*$", re.DOTALL | re.MULTILINE)
 EXTERNAL = re.compile(r"[a-z]+:|#")
@@ -56,7 +55,6 @@ def main() -> int:
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     if code == 0:
         write_llms(config, site)
-        write_redirects(site)
         print(f"{len(list(site.rglob('index.html')))} pages in {site}")
     return code
 
@@ -75,7 +73,7 @@ def prepare(config: dict[str, Any], source_url: str) -> list[str]:
     problems = []
     written = set()
     for source in [*sorted((ROOT / "docs").rglob("*")), ROOT / "CHANGELOG.md"]:
-        if source.is_dir() or source.name == REDIRECTS:
+        if source.is_dir():
             continue
         path = target / page_name(source)
         written.add(path)
@@ -91,39 +89,7 @@ def prepare(config: dict[str, Any], source_url: str) -> list[str]:
         if path.is_file() and path not in written:
             path.unlink()
     pages = {str(path.relative_to(target)) for path in written if path.suffix == ".md"}
-    return problems + redirect_problems(pages) + navigation_problems(config["nav"], pages)
-
-
-def redirects() -> dict[str, str]:
-    """Return the pages that replace former ones, by the former name."""
-    return tomllib.loads((ROOT / "docs" / REDIRECTS).read_text(encoding="utf-8"))
-
-
-def redirect_problems(pages: set[str]) -> list[str]:
-    """Return a message for each redirect from a page that exists, or to one that does not."""
-    problems = []
-    for old, new in redirects().items():
-        if old in pages:
-            problems.append(f"docs/{REDIRECTS}: {old}: expected a former page, got one that exists")
-        if new not in pages:
-            problems.append(f"docs/{REDIRECTS}: {old}: no such page: {new}")
-    return problems
-
-
-def write_redirects(site: Path) -> None:
-    """Write a page at each former address that leads to the present one, anchor included."""
-    for old, new in redirects().items():
-        folder = site / old.removesuffix(".md")
-        folder.mkdir(parents=True, exist_ok=True)
-        address = f"../{new.removesuffix('.md')}/"
-        (folder / "index.html").write_text(
-            f'<!doctype html>\n<meta charset="utf-8">\n<title>Moved</title>\n'
-            f'<link rel="canonical" href="{address}">\n'
-            f"<script>location.replace({address!r} + location.hash)</script>\n"
-            f'<meta http-equiv="refresh" content="0; url={address}">\n'
-            f'<a href="{address}">This page has moved.</a>\n',
-            encoding="utf-8",
-        )
+    return problems + navigation_problems(config["nav"], pages)
 
 
 def navigation_problems(nav: list[Any], pages: set[str]) -> list[str]:

@@ -263,7 +263,7 @@ ZMQ_SOCKETS = {"ROUTER", "DEALER", "PUSH", "PULL"}
 
 def test_names_in_the_structures_exist():
     """Paths, classes with their members, states, threads and functions."""
-    text = (DOCS / "processes-and-state.md").read_text(encoding="utf-8")
+    text = (DOCS / "structures.md").read_text(encoding="utf-8")
     named = set(CONSTANT.findall(text)) - ZMQ_SOCKETS
     block_states = {"EMPTY", "HELD", "CANDIDATE"}
     states = block_states | classes()["RequestStatus"] | classes()["EngineState"]
@@ -298,7 +298,7 @@ def test_names_in_guides_exist(page):
     text = page.read_text(encoding="utf-8")
     paths = [path for path in PATH.findall(text) if not (ROOT / path).exists()]
     assert paths == []
-    follows_code = page.name in ("architecture.md", "processes-and-state.md")
+    follows_code = page.name in ("architecture.md", "structures.md")
     prose = text if follows_code else " ".join(re.findall(r"`[^`\n]+`", BLOCK.sub("", text)))
     known = {name: set() for name in public_classes() | vars(builtins).keys()} | classes()
     unknown = [

@@ -23,7 +23,6 @@ def tree(docs, monkeypatch, tmp_path):
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n")
     (tmp_path / "docs/builtins/README.md").write_text("# Built-ins\n\n[Guide](../guide.md#end)\n")
     (tmp_path / "docs/guide.md").write_text("# Guide\n")
-    (tmp_path / "docs/redirects.toml").write_text('"old.md" = "guide.md"\n')
     (tmp_path / "examples/acme/plugin.py").write_text("")
     return tmp_path
 
@@ -58,7 +57,6 @@ def test_a_page_outside_the_navigation_and_an_entry_without_page_are_problems(do
     (tree / "docs/guide.md").rename(tree / "docs/other.md")
     (tree / "docs/builtins/README.md").write_text("# Built-ins\n")
     assert docs.prepare(CONFIG, "") == [
-        "docs/redirects.toml: old.md: no such page: guide.md",
         "zensical.toml: nav: expected an entry for other.md",
         "zensical.toml: nav: no such page: guide.md",
     ]
@@ -113,18 +111,3 @@ def test_llms_txt_lists_the_pages_by_section_with_their_text(docs, tree):
         "- [Log](changelog.md)",
     ]
     assert (tree / "site/guide.md").read_text() == "# Guide\n"
-
-
-def test_former_pages_redirect(docs, tree):
-    docs.write_redirects(tree / "site")
-    page = (tree / "site/old/index.html").read_text()
-    assert 'url=../guide/"' in page
-    assert "location.replace('../guide/' + location.hash)" in page
-
-
-def test_wrong_redirects_are_named(docs, tree):
-    (tree / "docs/redirects.toml").write_text('"guide.md" = "x.md"\n')
-    assert docs.prepare(CONFIG, "") == [
-        "docs/redirects.toml: guide.md: expected a former page, got one that exists",
-        "docs/redirects.toml: guide.md: no such page: x.md",
-    ]

@@ -10,7 +10,7 @@ KINDS = {
     "vllm.distributed.kv_events": ("event publishers", "kv_event_publishers", "write-a-publisher"),
     "vllm.plugins": ("IO processors", "io_processors", "write-an-io-processor"),
     "vllm.v1.core": ("schedulers", "schedulers", "write-a-scheduler"),
-    "vllm.v1.executor": ("executors", "executors", "parallelism"),
+    "vllm.v1.executor": ("executors", "executors", "scaling-out"),
     "vllm.v1.attention": ("attention backends", "attention_backends", "write-an-attention-backend"),
     "vllm.attention": ("attention backends", "attention_backends", "write-an-attention-backend"),
     "vllm.v1.spec_decode": ("speculators", "speculators", "write-a-speculator"),

@@ -1,6 +1,6 @@
 """A client of OpenAI's streaming API, and a server in a process of its own; for other benchmarks.
 
-To measure a server, use guidellm or `vllm bench serve` (docs/bench.md).
+To measure a server, use guidellm or `vllm bench serve` (docs/benchmarks.md).
 """
 
 from __future__ import annotations

@@ -31,6 +31,17 @@ LINK = re.compile(r"(!?)\[([^\]\n]*(?:\n[^\]\n]+)?)\]\(([^)\s]+)\)")
 CODE = re.compile(r"^\s*(```|~~~).*?^\s*\1[^\n]*$", re.DOTALL | re.MULTILINE)
 EXTERNAL = re.compile(r"[a-z]+:|#")
 
+REDIRECT = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>Moved</title>
+<link rel="canonical" href="{target}">
+<script>location.replace("{target}" + location.hash)</script>
+<meta http-equiv="refresh" content="1; url={target}">
+<p>This page is now at <a href="{target}">{target}</a>.</p>
+</html>
+"""
+
 
 def main() -> int:
     """Run the command; return the exit code."""
@@ -54,6 +65,7 @@ def main() -> int:
     command = [*generator(), "build", "--strict", "--clean", "-f", CONFIG]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     if code == 0:
+        write_redirects(config, site)
         write_llms(config, site)
         print(f"{len(list(site.rglob('index.html')))} pages in {site}")
     return code
@@ -89,7 +101,8 @@ def prepare(config: dict[str, Any], source_url: str) -> list[str]:
         if path.is_file() and path not in written:
             path.unlink()
     pages = {str(path.relative_to(target)) for path in written if path.suffix == ".md"}
-    return problems + navigation_problems(config["nav"], pages)
+    problems += navigation_problems(config["nav"], pages)
+    return problems + redirect_problems(redirects(config), pages)
 
 
 def navigation_problems(nav: list[Any], pages: set[str]) -> list[str]:
@@ -99,6 +112,30 @@ def navigation_problems(nav: list[Any], pages: set[str]) -> list[str]:
         *(f"{CONFIG}: nav: expected an entry for {page}" for page in sorted(pages - listed)),
         *(f"{CONFIG}: nav: no such page: {page}" for page in sorted(listed - pages)),
     ]
+
+
+def redirects(config: dict[str, Any]) -> dict[str, str]:
+    """Return the present page of each former name."""
+    table: dict[str, str] = config.get("extra", {}).get("redirects", {})
+    return table
+
+
+def redirect_problems(table: dict[str, str], pages: set[str]) -> list[str]:
+    """Return a message for each redirect from a present page or to a missing one."""
+    return [
+        *(f"{CONFIG}: redirects: {old} is a page" for old in sorted(table.keys() & pages)),
+        *(f"{CONFIG}: redirects: no such page: {new}" for new in sorted({*table.values()} - pages)),
+    ]
+
+
+def write_redirects(config: dict[str, Any], site: Path) -> None:
+    """Write a page at each former name that leads to the present one, with the section."""
+    for old, new in redirects(config).items():
+        folder = site / old.removesuffix(".md")
+        folder.mkdir(parents=True, exist_ok=True)
+        target = os.path.relpath(new.removesuffix(".md"), old.removesuffix(".md")) + "/"
+        text = REDIRECT.format(target=target)
+        (folder / "index.html").write_text(text, encoding="utf-8")
 
 
 def page_name(source: Path) -> str:

@@ -117,7 +117,7 @@ import them under `TYPE_CHECKING`, from the module that the section names."""
 CONFIG_TEXT = """\
 Every value that `hardpoint.toml` may hold. [The guide](../configuration.md) says where
 values come from and which wins. `none` stands for a value that is not set. A value that
-changes *live* is one that [`set_config`](../live-changes.md) changes while the engine runs;
+changes *live* is one that [`set_config`](../hot-reconfiguration.md) changes while the engine runs;
 the others need a restart."""
 SERVER_TEXT = """\
 Every route of `hardpoint serve`, and every field of its requests: what it means, whether it
@@ -720,7 +720,7 @@ def _changes(kind: PluginKind) -> str:
         return f"with a restart: {kind.restart}"
     says = "; of a class that says `changes_live = True`"
     default = getattr(kind.interface, "changes_live", True)
-    return f"[live](../live-changes.md){'' if default else says}"
+    return f"[live](../hot-reconfiguration.md){'' if default else says}"
 
 
 def _kind_section(kind: PluginKind) -> list[str]:

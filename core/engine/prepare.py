@@ -230,7 +230,7 @@ def _check_quantization(config: EngineConfig, model: ModelConfig, plugins: Plugi
         f"model: {config.model!r} has weights that are quantised by {shown(name)}, which is not "
         f"supported{plugins.hint(name, 'quantizations')}; supported: {', '.join(known) or 'none'}, "
         f"and weights that are not quantised. A plugin of the kind quantizations adds one: "
-        f"docs/write-a-quantization.md"
+        f"docs/write-a-quantization-scheme.md"
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from hardpoint.cli import main
 from hardpoint.testing import write_scripted_model
 
-PAGE = (Path(__file__).parents[2] / "docs" / "find-faults.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "debugging-plugins.md").read_text(encoding="utf-8")
 FILES = re.findall(r"^```\w+\n# file: (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 SECTIONS = dict(
     re.findall(r"^## ([^\n]+)\n.*?^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

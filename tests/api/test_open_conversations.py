@@ -37,7 +37,7 @@ from hardpoint.errors import PromptTooLongError
 from hardpoint.plugins.config.engine import ConversationsConfig
 from hardpoint.testing import ScriptedClock, scripted_config, write_scripted_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "conversations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "sessions.md"
 LENGTH = 512
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 SEEDED = SamplingParams(temperature=1.0, seed=11, max_tokens=20, ignore_eos=True)

@@ -266,7 +266,7 @@ def test_an_unknown_alias_is_refused(scripted):
 
 
 def test_every_name_is_in_the_documentation():
-    page = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     families = (*ENGINE_FAMILIES, *OWN_FAMILIES, *TIER_FAMILIES, *OFFLOAD_FAMILIES)
     names = [family.name for family in families] + ["cache_config_info"]
     names += [f"plugin_{name}" for name in (*PLUGIN_COUNTERS, "quarantined")]

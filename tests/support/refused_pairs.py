@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m support.refused_pairs
 
-writes the table of `docs/differences.md`.
+writes the table of `docs/migrate-from-vllm.md`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import RepetitionPenaltyLogitsProcessor
 
-PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
+PAGE = Path(__file__).parents[2] / "docs" / "migrate-from-vllm.md"
 BEGIN = "<!-- pairs that are refused, written by tests/support/refused_pairs.py -->"
 END = "<!-- end of pairs -->"
 

@@ -127,7 +127,7 @@ def test_errors_about_classes_of_other_kinds_do_not_advise_vllm(
     message = str(error.value)
     assert "install vLLM" not in message
     assert f"The kind {kind} takes their place" in message
-    assert "docs/differences.md lists the differences" in message
+    assert "docs/migrate-from-vllm.md lists the differences" in message
 
 
 @pytest.mark.parametrize(("module", "name", "kind"), OTHER_KINDS)

@@ -101,7 +101,7 @@ def object_hint(target: Any, kind: str | None = None) -> str:
 def _advice(package: ExternalPackage) -> str:
     return (
         f"of {package.engine}'s classes, logits processors run: {package.install_hint}; "
-        f"docs/differences.md names the kinds that replace the others"
+        f"docs/migrate-from-vllm.md names the kinds that replace the others"
     )
 
 

@@ -86,7 +86,7 @@ def test_code_that_imports_vllm(tmp_path, monkeypatch, source):
     message = str(error.value)
     assert "of vLLM's classes, logits processors run: " in message
     assert VLLM in message
-    assert "docs/differences.md" in message
+    assert "docs/migrate-from-vllm.md" in message
     assert "reading_vllm" not in sys.modules
 
 
@@ -115,7 +115,7 @@ def test_classes_of_an_installed_vllm(monkeypatch, config):
     with pytest.raises(PluginContractError) as error:
         resolve(*([] if config else ["own_module:Mine"]), **config)
     assert "of vLLM's classes, logits processors run: " in str(error.value)
-    assert "docs/differences.md names the kinds" in str(error.value)
+    assert "docs/migrate-from-vllm.md names the kinds" in str(error.value)
 
 
 def test_pages_that_the_package_names_exist(monkeypatch):

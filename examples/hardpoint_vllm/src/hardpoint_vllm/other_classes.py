@@ -7,20 +7,24 @@ from typing import Any
 
 KINDS = {
     "vllm.distributed": ("KV connectors", "kv_connectors", "write-a-kv-connector"),
-    "vllm.distributed.kv_events": ("event publishers", "kv_event_publishers", "write-a-publisher"),
+    "vllm.distributed.kv_events": (
+        "event publishers",
+        "kv_event_publishers",
+        "write-a-kv-event-publisher",
+    ),
     "vllm.plugins": ("IO processors", "io_processors", "write-an-io-processor"),
     "vllm.v1.core": ("schedulers", "schedulers", "write-a-scheduler"),
-    "vllm.v1.executor": ("executors", "executors", "scaling-out"),
+    "vllm.v1.executor": ("executors", "executors", "parallelism"),
     "vllm.v1.attention": ("attention backends", "attention_backends", "write-an-attention-backend"),
     "vllm.attention": ("attention backends", "attention_backends", "write-an-attention-backend"),
     "vllm.v1.spec_decode": ("speculators", "speculators", "write-a-speculator"),
     "vllm.v1.structured_output": ("grammar backends", "grammars", "write-a-grammar-backend"),
-    "vllm.v1.metrics": ("stat loggers", "stat_sinks", "statistics"),
+    "vllm.v1.metrics": ("stat loggers", "stat_sinks", "metrics"),
     "vllm.model_executor": ("models", "models", "write-a-model"),
     "vllm.model_executor.layers.quantization": (
         "quantizations",
         "quantizations",
-        "write-a-quantization",
+        "write-a-quantization-scheme",
     ),
     "vllm.entrypoints": ("server extensions", "hooks", "write-a-route"),
     "vllm.lora": ("adapter resolvers", "adapter_resolvers", "write-an-adapter-resolver"),
@@ -38,7 +42,7 @@ def why_not_in(module: str) -> str:
     return (
         f"vLLM's {classes} cannot be used, with vLLM installed or without: only logits processors "
         f"and output parsers are adapted. The kind {kind} takes their place (docs/{page}.md); "
-        f"docs/differences.md lists the differences"
+        f"docs/migrate-from-vllm.md lists the differences"
     )
 
 

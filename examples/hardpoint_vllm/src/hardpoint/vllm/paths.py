@@ -164,7 +164,7 @@ _ELSEWHERE = {
     "tool_parsers": "tool parsers: docs/write-an-output-parser.md",
     "entrypoints.openai": "the HTTP server is `hardpoint serve`; docs/serving.md",
     "assets": "vLLM's sample files are in its own package; open images with PIL",
-    "benchmarks": "load generators: docs/bench.md",
+    "benchmarks": "load generators: docs/benchmarks.md",
 }
 
 
@@ -234,7 +234,7 @@ def _plugin_modules() -> Mapping[str, Mapping[str, Any]]:
 def missing(name: str) -> str:
     """Return the error for a name of vLLM that is not here, with the nearest thing."""
     found = [hint for start, hint in _ELSEWHERE.items() if f"{name}.".startswith(f"{start}.")]
-    hint = found[0] if found else "docs/differences.md lists what replaces it"
+    hint = found[0] if found else "docs/migrate-from-vllm.md lists what replaces it"
     return f"hardpoint.vllm has no counterpart of vllm.{name} ({hint})"
 
 

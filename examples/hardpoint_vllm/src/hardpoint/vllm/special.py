@@ -132,7 +132,7 @@ def _speculation(value: Any, given: Mapping[str, Any], to: Translated) -> None: 
     if method not in _SPECULATORS:
         raise ConfigError(
             f"speculative_config: expected the method ngram, suffix or draft_model, got "
-            f"{method!r}; use speculation.use (docs/speculation.md)"
+            f"{method!r}; use speculation.use (docs/speculative-decoding.md)"
         )
     name = _SPECULATORS[method]
     to.values["speculation.use"] = [name]

@@ -24,7 +24,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.testing import scripted_engine, write_scripted_model
 
-FETCH = ("host/system/transfers.py", "fetch")
+FETCH = ("plugins/process/device.py", "read")
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -187,6 +187,8 @@ def settings(extra, processors=USED):
         "kv_cache": {"num_blocks": 200},
         "plugins": {"enable": [f"{__name__}:{cls.__name__}" for cls in processors]},
         **extra,
+        # The stand-in is one of this thread.
+        "scheduler": {"asynchronous": False, **extra.get("scheduler", {})},
     }
 
 

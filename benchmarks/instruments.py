@@ -1,4 +1,4 @@
-"""Plugins of measured engines: a device that sleeps, and collectives whose time is added up."""
+"""Plugins of measured engines: an asynchronous device, and collectives whose time is added up."""
 
 from __future__ import annotations
 
@@ -9,30 +9,36 @@ from typing import Any
 import numpy as np
 import torch
 
-from hardpoint.plugins import AttentionContext, ModelContext, Wrapper
+from hardpoint.plugins import ModelContext, OpsContext, Wrapper
 from hardpoint.plugins.parallel import Communicator
 from hardpoint.testing import HistoryAttention, ScriptedModel
+from hardpoint.testing.timing.stream_ops import StreamOps
 
 DEVICE_SECONDS = "HARDPOINT_BENCHMARK_DEVICE_SECONDS"
-"""Environment variable with the seconds of a step of `Device`."""
+"""Environment variable with the seconds of a step of `DeviceOps`."""
 TIMES = "HARDPOINT_BENCHMARK_TIMES"
 """Environment variable with the file of `Timed`: two numbers in float64."""
 MAX_SEQS = 256
 
 
-class Device(HistoryAttention):
-    """The only layer of a model, which a device computes in a stated time."""
+class DeviceOps(StreamOps):
+    """An asynchronous device, on which a step takes a stated time."""
 
     contract = 1
 
-    def __init__(self, context: AttentionContext) -> None:
+    def __init__(self, context: OpsContext) -> None:
         """Read the seconds of a step."""
         super().__init__(context)
-        self._seconds = float(os.environ[DEVICE_SECONDS])
+        self.step_seconds = float(os.environ[DEVICE_SECONDS])
+
+
+class NoAttention(HistoryAttention):
+    """The only layer of a model, for which the host computes nothing."""
+
+    contract = 1
 
     def attend(self, spec: Any, cache: Any, plan: Any, q: torch.Tensor, *_: Any) -> torch.Tensor:  # noqa: ARG002
-        """Wait, without the interpreter's lock."""
-        time.sleep(self._seconds)
+        """Return the queries."""
         return q
 
 
@@ -52,9 +58,10 @@ class SameToken(ScriptedModel):
         return self._logits[: len(hidden)]
 
 
-SLEEPING: dict[str, Any] = {
+ON_DEVICE: dict[str, Any] = {
     "plugins": {"enable": [{"use": f"{__name__}:SameToken", "name": "ScriptedForCausalLM"}]},
-    "attention": {"use": f"{__name__}:Device"},
+    "attention": {"use": f"{__name__}:NoAttention"},
+    "ops": {"use": f"{__name__}:DeviceOps"},
 }
 """Tables of the configuration of the scripted model on such a device."""
 

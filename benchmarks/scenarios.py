@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from engines import Peer, choose, exported, opened
-from instruments import DEVICE_SECONDS, SLEEPING, TIMES
+from instruments import DEVICE_SECONDS, ON_DEVICE, TIMES
 from loads import BYTES, Load
 from tables import show_table
 
@@ -273,7 +273,7 @@ def replicas(options: argparse.Namespace) -> Iterator[Scenario]:
     (rows,) = options.streams
     rates: dict[int, float] = {}
     for size in options.engines:
-        config = {**SLEEPING, "engine": {"in_process": False}, "parallel": {"data": size}}
+        config = {**ON_DEVICE, "engine": {"in_process": False}, "parallel": {"data": size}}
         loads = {
             f"{tokens} tokens": Load(rows * size, (8, 8), (tokens, tokens), vocabulary=BYTES)
             for tokens in (1, options.tokens)

@@ -54,6 +54,8 @@ class UniprocExecutor(Executor):
             self._thread = WorkerThread()
             launch = dataclasses.replace(launch, on_forward=self._thread.hand_out)
         self._worker = open_worker(launch, context.progress)
+        # Of another package, it may wrap a worker and have the methods of an earlier version.
+        self._begin_sampling = getattr(self._worker, "begin_sampling", self._worker.sample_tokens)
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -79,7 +81,7 @@ class UniprocExecutor(Executor):
     ) -> Future[ModelRunnerOutput]:
         """Sample from the model's last logits."""
         if self._thread is not None:
-            return self._thread.submit_late(lambda: self._worker.begin_sampling(plan, bitmask))
+            return self._thread.submit_late(lambda: self._begin_sampling(plan, bitmask))
         return _done(lambda: _sampled(self._worker.sample_tokens(plan, bitmask)))
 
     def collective_rpc(

@@ -123,7 +123,7 @@ class _Calls:
             while (call := self._next()) is not None:
                 if not call.overlaps:
                     self._finish_late()
-                result = self._result(call)
+                result = _result(call.future, call.run)
                 self._finish_late()
                 self.hand_out()  # of the call before, unless this one did
                 if isinstance(result, LateOutput):
@@ -154,17 +154,9 @@ class _Calls:
     def _finish_late(self) -> None:
         if self._late is not None:
             (future, output), self._late = self._late, None
-            self._results.append(_outcome(future, output.result))
-
-    @staticmethod
-    def _result(call: _Call) -> LateOutput | Callable[[], None]:
-        try:
-            value = call.run()
-        except BaseException as error:
-            return functools.partial(call.future.set_exception, error)
-        if isinstance(value, LateOutput):
-            return value
-        return functools.partial(call.future.set_result, value)
+            result = _result(future, output.result)
+            assert not isinstance(result, LateOutput)
+            self._results.append(result)
 
     def hand_out(self) -> None:
         while self._results:
@@ -178,11 +170,13 @@ class _Calls:
                 future.set_exception(EngineDeadError("the thread of the worker has ended"))
 
 
-def _outcome(future: Future[T], call: Callable[[], T]) -> Callable[[], None]:
+def _result(future: Future[T], call: Callable[[], T]) -> LateOutput | Callable[[], None]:
+    """Return the function that sets the result of a future, or a result that comes later."""
     try:
-        return functools.partial(future.set_result, call())
+        value = call()
     except BaseException as error:
         return functools.partial(future.set_exception, error)
+    return value if isinstance(value, LateOutput) else functools.partial(future.set_result, value)
 
 
 def _end(calls: _Calls, thread: threading.Thread) -> None:

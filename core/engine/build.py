@@ -371,7 +371,7 @@ def _scheduler_limits(
     # A stage gets the tokens of the last one with the next plan, so that none is made without them.
     # Ranks of one stage send them to each other, if asked to.
     parallel, depth = config.parallel, executor.max_concurrent_batches
-    can_follow = parallel.world_size == 1 or config.scheduler.asynchronous
+    can_follow = parallel.world_size == 1 or config.scheduler.asynchronous is True
     ahead = depth > 1 and parallel.pipeline == 1 and can_follow
     return limits_of(
         config,

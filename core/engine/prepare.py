@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from dataclasses import replace
 
+import msgspec
 import torch
 
 from hardpoint import typed
@@ -32,6 +34,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.scheduling.scheduler import SchedulerLimits
 from hardpoint.toolkit.updated_weights import UpdatedWeights
 
+_log = logging.getLogger("hardpoint")
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -91,6 +94,24 @@ def num_batches(config: EngineConfig) -> int:
     return 2 if stages == 1 and config.scheduler.asynchronous else stages
 
 
+def _with_overlap(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """Return the configuration with `scheduler.asynchronous` resolved."""
+    scheduler, parallel = config.scheduler, config.parallel
+    if scheduler.asynchronous != "auto":
+        return config
+    needs = {
+        "executor.use = 'uniproc'": config.executor.use == "uniproc",
+        "a single rank": parallel.world_size == 1,
+        "experts of its own": not (parallel.expert and parallel.data > 1),
+    }
+    missing = [need for need, is_met in needs.items() if not is_met]
+    if missing and device.type == "cuda":
+        _log.info("scheduler.asynchronous: false; steps overlap with %s", ", ".join(missing))
+    ahead = device.type == "cuda" and not missing
+    scheduler = msgspec.structs.replace(scheduler, asynchronous=ahead)
+    return msgspec.structs.replace(config, scheduler=scheduler)
+
+
 def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> WeightLoader:
     """Return the configured loader, or the first that recognises the files.
 
@@ -122,8 +143,9 @@ def prepare_worker(
         ConfigError: limits that cannot work, or a device that is not there.
         ModelError: the model is missing, damaged or unsupported.
     """
-    loader = open_loader(config, plugins, find_files(config.model))
     device = _device(config, place.local_rank)
+    config = _with_overlap(config, device)
+    loader = open_loader(config, plugins, find_files(config.model))
     source = plugins.get("loaders", loader.name).source
     try:
         # Before the fields, which other architectures may call otherwise.

@@ -32,7 +32,7 @@ class LateTokens:
     finish: Callable[[], Sampled]
     ended: frozenset[str] = frozenset()
 
-    def take(
+    def distribute(
         self, batch: InputBatch, pipeline: LogitsPipeline
     ) -> tuple[dict[LogitsRequest, int | None], bool]:
         """Wait for the tokens; pass them to the output, the batch and the processors' states.

@@ -344,7 +344,7 @@ class ModelRunner:
         """Wait for the tokens of a step; if others replace them, run the next step again."""
         assert self._sampling is not None
         self._late = None
-        tokens, are_replaced = late.take(self._batch, self._sampling.pipeline)
+        tokens, are_replaced = late.distribute(self._batch, self._sampling.pipeline)
         self._failed = {request for request, token in tokens.items() if token is None}
         if are_replaced and self._pending is not None:
             self._run_again(tokens)

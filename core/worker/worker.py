@@ -100,7 +100,7 @@ class LocalWorker:
             spec.config.parallel,
             spec.rank,
             spec.placement,
-            asynchronous=spec.config.scheduler.asynchronous,
+            asynchronous=spec.config.scheduler.asynchronous is True,
         )
         self._profiling = Profiling(
             spec.config.engine.profile_dir,

@@ -148,7 +148,7 @@ def calibrate(
 def _check(config: EngineConfig) -> None:
     """Refuse what is not measured: steps that overlap, and those of drafts."""
     for path, value, right in (
-        ("scheduler.asynchronous", config.scheduler.asynchronous, False),
+        ("scheduler.asynchronous", config.scheduler.asynchronous is True, False),
         ("parallel.pipeline", config.parallel.pipeline, 1),
         ("parallel.data", config.parallel.data, 1),
         ("speculation.use", list(config.speculation.use), []),

@@ -73,7 +73,7 @@ class EngineSettings:
         """
         config = self.config
         simulated: dict[str, tuple[Any, Any]] = {
-            "scheduler.asynchronous": (config.scheduler.asynchronous, False),
+            "scheduler.asynchronous": (config.scheduler.asynchronous is True, False),
             "parallel.pipeline": (config.parallel.pipeline, 1),
             "kv_connector.use": (config.kv_connector.use, None),
             "speculation.use": (config.speculation.use, []),

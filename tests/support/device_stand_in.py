@@ -316,6 +316,24 @@ def _caller() -> tuple[tuple[str, str], int]:
     raise AssertionError("called by no code of the sources")
 
 
+class _Event:
+    """An event of the stand-in, whose work is always done."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+
+    def record(self) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Return that the work is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Note the wait."""
+        self._note("an event is waited for")
+
+
 @contextmanager
 def fake_cuda(monkeypatch: Any) -> Iterator[StandInDevice]:
     """Let torch find one CUDA device, a stand-in, in this thread."""
@@ -330,6 +348,7 @@ def fake_cuda(monkeypatch: Any) -> Iterator[StandInDevice]:
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
         "synchronize": lambda device=None: stand_in.note("torch.cuda.synchronize()"),
+        "Event": lambda: _Event(stand_in.note),
     }
     for name, value in values.items():
         monkeypatch.setattr(torch.cuda, name, value)

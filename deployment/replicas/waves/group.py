@@ -130,7 +130,7 @@ def check_waves(config: EngineConfig, config_sources: ConfigSources) -> None:
         # A stage would run a batch of another engine's step, or none.
         ("parallel.pipeline", "1", parallel.pipeline, parallel.pipeline > 1),
         # Steps that are under way at once are not matched with those of the other engines.
-        ("scheduler.asynchronous", "false", "true", config.scheduler.asynchronous),
+        ("scheduler.asynchronous", "false", "true", config.scheduler.asynchronous is True),
         # Each engine would find another length, by the memory that it has.
         ("max_model_len", "a number, or none", "'auto'", length == "auto"),
         # They meet by files and memory of one host.

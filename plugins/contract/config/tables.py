@@ -105,7 +105,7 @@ class SchedulerConfig(Strict):
             unless none waits. None is no limit.
         asynchronous: plan and send a step while the one before it is computed. The executor has to
             take two at once, as "uniproc" and "multiproc" do; a pipeline of stages does so in any
-            case. It pays where the device is not the CPU.
+            case. "auto" is true on CUDA if one rank runs in "uniproc", and false on a CPU.
         step_milliseconds: time that prompts may extend a step to while other requests generate, so
             that their tokens keep coming; what a step takes is measured. 0 is no limit; None is
             150 in `AsyncLLM` and the server, 0 in `LLM`.
@@ -119,7 +119,7 @@ class SchedulerConfig(Strict):
     long_prefill_token_threshold: Live[Annotated[int, Meta(ge=0)]] = 0
     max_waiting: Live[Count | None] = None
     max_waiting_tokens: Live[Count | None] = None
-    asynchronous: bool = False
+    asynchronous: bool | Literal["auto"] = "auto"
     step_milliseconds: Annotated[float, Meta(ge=0)] | None = None
 
 

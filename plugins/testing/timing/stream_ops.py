@@ -20,6 +20,7 @@ class StreamOps(Wrapper[Ops], Ops):
 
     Attributes:
         stream: the device.
+        step_seconds: time of a step on the device.
         num_overlaps: forward passes that were launched before the tokens before them were read.
     """
 
@@ -40,14 +41,14 @@ class StreamOps(Wrapper[Ops], Ops):
         """Start with an idle device."""
         super().__init__(context)
         self.stream = DeviceStream()
-        self._step_seconds: float = context.options.step_seconds
+        self.step_seconds: float = context.options.step_seconds
         self._unread: set[StreamCopy] = set()
         self.num_overlaps = 0
 
     def launch_forward(self) -> None:
         """Occupy the device for the time of a step."""
         self.num_overlaps += bool(self._unread)
-        self.stream.launch(_nothing, self._step_seconds)
+        self.stream.launch(_nothing, self.step_seconds)
 
     def copy_to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
         """Begin a copy, which is complete when the work launched so far is done."""

@@ -24,7 +24,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.testing import scripted_engine, write_scripted_model
 
-FETCH = ("host/system/transfers.py", "fetch")
+FETCH = ("plugins/process/device.py", "read")
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -187,6 +187,8 @@ def settings(extra, processors=USED):
         "kv_cache": {"num_blocks": 200},
         "plugins": {"enable": [f"{__name__}:{cls.__name__}" for cls in processors]},
         **extra,
+        # The stand-in is one of this thread.
+        "scheduler": {"asynchronous": False, **extra.get("scheduler", {})},
     }
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.cases import nightly_but
 from support.gemma_images import distance
+from support.qwen_images import image
 from support.vision_families import MODELS, Reference, prompt, write_model
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, RequestError, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=3)
 FAMILIES = nightly_but(list(MODELS), "idefics3")
@@ -95,3 +99,45 @@ def test_preempted_requests_are_the_same_as_alone(model):
         together = llm.generate(requests, params)
         assert llm.engines.scheduler_stats().num_preemptions > 0
     assert [results(output) for output in together] == alone
+
+
+@pytest.fixture(scope="module")
+def idefics(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("idefics3"), "idefics3")
+
+
+def test_a_folder_without_a_processor_runs_as_text(idefics, tmp_path):
+    copy = Path(shutil.copytree(idefics, tmp_path / "copy"))
+    (copy / "processor_config.json").unlink()
+    with open_llm(copy) as llm:
+        assert not llm.model.takes_images
+        with pytest.raises(RequestError, match=r"multi_modal_data: 'image': .* takes text alone"):
+            llm.generate([prompt("idefics3", "see ", 0)], GREEDY)
+        assert results(llm.generate([prompt("idefics3", "text")], GREEDY)[0])
+
+
+def test_wrong_images_are_refused_by_name_and_disturb_no_other(idefics, tmp_path):
+    broken = {"prompt": "<image>", "multi_modal_data": {"image": [b"\xff\xd8\xff1234"]}}
+    few = {"prompt": "<image><image>", "multi_modal_data": {"image": [image(0)]}}
+    long = prompt("idefics3", *range(5), *range(5), *range(5))
+    with open_llm(idefics, max_model_len=128) as llm:
+        for request, message in (
+            (broken, r"multi_modal_data.image\[0\]: expected a whole image"),
+            (few, r"one image for each <image> of the prompt, got 1 images and 2 placeholders"),
+            (long, r"the prompt is too long: \d+ tokens"),
+        ):
+            with pytest.raises(RequestError, match=message):
+                llm.generate([prompt("idefics3", "text"), request], GREEDY)
+        assert results(llm.generate([prompt("idefics3", "see ", 0)], GREEDY)[0])
+
+
+def test_a_processor_that_cannot_start_is_named_with_the_first_image(idefics, tmp_path):
+    copy = Path(shutil.copytree(idefics, tmp_path / "copy"))
+    fields = json.loads((copy / "processor_config.json").read_text())
+    fields["processor_class"] = fields["image_processor"]["image_processor_type"] = "Missing"
+    (copy / "processor_config.json").write_text(json.dumps(fields))
+    with open_llm(copy) as llm:
+        message = r"multi_modal_data.image\[0\]: the model's image processor failed: \w+Error: "
+        with pytest.raises(RequestError, match=message):
+            llm.generate([prompt("idefics3", "see ", 0)], GREEDY)
+        assert results(llm.generate([prompt("idefics3", "text")], GREEDY)[0])

@@ -66,8 +66,9 @@ class QwenImages(MediaFormat):
         self._pixels = ProcessorSettings(processor, _BICUBIC, _MEAN, _STD)
         self.num_tokens = self._longest(min_pixels, max_pixels)
         self.max_item_bytes = 3 * self.num_tokens * self._factor**2
-        widths = vision.whole("hidden_size", 1280), vision.whole("intermediate_size", 3420)
-        self.encode_bytes = 4 * self.num_tokens * merge**2 * (12 * widths[0] + 3 * widths[1])
+        hidden, inner = vision.whole("hidden_size", 1280), vision.whole("intermediate_size", 3420)
+        widest = max(12 * hidden, 4 * hidden + 3 * inner)  # in attention, or in the MLP
+        self.encode_bytes = 4 * self.num_tokens * merge**2 * widest
         self.processor = image_processor.__file__
         self.processor_settings = {
             "factor": self._factor,

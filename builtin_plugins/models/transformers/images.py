@@ -46,7 +46,6 @@ class ProcessorImages(MediaFormat):
     item_shape = (-1,)
     max_item_bytes = _MAX_ITEM_BYTES
     processor_bytes = _PROGRAM_BYTES
-    num_tokens = _TOKENS
     encode_bytes = _TOWER_BYTES
 
     def __init__(self, config: ModelConfig, files: ModelFiles) -> None:
@@ -58,6 +57,7 @@ class ProcessorImages(MediaFormat):
         fields = ConfigFields(config.hf, f"{config.architecture} config")
         name = "image_token_id" if "image_token_id" in config.hf else "image_token_index"
         self.token_id = self.placeholder_id = fields.whole(name, at_least=0)
+        self.num_tokens = min(_TOKENS, config.max_position_embeddings)
         self.placeholder = _text_of(self.token_id, files)
         self.processor = image_program.__file__
         folder = str(files.path.resolve())

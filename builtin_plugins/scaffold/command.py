@@ -12,6 +12,8 @@ from hardpoint.plugins import CommandContext, RequestError
 from .names import PackageSpec, check_kind, check_name
 from .project import FileUpdate, check_new_folder, make, plan_update, read_spec, update
 from .templates import Templates
+from .vllm_port import package_name, ported_sections
+from .vllm_source import VLLMProcessor, read_processor
 
 _CONFLICTS = 1
 
@@ -19,7 +21,10 @@ _CONFLICTS = 1
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     kinds = Templates().kinds()
-    parser.usage = "%(prog)s [options] KIND NAME\n       %(prog)s --update [options]"
+    parser.usage = (
+        "%(prog)s [options] KIND NAME\n       %(prog)s --from vllm FILE [NAME] [options]\n"
+        "       %(prog)s --update [options]"
+    )
     parser.description = (
         "Make a package with a plugin that works at once: its class, a test of the conformance "
         "kit, pyproject.toml, README and a workflow for CI. With --update, bring a package that "
@@ -39,6 +44,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="the package's folder; by default NAME, or the current one for --update",
     )
     parser.add_argument(
+        "--from",
+        choices=("vllm",),
+        dest="engine",
+        help="port the logits processor of FILE, or FILE:CLASS, to the native form; TODOs mark "
+        "what the author decides",
+    )
+    parser.add_argument(
         "--update", action="store_true", help="update the package in FOLDER to the newest templates"
     )
     parser.add_argument(
@@ -50,12 +62,15 @@ def run(options: argparse.Namespace, context: CommandContext) -> int:
     """Make or update a package; return the exit code."""
     templates = Templates()
     if options.update:
+        if options.engine is not None:
+            raise RequestError("--from: expected no --update, got both")
         if options.kind is not None:
             raise RequestError(
                 f"--update: expected no KIND and NAME, which the package states, got "
                 f"{options.kind!r}"
             )
         return _update(options.into or Path(), templates, is_dry=options.dry_run)
+    processor = _original(options) if options.engine is not None else None
     if options.name is None:
         raise RequestError("expected KIND and NAME, or --update")
     check_kind(options.kind, templates.kinds())
@@ -64,7 +79,8 @@ def run(options: argparse.Namespace, context: CommandContext) -> int:
     check_name(spec, context.load_catalog(config, sources).components())
     folder = options.into or Path(options.name)
     check_new_folder(folder)
-    files = templates.render(spec)
+    sections = ported_sections(processor, spec) if processor is not None else None
+    files = templates.render(spec, sections)
     if not options.dry_run:
         make(folder, files)
     for path in sorted(files):
@@ -72,6 +88,16 @@ def run(options: argparse.Namespace, context: CommandContext) -> int:
     if not options.dry_run:
         _print_next(folder, spec)
     return 0
+
+
+def _original(options: argparse.Namespace) -> VLLMProcessor:
+    """Return the logits processor to port; set kind and name of its package."""
+    if options.kind is None:
+        raise RequestError("--from vllm: expected FILE, got none")
+    processor = read_processor(options.kind)
+    options.kind = "logits_processors"
+    options.name = options.name or package_name(processor)
+    return processor
 
 
 def _print_next(folder: Path, spec: PackageSpec) -> None:

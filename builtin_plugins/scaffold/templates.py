@@ -56,8 +56,12 @@ class Templates:
             PurePosixPath(path).stem for path in texts if PurePosixPath(path).parts[0] == "kinds"
         )
 
-    def render(self, spec: PackageSpec) -> Files:
+    def render(self, spec: PackageSpec, changes: Mapping[str, str] | None = None) -> Files:
         """Return the files of a package, in the version that its specification names.
+
+        Args:
+            spec: inputs of the package.
+            changes: sections that replace those of the kind, by name.
 
         Raises:
             RequestError: the class's name is taken by something that a file imports.
@@ -65,7 +69,8 @@ class Templates:
         texts = self._texts(spec.version)
         _, *parts = _SECTION.split(texts[f"kinds/{spec.kind}.txt"])
         sections = dict(zip(parts[::2], (part.rstrip("\n") for part in parts[1::2]), strict=True))
-        places = {name.upper(): text for name, text in sections.items()} | spec.places()
+        places = {name.upper(): text for name, text in (sections | dict(changes or {})).items()}
+        places |= spec.places()
         rendered: Files = {}
         for path, text in texts.items():
             if path.startswith("common/"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import os
@@ -30,6 +31,21 @@ INSTALLED = "installed"
 """Value of `--attest` that stands for the installed package instead of a wheel."""
 
 _GROUP = "hardpoint."
+
+
+def configure_attest(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of proofs."""
+    parser.add_argument(
+        "--attest",
+        metavar="WHEEL",
+        help="write what was proved into the wheel of the package, whose files are installed; "
+        f'"{INSTALLED}" writes it into the installed package',
+    )
+    parser.add_argument(
+        "--signature",
+        metavar="BUNDLE",
+        help="with --attest: add a Sigstore bundle of the proof that the wheel has, check nothing",
+    )
 
 
 def attest(

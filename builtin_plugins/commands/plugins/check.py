@@ -11,7 +11,7 @@ from hardpoint.errors import ConfigError
 from hardpoint.plugins import CommandContext
 from hardpoint.typed import parse_value
 
-from .attest import INSTALLED, add_signature, attest, attestation_lines
+from .attest import add_signature, attest, attestation_lines, configure_attest
 
 _GIB, _MIB = 1 << 30, 1 << 20
 
@@ -52,17 +52,7 @@ def configure_check(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="end with code 1 if a check is not proved, too, and list those that are not",
     )
-    parser.add_argument(
-        "--attest",
-        metavar="WHEEL",
-        help="write what was proved into the wheel of the package, whose files are installed; "
-        f'"{INSTALLED}" writes it into the installed package',
-    )
-    parser.add_argument(
-        "--signature",
-        metavar="BUNDLE",
-        help="with --attest: add a Sigstore bundle of the proof that the wheel has, check nothing",
-    )
+    configure_attest(parser)
     parser.add_argument(
         "--against",
         type=int,

@@ -158,7 +158,7 @@ def largest_integer(bits: int, activations: str) -> int:
 def round_activations(x: torch.Tensor, limit: int) -> torch.Tensor:
     """Return x [rows, columns] rounded to integers in blocks of 32 columns, float64."""
     columns = x.shape[1]
-    blocks = F.pad(x.float(), (0, -columns % 32)).unflatten(1, (-1, 32))
+    blocks = F.pad(x.float(), (0, -columns % 32)).view(len(x), -1, 32)
     largest = blocks.abs().amax(-1, keepdim=True)
     is_zero = largest < 2.0**-100
     limits = torch.full_like(largest, limit)  # torch divides a number by multiplying it
@@ -167,7 +167,8 @@ def round_activations(x: torch.Tensor, limit: int) -> torch.Tensor:
     integers = integers.masked_fill(is_zero, 0)
     scales = (largest / limits).masked_fill(is_zero, 0)
     scales = scales.masked_fill(~blocks.isfinite().all(-1, keepdim=True), torch.nan)
-    return (integers * scales.double()).flatten(1)[:, :columns]
+    rounded: torch.Tensor = integers * scales.double()
+    return rounded.flatten(1)[:, :columns]
 
 
 def linear_rounded(

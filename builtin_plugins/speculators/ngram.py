@@ -23,6 +23,7 @@ class NGram(Speculator):
     """
 
     contract = 1
+    is_quick = True
 
     class Options(plugins.Options):
         """Options.

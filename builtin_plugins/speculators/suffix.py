@@ -34,6 +34,7 @@ class Suffix(Speculator):
     """
 
     contract = 1
+    is_quick = True
     conformance_suite = "hardpoint.testing.checking.builtin_suites:SuffixSuite"
 
     class Options(plugins.Options):

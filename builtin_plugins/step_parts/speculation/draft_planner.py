@@ -161,6 +161,7 @@ class DraftPlanner(
         self._most_tokens = config.scheduler.max_num_batched_tokens
         self._live: dict[str, _SpeculatingRequest] = {}
         self._drafts: dict[str, list[int]] = {}
+        self._observed: dict[str, int] = {}  # drafts that are compared with the next token
 
     def uses(self, request: EngineCoreRequest) -> bool:
         """Return whether a request may have drafts."""
@@ -189,8 +190,9 @@ class DraftPlanner(
             if live is not None and live.num_known is None:  # else it was preempted
                 live.num_known = len(live.request.output_token_ids)
                 started[new.source.request_id] = live.speculator
-        limits = self._limits(plan)
-        if not limits and not started and self._live.keys().isdisjoint(plan.draft_token_ids):
+        limits, observed = self._limits(plan)
+        is_idle = not (limits or observed or started)
+        if is_idle and self._live.keys().isdisjoint(plan.draft_token_ids):
             return None
         missed: dict[str, list[int]] = {}
         for name in plan.num_scheduled_tokens:  # those that may get tokens, which follow these
@@ -201,9 +203,10 @@ class DraftPlanner(
                     missed[name] = list(output[live.num_known :])
                     live.num_known = len(output)
         budget = max(0, self._most_tokens - len(plan.num_scheduled_tokens))
-        return msgspec.msgpack.encode(DraftData(limits, missed, started, budget))
+        return msgspec.msgpack.encode(DraftData(limits, missed, started, budget, observed))
 
-    def _limits(self, plan: SchedulerOutput) -> dict[str, int]:
+    def _limits(self, plan: SchedulerOutput) -> tuple[dict[str, int], list[str]]:
+        """Return the limits of drafts, and the requests whose drafts would not pay."""
         longest: dict[str, int] = {}
         rates: dict[str, float] = {}
         context = 0
@@ -219,12 +222,13 @@ class DraftPlanner(
                 longest[name] = min(self.num_draft_tokens, left)
                 rates[name] = live.rate.estimate(self._rates[live.speculator])
         if not longest or not self._adaptive:
-            return longest
+            return longest, []
         count = len(plan.num_scheduled_tokens)
         lengths = draft_lengths(longest, rates, self._step_cost(), count, context)
         least = int(plan.step % _PROBE_EVERY == 0)
         lengths = {name: max(least, length) for name, length in lengths.items()}
-        return {name: length for name, length in lengths.items() if length}
+        observed = [name for name, length in lengths.items() if not length]
+        return {name: length for name, length in lengths.items() if length}, observed
 
     def result(
         self, plan: SchedulerOutput, result: ModelRunnerOutput
@@ -235,6 +239,7 @@ class DraftPlanner(
             if live is not None and tokens:
                 live.add(len(drafts), len(tokens) - 1)
                 self._rates[live.speculator].add(len(drafts), len(tokens) - 1)
+        self._compare_observed(result.sampled_token_ids)
         for data in result.part_reports.get(self._name, {}).values():  # of the rank that samples
             report = msgspec.msgpack.decode(data, type=DraftReport)
             for name, tokens in result.sampled_token_ids.items():
@@ -242,12 +247,22 @@ class DraftPlanner(
                 if live is not None and live.num_known is not None:
                     live.num_known += len(tokens)
             self._drafts = report.drafts
+            self._observed |= report.observed
             for name in report.failed:
                 if name in self._live:
                     self._live[name].is_off = True
             for speculator, message in report.faults:
                 self._faults.record(speculator, message, _CONSEQUENCE)
         return {}
+
+    def _compare_observed(self, sampled: Mapping[str, Sequence[int]]) -> None:
+        """Count drafts that were not verified as if they had been."""
+        for name, tokens in sampled.items():
+            draft, live = self._observed.pop(name, None), self._live.get(name)
+            if draft is not None and live is not None and tokens:
+                is_accepted = int(tokens[0] == draft)
+                live.rate.add(1, is_accepted)
+                self._rates[live.speculator].add(1, is_accepted)
 
     def figures(self, request_id: str) -> Mapping[str, float | Sequence[float]]:
         """Return the drafts of a request, with the names of `SchedulerStats`."""
@@ -262,6 +277,7 @@ class DraftPlanner(
         """Forget a request."""
         self._live.pop(request_id, None)
         self._drafts.pop(request_id, None)
+        self._observed.pop(request_id, None)
 
 
 def draft_lengths(

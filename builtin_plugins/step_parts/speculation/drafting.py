@@ -143,7 +143,8 @@ class Drafting(DraftVerification, WorkerStep, WorkerMemory):
 
     def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None:
         """Append the tokens of the step, and draft what follows them."""
-        asked: dict[str, list[DraftRequest]] = {}
+        drafting: dict[str, list[DraftRequest]] = {}
+        observed: dict[str, list[DraftRequest]] = {}
         for name, tokens in token_ids.items():
             known = self._known.get(name)
             if known is None:
@@ -155,11 +156,19 @@ class Drafting(DraftVerification, WorkerStep, WorkerMemory):
             self._show_hidden(known, len(drafts or ()) + 1 - len(tokens))
             if limit := self._data.limits.get(name):
                 known.request.limit = limit
-                asked.setdefault(known.speculator, []).append(known.request)
+                drafting.setdefault(known.speculator, []).append(known.request)
+            elif speculator.is_quick and name in self._data.observed:
+                known.request.limit = 1
+                observed.setdefault(known.speculator, []).append(known.request)
         left = self._data.budget
-        for speculator_name, requests in asked.items():
+        for speculator_name, requests in drafting.items():
             budget = min(left, sum(request.limit for request in requests))
             left -= self._propose(speculator_name, requests, budget)
+        for speculator_name, requests in observed.items():
+            self._propose(speculator_name, requests, len(requests))
+            for request in requests:
+                if drafts := self._report.drafts.pop(request.request_id, None):
+                    self._report.observed[request.request_id] = drafts[0]
 
     def _show_hidden(self, known: _Drafted, rejected: int) -> None:
         """Show hidden states of a request, without those of rejected drafts, which come last."""

@@ -13,12 +13,15 @@ class DraftData(msgspec.Struct, array_like=True):
         missed: output tokens of requests that the worker has not seen.
         started: names of the speculators of the plan's new requests.
         budget: most drafts of all requests after this step.
+        observed: requests whose drafts would not pay; quick speculators draft a token for each,
+            which is not verified.
     """
 
     limits: dict[str, int]
     missed: dict[str, list[int]] = {}
     started: dict[str, str] = {}
     budget: int = 0
+    observed: list[str] = []
 
 
 class DraftReport(msgspec.Struct, array_like=True):
@@ -28,8 +31,10 @@ class DraftReport(msgspec.Struct, array_like=True):
         drafts: token ids that may follow the output of requests.
         faults: name of the speculator and what it did wrong.
         failed: requests that go on without drafts.
+        observed: draft of each observed request that has one.
     """
 
     drafts: dict[str, list[int]]
     faults: list[tuple[str, str]] = []
     failed: list[str] = []
+    observed: dict[str, int] = {}

@@ -127,9 +127,13 @@ class Speculator(ComponentWithArguments):
 
     Attributes:
         needs_hidden: whether it reads `DraftRequest.hidden`.
+        is_quick: whether a draft takes far less time than a step. Then it also drafts for requests
+            whose drafts do not pay, so that the engine notices when they would; these drafts are
+            not verified.
     """
 
     needs_hidden: ClassVar[bool] = False
+    is_quick: ClassVar[bool] = False
 
     context: SpeculatorContext
 

@@ -72,7 +72,7 @@ VERBS = frozenset(
     Submit Subscribe Substitute Suggest Support Suppress Suspend Swap Switch Synchronize Tag
     Take Teach Test Throttle Tidy Tighten Time Toggle Tokenize Trace Track Train Translate
     Treat Trim Truncate Try Tune Turn Type Unify Unload Unpack Unpin Untangle Update Upgrade
-    Use Validate Vendor Verify Wait Walk Wake Warm Warn Watch Weaken Widen Wire Wrap Write Yield
+    Use Validate Vendor Verify Port Wait Walk Wake Warm Warn Watch Weaken Widen Wire Wrap Write Yield
     """.split()  # noqa: SIM905
 )
 """Imperatives that begin a commit subject."""

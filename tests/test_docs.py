@@ -8,7 +8,6 @@ import importlib
 import re
 import shutil
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest

@@ -34,9 +34,9 @@ from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.plugins.sampling import Distribution
 from hardpoint.plugins.sampling.sampler import TOKENS
 from hardpoint.toolkit.logits_calls import states
+from hardpoint.toolkit.logits_calls.logprobs import logprob_tensors, token_logprobs
 
 from .grammar_mask import GrammarMask
-from .logprobs import logprob_tensors, token_logprobs
 from .pipeline import LogitsPipeline
 from .processors import RequestArguments, open_runner, open_states
 

@@ -103,9 +103,8 @@ class SchedulerConfig(Strict):
         max_waiting_tokens: maximum tokens of prompts that wait, and of those that run what is not
             computed yet; a further prompt is refused as "overloaded" until there is room for it,
             unless none waits. None is no limit.
-        asynchronous: plan and send a step while the one before it is computed. The executor has to
-            take two at once, as "uniproc" and "multiproc" do; a pipeline of stages does so in any
-            case. "auto" is true on CUDA if one rank runs in "uniproc", and false on a CPU.
+        asynchronous: plan and send a step while the one before it is computed, which needs an
+            executor that takes two at once. "auto": on CUDA with one rank in "uniproc".
         step_milliseconds: time that prompts may extend a step to while other requests generate, so
             that their tokens keep coming; what a step takes is measured. 0 is no limit; None is
             150 in `AsyncLLM` and the server, 0 in `LLM`.

@@ -72,9 +72,9 @@ class Gemma3Images(MediaFormat):
         """
         if processor.get("do_pan_and_scan"):
             raise fields.error("do_pan_and_scan", "expected false (one image for each), got true")
-        given = fields.table("size") or {"height": size, "width": size}
-        if (given.get("height"), given.get("width")) != (size, size):
-            raise fields.error("size", f"expected {size} x {size}, got {short(given)}")
+        stated = fields.table("size") or {"height": size, "width": size}
+        if (stated.get("height"), stated.get("width")) != (size, size):
+            raise fields.error("size", f"expected {size} x {size}, got {short(stated)}")
 
     def numbers(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return float32 [3, size, size] for what the processor made, as a tensor."""

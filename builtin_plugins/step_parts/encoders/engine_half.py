@@ -103,8 +103,8 @@ class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, E
             for index in indices:
                 feature = self._kept[request_id][index]
                 wanted[feature.identifier] = feature
-        for request_id, found in spans.items():
-            missing = {span.identifier for span in found} - self._in_workers - wanted.keys()
+        for request_id, request_spans in spans.items():
+            missing = {span.identifier for span in request_spans} - self._in_workers - wanted.keys()
             if missing:
                 by_identifier = {f.identifier: f for f in self._kept[request_id]}
                 wanted |= {identifier: by_identifier[identifier] for identifier in sorted(missing)}
@@ -139,14 +139,16 @@ class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, E
         for name in users:
             first = computed[name]
             end = first + plan.num_scheduled_tokens[name]
-            found = []
+            request_spans = []
             for feature in self._kept[name]:
                 seen = range(max(feature.offset, first), min(feature.end, end))
                 if seen:
                     start = seen.start - feature.offset
-                    found.append(Span(feature.identifier, seen.start - first, start, len(seen)))
-            if found:
-                spans[name] = found
+                    request_spans.append(
+                        Span(feature.identifier, seen.start - first, start, len(seen))
+                    )
+            if request_spans:
+                spans[name] = request_spans
         return spans
 
     def result(

@@ -83,20 +83,20 @@ class Encoders(StepPart):
         if cls is None or config is None:
             return None
         assert issubclass(cls, plugins.Model), "the registry has checked it"
-        found = cls.media_format(config, self.context.files)
-        if found is not None and not isinstance(found, MediaFormat):
+        media = cls.media_format(config, self.context.files)
+        if media is not None and not isinstance(media, MediaFormat):
             raise ModelError(
                 f"{components.source(MODELS, config.model_plugin)}: its media_format() gave "
-                f"{type(found).__name__}, expected a MediaFormat or None"
+                f"{type(media).__name__}, expected a MediaFormat or None"
             )
-        return found
+        return media
 
     def _budget(self, media: MediaFormat | None) -> int:
         """Return the tokens that a step may encode, which is also what embeddings are kept for."""
         longest = 0 if media is None else self._longest(media)
-        given = self.options.budget_tokens
+        tokens = self.options.budget_tokens
         step = self.context.config.scheduler.max_num_batched_tokens
-        return encoder_budget(step if given is None else given, longest)
+        return encoder_budget(step if tokens is None else tokens, longest)
 
     def _longest(self, media: MediaFormat) -> int:
         """Return the tokens of an image, at most; a prompt has no longer one than a sequence."""

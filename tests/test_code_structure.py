@@ -80,7 +80,6 @@ SMALL_MODULES = {
     "hardpoint.toolkit.limited.fair_lock": "an algorithm with tests of its own",
     "hardpoint.toolkit.images.addresses": "a table of networks, with tests of its own",
     "hardpoint.builtin_plugins.models.gemma.processor": "run by its path, in a limited process",
-    "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
     "hardpoint.builtin_plugins.step_parts.adapters.leases": "an algorithm with tests of its own",
     "hardpoint.builtin_plugins.server.operations.on_ray": "checks that only `--on ray` needs",
     "hardpoint.ray_serve.autoscaling": "a policy of Serve, with tests of its own",

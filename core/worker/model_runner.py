@@ -239,8 +239,9 @@ class ModelRunner:
         self._sampling.pipeline.observer = self.parts.observer
         logits_of = functools.partial(self._logits, hidden)
         output = ModelRunnerOutput(prompt_logprobs=prompt_logprobs(step, self._device, logits_of))
-        output.end(self._broken)
-        self._broken = {}
+        if self._broken:
+            output.end(self._broken)
+            self._broken = {}
         if routed is not None:
             output.routed_experts = step.experts_by_request(routed)
         samples = step.samples
@@ -315,11 +316,11 @@ class ModelRunner:
         pipeline = self._sampling.pipeline
         advancing = [requests[row] for row in rows]
         ids = sampled.device_ids
-        output.end(
-            pipeline.advance(
-                advancing, tokens, ids if len(rows) == len(requests) else select_rows(ids, rows)
-            )
+        ends = pipeline.advance(
+            advancing, tokens, ids if len(rows) == len(requests) else select_rows(ids, rows)
         )
+        if ends:
+            output.end(ends)
         if sampled.observed:
             seen = [row for row in rows if row in sampled.observed]
             users, observed = [requests[row] for row in seen], [sampled.observed[r] for r in seen]
@@ -371,7 +372,9 @@ class ModelRunner:
         for request_id, block_ids in plan.cached_requests.new_block_ids.items():
             batch.extend_blocks(request_id, block_ids)
         if self._sampling is not None:  # before another request may have one of their ids
-            self._sampling.pipeline.observed_states.drop(plan.finished_request_ids)
+            states = self._sampling.pipeline.observed_states
+            if states.versions:
+                states.drop(plan.finished_request_ids)
         for new in plan.new_requests:
             self._add(new, batch, plan.step)
         update = batch.settle()

@@ -81,7 +81,6 @@ SMALL_MODULES = {
     "hardpoint.builtin_plugins.models.gemma.processor": "run by its path, in a limited process",
     "hardpoint.builtin_plugins.models.qwen_vl.processor": "run by its path, as that of Gemma",
     "hardpoint.builtin_plugins.models.transformers.image_program": "run by its path, as the others",
-    "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
     "hardpoint.builtin_plugins.step_parts.adapters.leases": "an algorithm with tests of its own",
     "hardpoint.builtin_plugins.server.operations.on_ray": "checks that only `--on ray` needs",
     "hardpoint.ray_serve.autoscaling": "a policy of Serve, with tests of its own",

@@ -16,7 +16,6 @@ from hardpoint.plugins import (
     RequestFault,
     RequestStatus,
 )
-from hardpoint.toolkit.finishes import drop_tokens
 
 from .encoder import encoder_cache, free_computed_features
 from .live_request import SchedulerRequest
@@ -98,7 +97,7 @@ def add_finishes(planned: PlannedStep, result: ModelRunnerOutput) -> None:
     live = {request.request_id: request for request in planned.still_running()}
     ends = {name: finish for name, finish in planned.finishes.items() if name in live}
     part = ModelRunnerOutput(sampled_token_ids=result.sampled_token_ids, finishes=ends)
-    drop_tokens(part, {name: len(live[name].output_token_ids) for name in ends})
+    part.drop_tokens({name: len(live[name].output_token_ids) for name in ends})
     result.end(part.finishes)
 
 

@@ -201,7 +201,7 @@ class Application:
         Args:
             is_admin: whether it is that of the admin address, for the log.
         """
-        self._traffic = service.traffic
+        self._traffic, self._service = service.traffic, service
         self._root_path = "" if is_admin else service.settings.root_path
         self._is_admin = is_admin
         self.routes = [route for route, _ in routes]
@@ -256,6 +256,7 @@ class Application:
                 await self._app(scope, noting, exchange.send)
         finally:
             self._traffic.end(exchange, scope, admin=self._is_admin)
+            self._service.transforms.end(scope)
 
     def takes_websocket(self, path: str) -> bool:
         """Return whether a path, as a client names it, is that of a WebSocket."""

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.routing import compile_path
+from starlette.types import Scope
 
 from hardpoint.errors import PluginConflictError
 from hardpoint.plugins import ConfigError
@@ -166,6 +167,8 @@ class Transforms:
         self._requests = _having(transforms, "request")
         self._responses = _having(list(reversed(transforms)), "response")
         self._events = _having(list(reversed(transforms)), "event")
+        self._ends = _having(list(reversed(transforms)), "end")
+        self._failed: set[str] = set()  # ids of calls whose stream an error has ended
         self.changes_requests = bool(self._requests)
         self.changes_responses = bool(self._responses)
         self.changes_events = bool(self._events)
@@ -196,6 +199,32 @@ class Transforms:
             )
             body = msgspec.json.decode(encoded)
         return encoded
+
+    def begin(self, scope: Scope, call: Call) -> None:
+        """Remember the call of a request or a WebSocket, of which `end` follows."""
+        if self._ends:
+            scope["state"]["call"] = call
+
+    def fail(self, call: Call) -> None:
+        """Note that an error has ended the stream of a call."""
+        if self._ends:
+            self._failed.add(call.request_id)
+
+    def end(self, scope: Scope) -> None:
+        """Notify the transforms of the end of a call, if it has begun. A fault is counted."""
+        state = scope["state"]
+        if (call := state.get("call")) is None:
+            return
+        has_failed = call.request_id in self._failed or "refused" in state
+        self._failed.discard(call.request_id)
+        # A client closes a WebSocket as a rule, so that its end there is no abort.
+        is_complete = state.get("is_complete") or scope["type"] == "websocket"
+        how = "failed" if has_failed else "finished" if is_complete else "aborted"
+        for owned, end in self._ends:
+            try:
+                end(call, how)
+            except Exception as cause:
+                self._faults.blame(owned, "end of a call", cause)
 
     def blame_request(self) -> BlamedError:
         """Return the answer to a right request that the transforms made a wrong one."""

@@ -183,6 +183,7 @@ class Service:
             AnswerError, RequestError: the request is wrong.
         """
         call = call_of(request)
+        self.transforms.begin(request.scope, call)
         async with self.receiver.body(request) as body:
             if not self.transforms.changes_requests:
                 return call, await self._large(body, self._plain, body, type_)
@@ -528,9 +529,13 @@ class Service:
         return EventStream(
             counted,
             heartbeat_seconds=self.settings.heartbeat_seconds,
-            failed=lambda error: failed(self.failure(error)),
+            failed=lambda error: failed(self._failed(call, error)),
             heartbeat=heartbeat,
         )
+
+    def _failed(self, call: Call, error: BaseException) -> AnswerError:
+        self.transforms.fail(call)
+        return self.failure(error)
 
     def failure(self, error: BaseException) -> AnswerError:
         """Return the answer to a request that failed, and log what is not the client's fault."""

@@ -8,7 +8,6 @@ from typing import Annotated
 
 from hardpoint import plugins
 from hardpoint.plugins import DraftRequest, Meta, Speculator
-from hardpoint.plugins.requests import ids_after_embeddings
 
 _MOST_PLACES = 16
 """Places that are compared, so that no text makes a search long."""
@@ -46,7 +45,7 @@ class NGram(Speculator):
     def start(self, request: DraftRequest) -> NGramIndex:
         """Return the index of the prompt."""
         index = NGramIndex(self.options.shortest)
-        index.extend(ids_after_embeddings(request.prompt_token_ids))
+        index.extend(request.last_prompt_ids)
         index.num_prompt = len(index)
         return index
 

@@ -11,7 +11,6 @@ from typing import Annotated, TypeVar
 from hardpoint import plugins
 from hardpoint.kernels.suffix_tree import Extent
 from hardpoint.plugins import DraftRequest, Meta, Speculator, SpeculatorContext
-from hardpoint.plugins.requests import ids_after_embeddings
 
 from .suffix_tree import Tree, make_tree
 
@@ -79,7 +78,7 @@ class Suffix(Speculator):
 
     def start(self, request: DraftRequest) -> _RequestText:
         """Return an empty tree of the request, and where its output is going to be."""
-        prompt = ids_after_embeddings(request.prompt_token_ids)
+        prompt = request.last_prompt_ids
         return _RequestText(make_tree(self._depth), Output(request.scope), prompt)
 
     def propose(self, requests: Sequence[DraftRequest], budget: int) -> list[list[int]]:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, RequestError
 from hardpoint.plugins.sampling import RequestStates
 from hardpoint.plugins.step_part.engine import REQUEST_FIELDS
-from hardpoint.toolkit.resumed_states import SAMPLER, check_logprobs, check_states
+from hardpoint.toolkit.requests.resumed_states import SAMPLER, check_logprobs, check_states
 
 _LONGEST_MARKER = 64
 _OUTPUTS = "resumed.output_token_ids"

@@ -42,7 +42,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.requests.plan import SampledTokens
 from hardpoint.plugins.requests.stats import SchedulerStats
-from hardpoint.toolkit.finishes import end_requests, limit_tokens
+from hardpoint.toolkit.requests.finishes import end_requests, limit_tokens
 from hardpoint.toolkit.step_cost import StepCostFit, StepTimes
 
 from .batch_queue import Batch, BatchQueue, completed_future, start_batch
@@ -315,11 +315,12 @@ class StepRunner:
             self._parts.faults.note("executor", fault.message, consequence="its request ends")
             if request_id not in plan.num_scheduled_tokens:  # the scheduler looks at no others
                 self._end_request(request_id, fault)
-        limit_tokens(result, self._scheduler)
+        if result.finishes:
+            limit_tokens(result, self._scheduler)
         outputs = self._scheduler.update(plan, result)
         checked(outputs, Scheduler, "update", self._parts.scheduler_label)
-        end_requests(result, outputs, self._scheduler)
-        if result.observed_logprobs:
+        if result.observed_logprobs or result.finishes:
+            end_requests(result, outputs, self._scheduler)
             _add_observed_logprobs(outputs, result)
         self._step_parts.publish(plan, outputs)
         self._step_parts.updated(plan)

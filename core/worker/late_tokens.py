@@ -54,13 +54,13 @@ class LateTokens:
         batch.settle_late(tokens)
         advancing = [row for row in rows if batch.has(requests[row])]
         ids = sampled.device_ids
-        output.end(
-            pipeline.advance(
-                [requests[row] for row in advancing],
-                [sampled.tokens[row] for row in advancing],
-                ids if len(advancing) == len(requests) else select_rows(ids, advancing),
-            )
+        ends = pipeline.advance(
+            [requests[row] for row in advancing],
+            [sampled.tokens[row] for row in advancing],
+            ids if len(advancing) == len(requests) else select_rows(ids, advancing),
         )
+        if ends:
+            output.end(ends)
         if sampled.observed:
             seen = [r for r in rows if r in sampled.observed]
             seen = [row for row in seen if requests[row].request_id not in self.ended]

@@ -245,8 +245,9 @@ class ModelRunner:
             return self._with_reports(ModelRunnerOutput())
         self._sampling.pipeline.observer = self.parts.observer
         output = ModelRunnerOutput()
-        output.end(self._broken)
-        self._broken = {}
+        if self._broken:
+            output.end(self._broken)
+            self._broken = {}
         if any(request.params.prompt_logprobs is not None for request in step.requests):
             logits_of = functools.partial(self._logits, hidden)
             output.prompt_logprobs = prompt_logprobs(step, self._device, logits_of)
@@ -411,7 +412,9 @@ class ModelRunner:
         for request_id, block_ids in plan.cached_requests.new_block_ids.items():
             batch.extend_blocks(request_id, block_ids)
         if self._sampling is not None:  # before another request may have one of their ids
-            self._sampling.pipeline.observed_states.drop(plan.finished_request_ids)
+            states = self._sampling.pipeline.observed_states
+            if states.versions:
+                states.drop(plan.finished_request_ids)
         for new in plan.new_requests:
             self._add(new, batch, plan.step)
         update = batch.settle()

@@ -126,8 +126,10 @@ def _transform_problems(transform: Transform) -> Iterator[str]:
         yield f"event: expected a function, got {shown(transform.event)}"
     elif transform.event is not None and _is_async(transform.event):
         yield "event: expected a plain function, got an `async def`"
-    if not (transform.request or transform.response or transform.event):
-        yield "it has none of request, response and event"
+    if transform.end is not None and (not callable(transform.end) or _is_async(transform.end)):
+        yield f"end: expected a plain function, got {shown(transform.end)}"
+    if not (transform.request or transform.response or transform.event or transform.end):
+        yield "it has none of request, response, event and end"
 
 
 def _async_problem(field: str, function: Any) -> Iterator[str]:

@@ -27,7 +27,7 @@ from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.sampling import RequestStates
 from hardpoint.plugins.sampling.logits import LogitsPlugin
 from hardpoint.plugins.text.arguments import ComponentWithArguments
-from hardpoint.toolkit.resumed_states import SAMPLER
+from hardpoint.toolkit.requests.resumed_states import SAMPLER
 from hardpoint.typed import prepared_type
 
 from .adapt import adapters_of, configured, load_component

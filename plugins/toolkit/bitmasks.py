@@ -10,7 +10,7 @@ import numpy as np
 from hardpoint.plugins import GrammarBitmask
 from hardpoint.plugins.component import Source
 
-__all__ = ["allow_tokens", "combined_masks", "masks_by_source"]
+__all__ = ["allow_tokens"]
 
 MakerT = TypeVar("MakerT")
 

@@ -211,6 +211,7 @@ class ConversationRoutes:
     async def open(self, websocket: WebSocket) -> None:
         """Open a conversation, and answer its messages until an end."""
         service, call = self._service, call_of(websocket)
+        service.transforms.begin(websocket.scope, call)
         opening = _opening(websocket)
         _, adapter = await service.model(opening.model)
         service.check_admission()

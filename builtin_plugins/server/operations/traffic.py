@@ -148,6 +148,8 @@ class Exchange:
             if not self.first_byte:
                 self.first_byte = time.perf_counter()
             self.bytes += len(message.get("body", b"")) + len(message.get("text") or "")
+            if kind == "http.response.body" and not message.get("more_body"):
+                self.state["is_complete"] = True
         await self._send(message)
 
 

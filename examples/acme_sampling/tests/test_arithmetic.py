@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from acme_sampling.arithmetic import Arithmetic
 
 from hardpoint.plugins import LogitsRequest, SamplerContext, SamplingParams
-from hardpoint.plugins.sampling import Distribution
 
 
 @dataclass
@@ -49,9 +49,7 @@ def test_code_moves_into_the_interval_of_the_token(code):
     below, share = sum(probabilities[:token]), probabilities[token]
     logits = torch.tensor([probabilities]).log()
     (chosen,) = sampler.sample(logits, Rows([state], torch.zeros(1, dtype=torch.bool))).tolist()
-    after = sampler.observe(
-        state, token, math.log(share), Distribution(math.log(share), below=below)
-    )
+    after = sampler.observe(state, token, math.log(share), SimpleNamespace(below=below))
     assert chosen == token
     assert after.code == pytest.approx((code - below) / share)
     assert after.bits == pytest.approx(-math.log2(share))
@@ -60,6 +58,6 @@ def test_code_moves_into_the_interval_of_the_token(code):
 def test_code_that_is_used_up_is_drawn_again():
     sampler = build(3)
     state = sampler.State(code=0.5, bits=39.5, seed="7 0")
-    after = sampler.observe(state, 1, math.log(0.5), Distribution(math.log(0.5), below=0.25))
+    after = sampler.observe(state, 1, math.log(0.5), SimpleNamespace(below=0.25))
     assert after.bits == 0.0
     assert after.code != 0.5

@@ -28,8 +28,8 @@ from hardpoint.plugins import (
 from hardpoint.plugins.requests.plan import PartData
 from hardpoint.plugins.scheduling.step_record import WaitReason
 from hardpoint.toolkit.bitmasks import combined_masks, masks_by_source
-from hardpoint.toolkit.finishes import take_finishes
 from hardpoint.toolkit.kv_blocks.start import BlockStart
+from hardpoint.toolkit.requests.finishes import take_finishes
 
 from . import figures, returns
 from .bound_half import INCLUDE, BoundPart, OpenHalves, call_for
@@ -324,7 +324,8 @@ class EngineHalves:
             ended = take_finishes(found, part.name, part.users, result) | ended
         for name in self._faults.keys() & plan.num_scheduled_tokens.keys():
             ended.setdefault(name, self._faults.pop(name))
-        self.gates.move_finishes(result)
+        if self.gates.finishes:
+            self.gates.move_finishes(result)
         return ended
 
     def publish(self, plan: SchedulerOutput, outputs: Mapping[int, EngineCoreOutputs]) -> None:

@@ -38,7 +38,7 @@ class PartGates:
     def __init__(self, parts_of: Callable[[str], Sequence[BoundPart] | None]) -> None:
         """Ask the parts that `parts_of` returns for the id of a request; None if it uses none."""
         self._parts_of = parts_of
-        self._finishes: dict[str, Finish] = {}  # of requests that a gate has ended
+        self.finishes: dict[str, Finish] = {}  # of requests that a gate has ended
         self._used: dict[str, Counter[str]] = {}  # by part
         self._num_passed: dict[str, int] = {}  # parts of each request whose gate it has passed
         self._costs: dict[str, _Costs] = {}  # of each request
@@ -58,7 +58,7 @@ class PartGates:
             if part.overrides("gate"):
                 reason = call_for(part, "gate", request)
                 if isinstance(reason, Finish):
-                    self._finishes[request.request_id] = reason.of(part.name)
+                    self.finishes[request.request_id] = reason.of(part.name)
                     raise RequestError(f"it ends: {reason.reason}")
                 if (reason := _as_reason(part, reason)) is not None:
                     return reason
@@ -74,8 +74,8 @@ class PartGates:
 
     def move_finishes(self, result: ModelRunnerOutput) -> None:
         """Move the graceful ends by gates into a result."""
-        result.finishes.update(self._finishes)
-        self._finishes.clear()
+        result.finishes.update(self.finishes)
+        self.finishes.clear()
 
     def lacks(self, request: Request) -> WaitReason | None:
         """Return which resource has no room for a request; None if all have."""

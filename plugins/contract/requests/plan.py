@@ -272,3 +272,18 @@ class ModelRunnerOutput:
                 self.finishes[request_id] = end
                 if request_id not in self.sampled_token_ids:
                     self.faults[request_id] = RequestFault(f"it ends: {end.reason}", end.plugin)
+
+    def drop_tokens(self, num_before: Mapping[str, int]) -> None:
+        """Drop tokens beyond `Finish.num_tokens`, and ends of requests with fewer tokens.
+
+        Args:
+            num_before: number of output tokens before the step, by request id.
+        """
+        for request_id, finish in list(self.finishes.items()):
+            if finish.num_tokens is None or request_id not in num_before:
+                continue
+            before, tokens = num_before[request_id], self.sampled_token_ids.get(request_id, [])
+            if before + len(tokens) < finish.num_tokens:
+                del self.finishes[request_id]
+            elif len(tokens) > (room := max(finish.num_tokens - before, 1)):
+                self.sampled_token_ids[request_id] = tokens[:room]

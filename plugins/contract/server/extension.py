@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -151,6 +151,9 @@ class Transform:
         response: takes the body of a whole answer, returns the one that is sent.
         event: takes the data of one event of a stream, returns the one that is sent, or None to
             leave it out. It is called per token and slows streams down.
+        end: takes how the call ended: "finished"; "aborted", if the client went before the end; or
+            "failed", if the answer is an error or a stream ended with one. Called once for each
+            call, after everything else, so that a transform can release what it keeps of a stream.
         before, after: names of plugins whose transforms run after it, or before it. Requests pass
             transforms in that order, answers in the reverse one.
     """
@@ -158,6 +161,7 @@ class Transform:
     request: Callable[[Call, dict[str, Any]], Awaitable[dict[str, Any]]] | None = None
     response: Callable[[Call, dict[str, Any]], Awaitable[dict[str, Any]]] | None = None
     event: Callable[[Call, dict[str, Any]], dict[str, Any] | None] | None = None
+    end: Callable[[Call, Literal["finished", "aborted", "failed"]], None] | None = None
     before: Sequence[str] = ()
     after: Sequence[str] = ()
 

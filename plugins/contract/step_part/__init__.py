@@ -43,7 +43,6 @@ from .speculator import (
     Speculator,
     SpeculatorContext,
 )
-from .worker import MAIN_MODEL as MAIN_MODEL
 from .worker import LoadedModel as LoadedModel
 from .worker import ModelOpener as ModelOpener
 from .worker import SequenceModel as SequenceModel

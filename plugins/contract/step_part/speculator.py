@@ -24,10 +24,10 @@ from hardpoint.plugins.component.behaviour import (
 )
 from hardpoint.plugins.component.type_variables import ArgumentsT_co, StateT_co
 from hardpoint.plugins.model.logits_ops import LogitsOps
-from hardpoint.plugins.requests.params import SamplingParams
+from hardpoint.plugins.requests.params import SamplingParams, ids_after_embeddings
 from hardpoint.plugins.text.arguments import ComponentWithArguments
 
-from .worker import LoadedModel, ModelOpener
+from .worker import LoadedModel, MainModel, ModelOpener
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,10 @@ class SpeculatorContext(Context["Speculator"]):
         loaded: the model itself; None if the context was made by hand.
         open_model: opens a further model, such as a small one that drafts; None if the context was
             made by hand.
+        MAIN_MODEL: the engine's own model, for `open_model`.
     """
+
+    MAIN_MODEL: ClassVar[MainModel] = MainModel.MAIN
 
     device: Any
     vocab_size: int
@@ -99,6 +102,11 @@ class DraftRequest(Generic[ArgumentsT_co, StateT_co]):
     state: StateT_co = field(default=None, kw_only=True)  # type: ignore[assignment]
     limit: int = 0
     hidden: torch.Tensor | None = None
+
+    @property
+    def last_prompt_ids(self) -> list[int]:
+        """The ids of its prompt after the last embedding; all of a prompt of ids."""
+        return ids_after_embeddings(self.prompt_token_ids)
 
 
 def _drafts(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> list[list[int]]:  # noqa: ARG001

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from hardpoint.plugins.component.base import Source
 
@@ -160,12 +160,9 @@ class SequenceModel(Protocol):
 
 
 class MainModel(Enum):
-    """The engine's own model, for `ModelOpener`: no text, because any may name a folder."""
+    """The engine's own model, for `ModelOpener`; no text, because any text may name a folder."""
 
     MAIN = "main"
-
-
-MAIN_MODEL = MainModel.MAIN
 
 
 class ModelOpener(Protocol):
@@ -182,9 +179,10 @@ class ModelOpener(Protocol):
         """Return a loaded model, which the caller closes. Settings are those of the engine's model.
 
         Args:
-            model: as `EngineConfig.model`; or `MAIN_MODEL`, the engine's own model, whose weights
-                are used and not loaded again. Its sequences have a KV cache of their own, whose
-                `cache_bytes` are to be stated as `memory`. When weights change, cut all sequences.
+            model: as `EngineConfig.model`; or `MAIN_MODEL` of the context, the engine's own model,
+                whose weights are used and not loaded again. Its sequences have a KV cache of their
+                own, whose `cache_bytes` are to be stated as `memory`. When weights change, cut all
+                sequences.
             num_tokens: tokens of all sequences together, for which its KV cache has room.
             vocab_size: required size of its vocabulary; None takes any.
             same_tokens: whether its token ids have to stand for the same texts as those of the
@@ -212,7 +210,10 @@ class WorkerHalfContext:
         loaded: the model itself; None if the context was made by hand.
         open_model: opens a further model; None if the context was made by hand.
         num_draft_tokens: most drafts of a request that a step verifies; 0 if no part drafts.
+        MAIN_MODEL: the engine's own model, for `open_model`.
     """
+
+    MAIN_MODEL: ClassVar[MainModel] = MainModel.MAIN
 
     device: Any
     rank: int

@@ -43,13 +43,17 @@ class _Version(NamedTuple):
 
 
 class ObservedStates:
-    """States that depend on logits, which outlive a preemption: the newest ones, by request."""
+    """States that depend on logits, which outlive a preemption: the newest ones, by request.
+
+    Attributes:
+        versions: the newest states, by request and by plugin.
+    """
 
     def __init__(self) -> None:
-        self._versions: dict[str, dict[str, deque[_Version]]] = {}
+        self.versions: dict[str, dict[str, deque[_Version]]] = {}
 
     def __len__(self) -> int:
-        return len(self._versions)
+        return len(self.versions)
 
     def start(
         self, processor: LogitsPlugin, request: LogitsRequest, observed: Sequence[float] = ()
@@ -65,7 +69,7 @@ class ObservedStates:
             LookupError: the request has other output tokens, and no state after them is kept.
             TypeError, ValueError: the state that `start` returned is not as declared.
         """
-        by_name = self._versions.setdefault(request.request_id, {})
+        by_name = self.versions.setdefault(request.request_id, {})
         num_tokens = len(request.output_token_ids)
         if not num_tokens or (processor.name not in by_name and len(observed) == num_tokens):
             state = _observed(processor, request, observed if num_tokens else ())
@@ -100,13 +104,12 @@ class ObservedStates:
                 f"got {len(encoded)} bytes"
             )
         version = _Version(len(request.output_token_ids), encoded)
-        self._versions[request.request_id][processor.name].append(version)
+        self.versions[request.request_id][processor.name].append(version)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget requests that have ended; unknown ids are ignored."""
-        if self._versions:
-            for request_id in request_ids:
-                self._versions.pop(request_id, None)
+        for request_id in request_ids:
+            self.versions.pop(request_id, None)
 
 
 def _observed(processor: LogitsPlugin, request: LogitsRequest, logprobs: Sequence[float]) -> Any:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, StreamingResponse
-from support.fake_engine import FakeEngine, configured
+from support.fake_engine import FakeEngine, HeldEngine, configured
 from support.http_server import running
 from support.waiting import wait_until
 
@@ -424,7 +424,7 @@ async def later(*_):
         (route(request_type=dict), "request_type: expected a class that derives from"),
         (Middleware(wrap=3), "Middleware: wrap: expected a function of an application, got 3"),
         (Middleware(wrap=plain, before="other"), "before: expected a list of names of plugins"),
-        (Transform(), "Transform: it has none of request, response and event"),
+        (Transform(), "Transform: it has none of request, response, event and end"),
         (Transform(request=plain), "request: expected an `async def`, got a plain function"),
         (Transform(event=later), "event: expected a plain function, got an `async def`"),
         (Authenticator(authenticate=plain), "authenticate: expected an `async def`"),
@@ -852,6 +852,54 @@ def test_a_fault_in_a_stream_is_its_last_event():
             assert text in last["error"]["message"]
         assert faults(server) == {"bad": 3}
         assert server.engine.aborted == 3
+
+
+def test_a_transform_is_notified_of_the_end_of_each_call():
+    ends = []
+
+    async def request(call, body):
+        if body["messages"][0]["content"] == "no":
+            raise RequestError("messages: not today")
+        return body
+
+    def event(call, body):
+        third = body["choices"][0]["delta"].get("content") == " there"
+        if third and call.headers.get("x-case") == "breaks":
+            raise KeyError("x")
+        return body
+
+    watching = Transform(
+        request=request, event=event, end=lambda call, how: ends.append((call.request_id, how))
+    )
+    with installed(("watching", watching)) as server:
+        streamed = {**ASK, "stream": True}
+        assert server.post(CHAT, ASK, headers={"x-request-id": "whole"}).status_code == 200
+        server.events(CHAT, streamed, headers={"x-request-id": "streamed"})
+        server.events(CHAT, streamed, headers={"x-request-id": "broken", "x-case": "breaks"})
+        refused = {"messages": [{"role": "user", "content": "no"}]}
+        assert server.post(CHAT, refused, headers={"x-request-id": "no"}).status_code == 400
+        wrong = {**ASK, "temperature": "hot"}
+        assert server.post(CHAT, wrong, headers={"x-request-id": "wrong"}).status_code == 400
+        wait_until(lambda: len(ends) == 5)
+    assert dict(ends) == {
+        "whole": "finished",
+        "streamed": "finished",
+        "broken": "failed",
+        "no": "failed",
+        "wrong": "failed",
+    }
+
+
+def test_a_transform_is_notified_of_a_client_that_went():
+    ends = []
+    watching = ("watching", Transform(end=lambda call, how: ends.append(how)))
+    engine = HeldEngine(config=configured(), extensions=(watching,), at_once=1)
+    with running(engine) as server:
+        body = {**ASK, "stream": True}
+        with server.client.stream("POST", CHAT, json=body) as answer:
+            next(answer.iter_text())
+        wait_until(lambda: ends == ["aborted"])
+        engine.go_on.set()
 
 
 # Authenticators

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from hardpoint.plugins import Speculator, StepPart
-from hardpoint.plugins.step_part import MAIN_MODEL
 
 
 class SelfDraft(Speculator):
@@ -18,7 +17,7 @@ class SelfDraft(Speculator):
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
-        self.model = context.open_model(MAIN_MODEL, 2048, same_tokens=True)
+        self.model = context.open_model(context.MAIN_MODEL, 2048, same_tokens=True)
 
     def propose(self, requests: Sequence[Any], budget: int) -> list[list[int]]:
         return [self._draft(request) for request in requests]
@@ -66,7 +65,7 @@ class _Asks:
 
 class _Computes:
     def __init__(self, context: Any) -> None:
-        self._model = context.open_model(MAIN_MODEL, 512)
+        self._model = context.open_model(context.MAIN_MODEL, 512)
 
     def memory(self) -> dict[str, int]:
         return {"scores": self._model.cache_bytes}

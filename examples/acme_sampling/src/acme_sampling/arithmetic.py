@@ -12,8 +12,8 @@ from hardpoint import plugins
 from hardpoint.plugins import LogitsRequest, Sampler
 
 if TYPE_CHECKING:
-    from hardpoint.plugins.sampling import Distribution
     from hardpoint.plugins.sampling.sampler import SamplingRows
+    from hardpoint.plugins.sampling.states import Distribution
 
 _MOST_BITS = 40  # of a code, of the 53 that a float64 has
 

@@ -48,25 +48,7 @@ def take_finishes(
 def limit_tokens(result: ModelRunnerOutput, scheduler: Scheduler) -> None:
     """Apply `Finish.num_tokens` before the scheduler gets the result of a step."""
     if result.finishes:
-        drop_tokens(result, _num_output_tokens(result, scheduler))
-
-
-def drop_tokens(result: ModelRunnerOutput, num_before: Mapping[str, int]) -> None:
-    """Drop tokens beyond `Finish.num_tokens`, and ends of requests with fewer tokens.
-
-    Args:
-        num_before: number of output tokens before the step, by request id.
-    """
-    for request_id, finish in list(result.finishes.items()):
-        if finish.num_tokens is None or request_id not in num_before:
-            continue
-        tokens = result.sampled_token_ids.get(request_id, [])
-        room = max(finish.num_tokens - num_before[request_id], 1)
-        if len(tokens) < room and num_before[request_id] < finish.num_tokens:
-            del result.finishes[request_id]
-            continue
-        if len(tokens) > room:
-            result.sampled_token_ids[request_id] = tokens[:room]
+        result.drop_tokens(_num_output_tokens(result, scheduler))
 
 
 def _num_output_tokens(result: ModelRunnerOutput, scheduler: Scheduler) -> dict[str, int]:

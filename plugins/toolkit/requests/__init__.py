@@ -1,0 +1,1 @@
+"""Requests: graceful ends, and states of plugins at another engine."""

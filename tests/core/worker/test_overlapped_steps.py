@@ -8,7 +8,8 @@ import pytest
 from support.driving import FINAL, alone, run, summary, varied_jobs
 from support.searching import searches_long
 
-from hardpoint import SamplingParams
+from hardpoint import SamplingParams, plugins
+from hardpoint.plugins import LogitsProcessor, Phase
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import scripted_engine
 from hardpoint.testing.timing.stream_ops import StreamOps
@@ -159,3 +160,41 @@ def test_random_schedules(scripted, open_engine, first):
     plain.close()
     assert num_ended > 3 * PER_ENGINE
     assert engine.call_utility("scheduler_stats").kv_cache_usage == 0
+
+
+class Breaks(LogitsProcessor):
+    """Makes all rows NaN from a number of tokens of one of its requests on."""
+
+    contract = 1
+    phase = Phase.BIAS
+
+    class Arguments(plugins.Arguments):
+        after: int
+
+    def apply(self, logits, rows):
+        counts = [len(request.output_token_ids) for request in rows.requests]
+        if any(n >= a.after for n, a in zip(counts, rows.arguments(), strict=True)):
+            logits[:] = float("nan")
+        return logits
+
+
+def test_rows_that_break_end_alone_and_the_next_step_runs_again(scripted, open_engine):
+    processors = {"plugins": {"enable": [f"{__name__}:Breaks"]}}
+    settings = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True, **FINAL}
+
+    def job(name, **more):
+        return name, [len(name), 9, 7], SamplingParams(**settings, **more)
+
+    jobs = [
+        job("plain"),
+        job("breaks", plugin_args={"breaks": {"after": 6}}),
+        job("uses it, too", plugin_args={"breaks": {"after": 99}}),
+    ]
+    engine = scripted_engine(scripted, processors)
+    expected = run(engine, jobs)
+    engine.close()
+    engine = open_engine(overlapping(processors))
+    assert run(engine, jobs) == expected
+    reasons = {name: completions[0][0][3] for name, completions in expected.items()}
+    assert reasons == {"plain": "length", "breaks": "error", "uses it, too": "length"}
+    assert KnownOps.opened[-1].num_overlaps > 3

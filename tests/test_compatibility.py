@@ -204,7 +204,7 @@ def test_a_frozen_plugin_passes_its_suite(name, tmp_path):
     is_earlier = plugin["contract"] < kind.contract
     assert plugin["deprecated"].endswith(
         f"it states contract 1 of {kind.name}, and runs as before until hardpoint 0.3; the current "
-        f"one is 2: see CHANGELOG.md"
+        f"one is 2: see docs/contract-history.md"
         if is_earlier
         else ""
     )

@@ -99,7 +99,8 @@ def test_a_member_of_a_real_kind_that_goes_is_found():
     record = recorded()
     record["eviction_policies"]["2"]["EvictionPolicy"]["replaced"] = "method () -> None"
     record[NAMES]["NoSuchName"] = ""
-    missing = "eviction_policies: EvictionPolicy.replaced changed, and its section of CHANGELOG.md "
+    missing = "eviction_policies: EvictionPolicy.replaced changed, and its section of "
+    missing += "docs/contract-history.md "
     assert updated(record)[1] == [
         "eviction_policies, contract 2: EvictionPolicy.replaced is gone",
         f"{missing}has neither name",
@@ -134,7 +135,7 @@ def test_a_new_number_needs_a_heading():
     for kind in KINDS.values():
         assert unexplained(kind.name, None, {}, sections) == []
     assert unexplained("executors", None, {}, {"executors": "### `executors`: contract 1\n"}) == [
-        "CHANGELOG.md has no heading with `executors`, contract 2"
+        "docs/contract-history.md has no heading with `executors`, contract 2"
     ]
 
 

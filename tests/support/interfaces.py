@@ -8,8 +8,8 @@ the kinds and numbers that use each. The record has the present number of a kind
 before, which the engine accepts; that of a number only grows. A change that may break a
 plugin needs a new number in `host/registry/kinds.py`, and an adapter for the old one in
 `host/registry/adapters/`. `--compatible` records a change of a kind that breaks nothing, such as
-a type that is written differently. A change without a line in CHANGELOG.md under its kind is not
-recorded.
+a type that is written differently. A change without a line in
+docs/contract-history.md under its kind is not recorded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from hardpoint.plugins.step_part.worker_hooks import WorkerHooks
 
 RECORD = Path(__file__).parents[1] / "compatibility" / "interfaces.json"
 
-CHANGELOG = Path(__file__).parents[2] / "CHANGELOG.md"
+HISTORY = Path(__file__).parents[2] / "docs" / "contract-history.md"
 
 NAMES = "names of hardpoint.plugins"
 """The record's key for the names that authors have been able to import."""
@@ -70,9 +70,9 @@ def recorded() -> dict[str, dict[str, Any]]:
 
 
 def changelog() -> dict[str, str]:
-    """Return the section of each kind in CHANGELOG.md, heading included; all of them, joined."""
+    """Return the section of each kind of the contract history, heading included."""
     found: dict[str, str] = defaultdict(str)
-    for section in re.split(r"^(?=##)", CHANGELOG.read_text(), flags=re.MULTILINE):
+    for section in re.split(r"^(?=##)", HISTORY.read_text(), flags=re.MULTILINE):
         if section.startswith("### "):
             for kind in re.findall(r"`(\w+)`", section.partition("\n")[0]):
                 found[kind] += section
@@ -95,7 +95,8 @@ def unexplained(
         number = KINDS[kind].contract
         heading = section.partition("\n")[0]
         is_there = number == 1 or re.search(rf"contract {number}\b", heading) is not None
-        return [] if is_there else [f"CHANGELOG.md has no heading with `{kind}`, contract {number}"]
+        message = f"docs/contract-history.md has no heading with `{kind}`, contract {number}"
+        return [] if is_there else [message]
     members = {
         (owner, name)
         for owner in before.keys() | now.keys()
@@ -103,7 +104,7 @@ def unexplained(
         if before.get(owner, {}).get(name) != now.get(owner, {}).get(name)
     }
     return [
-        f"{owner}.{name} changed, and its section of CHANGELOG.md has neither name"
+        f"{owner}.{name} changed, and its section of docs/contract-history.md has neither name"
         for owner, name in sorted(members)
         if not re.search(rf"`[^`]*\b(?:{owner}|{name})\b[^`]*`", section)
     ]

@@ -167,7 +167,7 @@ def warn_of_earlier(enabled: Iterable[tuple[PluginKind, Source, Any]]) -> list[s
     """Return a warning for each enabled component of a contract before the current one."""
     return [
         f"{source}: it states contract {target.contract} of {kind.name}, and runs as before until "
-        f"hardpoint 0.3; the current one is {kind.contract}: see CHANGELOG.md"
+        f"hardpoint 0.3; the current one is {kind.contract}: see docs/contract-history.md"
         for kind, source, target in enabled
         if target.contract < kind.contract
     ]

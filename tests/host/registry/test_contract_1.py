@@ -79,7 +79,7 @@ def test_it_runs_with_one_warning(scripted, plain, caplog, kind):
     assert f"{HERE}:{name}), asked for by {path}" in warning
     assert warning.endswith(
         f": it states contract 1 of {kind}, and runs as before until hardpoint 0.3; the current "
-        f"one is 2: see CHANGELOG.md"
+        f"one is 2: see docs/contract-history.md"
     )
 
 

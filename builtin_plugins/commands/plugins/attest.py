@@ -238,8 +238,8 @@ def _with_files(wheel: str, files: Mapping[str, bytes]) -> bytes:
 
 def _add(file: zipfile.ZipFile, name: str, data: bytes, date: Any) -> None:
     item = zipfile.ZipInfo(name, date)
-    item.compress_type, item.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
-    file.writestr(item, data)
+    item.external_attr = 0o644 << 16
+    file.writestr(item, data, zipfile.ZIP_DEFLATED)
 
 
 def _replace(path: Path, data: bytes) -> None:

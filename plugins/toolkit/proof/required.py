@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import importlib_metadata
 
-from hardpoint.errors import PluginLoadError
+from hardpoint.errors import PluginLoadError, install_command
 from hardpoint.plugins.component import Source
 from hardpoint.plugins.config_tables import PluginsConfig
 
@@ -20,7 +21,6 @@ from .package_files import (
     package_paths,
     read_metadata_file,
 )
-from .signature import check_signature
 from .statement import MAX_STATEMENT_BYTES, Proof, ProofError, decode_statement, normal_name
 
 __all__ = ["RequiredProofs", "describe_proof"]
@@ -64,7 +64,7 @@ class RequiredProofs:
         proof.check_outcomes()
         if self._required == "signed":
             bundle = read_metadata_file(distribution, SIGNATURE_FILE, MAX_STATEMENT_BYTES)
-            check_signature(data, bundle, self._signers)
+            _check_signature(data, bundle, self._signers)
         if difference := _difference(proof.files, package_files(distribution)):
             raise ProofError(f"the files of {name} differ from its proof: {difference}")
         return frozenset(map(os.path.realpath, package_paths(distribution).values()))
@@ -136,3 +136,42 @@ def _difference(stated: Mapping[str, str], files: Mapping[str, str]) -> str:
     differences += [f"{n[:200]} was changed" for n in common if stated[n] != files[n]]
     rest = f" and {len(differences) - 3} more" if differences[3:] else ""
     return ", ".join(differences[:3]) + rest
+
+
+def _check_signature(statement: bytes, bundle: bytes | None, signers: Mapping[str, str]) -> None:
+    """Check that a trusted identity signed a statement.
+
+    Args:
+        statement: the bytes of the statement.
+        bundle: the Sigstore bundle of them; None if there is none.
+        signers: the issuer of each trusted identity.
+
+    Raises:
+        ProofError: it is not signed by one of them, or the package sigstore is not installed.
+    """
+    if bundle is None:
+        raise ProofError("expected a signed proof, got an unsigned one")
+    if not signers:
+        raise ProofError(
+            "plugins.proof_signers: expected at least one trusted identity and its issuer, got none"
+        )
+    try:
+        _verify(statement, bundle, signers)
+    except ImportError as cause:
+        raise ProofError(
+            f'"signed" needs the package sigstore; {install_command("sigstore")}'
+        ) from cause
+
+
+def _verify(statement: bytes, data: bytes, signers: Mapping[str, str]) -> None:
+    from sigstore.errors import Error  # noqa: PLC0415 - an extra
+    from sigstore.models import Bundle  # noqa: PLC0415
+    from sigstore.verify import Verifier  # noqa: PLC0415
+    from sigstore.verify.policy import AnyOf, Identity  # noqa: PLC0415
+
+    policy: Any = AnyOf([Identity(identity=name, issuer=signers[name]) for name in signers])
+    try:
+        bundle = Bundle.from_json(data)
+        Verifier.production(offline=True).verify_artifact(statement, bundle, policy)
+    except (Error, ValueError, TypeError, KeyError, RecursionError) as cause:
+        raise ProofError(f"its signature cannot be verified: {cause}") from cause

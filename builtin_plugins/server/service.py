@@ -42,7 +42,6 @@ from .operations.ignored_fields import IgnoredFields
 from .operations.load import InFlightRequests
 from .operations.traffic import TrafficRecorder, current_key, current_request_id
 from .receiving import SMALL_BYTES, BodyReceiver
-from .routes.compatibility_fields import without_thinking
 from .streaming import COMMENT, EventStream, while_connected
 
 _log = logging.getLogger("hardpoint")
@@ -275,8 +274,8 @@ class Service:
         if (prepared := getattr(type_, "prepared", None)) is not None:
             fields = prepared(fields)
         body = convert_body(fields, type_, lenient=lenient, ignored=ignored)
-        if lenient:
-            body, names = without_thinking(body, lambda: self.engine.tokenizer.chat_template)
+        if lenient and (without_thinking := getattr(body, "without_thinking", None)) is not None:
+            body, names = without_thinking(lambda: self.engine.tokenizer.chat_template)
             for name in names:
                 ignored.add(name)
         if ignored.paths:

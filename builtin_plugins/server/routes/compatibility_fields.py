@@ -16,8 +16,8 @@ __all__ = [
     "CompatibilityFields",
     "ThinkingMode",
     "check_truncation_side",
+    "drop_thinking",
     "thinking_variables",
-    "without_thinking",
 ]
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -86,6 +86,10 @@ class CompatibilityFields(Strict):
         side, kept = (getattr(self, name, None) for name in _TRUNCATION)
         check_truncation_side(side, kept, of_pairs=False)
         return msgspec.structs.replace(self, **changes) if changes else self
+
+    def without_thinking(self, template: Callable[[], str | None]) -> tuple[Self, Sequence[str]]:
+        """Return the request without fields that the template ignores; see `drop_thinking`."""
+        return drop_thinking(self, template)
 
     def compatibility_forms(self) -> dict[str, dict[str, Any]]:
         """Return the fields for the form of the answer, as fields of `StructuredOutputs`."""
@@ -177,7 +181,7 @@ def thinking_variables(
     )
 
 
-def without_thinking(body: T, template: Callable[[], str | None]) -> tuple[T, Sequence[str]]:
+def drop_thinking(body: T, template: Callable[[], str | None]) -> tuple[T, Sequence[str]]:
     """Return a request without its fields for thinking if the template has no such variable.
 
     A budget of tokens stays, and so do fields that contradict each other.
@@ -195,8 +199,9 @@ def without_thinking(body: T, template: Callable[[], str | None]) -> tuple[T, Se
         mode = _enabled(value) if isinstance(value, bool | ThinkingMode) else value
         if mode is not None:
             modes.add(mode if isinstance(mode, bool) else name)
-            is_struct = isinstance(value, ThinkingMode)
-            changes[name] = msgspec.structs.replace(value, type="auto") if is_struct else None
+            changes[name] = None
+            if isinstance(value, ThinkingMode):
+                changes[name] = msgspec.structs.replace(value, type="auto")
     if modes not in ({True}, {False}) or _thinking_variable(template()) is not None:
         return body, ()
     return msgspec.structs.replace(body, **changes), tuple(changes)

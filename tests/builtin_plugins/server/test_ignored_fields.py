@@ -62,6 +62,7 @@ THINKING = [
     ("/v1/messages", {"messages": user("hi"), "max_tokens": 3}, "enable_thinking", True),
     ("/v1/responses", {"input": "hi"}, "enable_thinking", True),
     ("/tokenize", {"messages": user("hi")}, "enable_thinking", True),
+    ("/v1/messages/count_tokens", {"messages": user("hi")}, "enable_thinking", True),
 ]
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from hardpoint_ollama.models import has_thinking
 
 from hardpoint.testing import serve
 
@@ -152,6 +153,13 @@ def test_models_are_listed_and_described(server):
     assert shown["capabilities"] == ["completion", "embedding", "tools", "thinking"]
     assert server.ask("/api/show", {"model": "other"}).status == 404
     assert server.ask("/api/version").json()["version"]
+
+
+def test_thinking_depends_on_the_parser_and_the_template():
+    assert has_thinking("think_tags", "")
+    assert has_thinking("auto", "{{ '<think>' }}")
+    assert not has_thinking("auto", "{{ messages }}")
+    assert not has_thinking("none", "{{ '<think>' }}")
 
 
 def test_embeddings_are_those_of_the_servers_route(server):

@@ -104,21 +104,27 @@ class Models:
         capabilities = [_CAPABILITIES[task] for task in tasks if task in _CAPABILITIES]
         if engine.model.takes_images:
             capabilities.append("vision")
-        if engine.config.tools.parser:
+        template = getattr(engine.tokenizer, "chat_template", None) or ""
+        if engine.config.tools.parser != "none":  # "auto" supports calls of any model
             capabilities.append("tools")
-        if engine.config.reasoning.parser:
+        if has_thinking(engine.config.reasoning.parser, template):
             capabilities.append("thinking")
         parameters = [f"{name} {value}" for name, value in card["default_sampling"].items()]
         entry = _entry(card)
         return {
             "modelfile": f"FROM {card['root']}\n",
             "parameters": "\n".join(parameters),
-            "template": getattr(engine.tokenizer, "chat_template", None) or "",
+            "template": template,
             "details": entry["details"],
             "model_info": {"general.context_length": card["max_model_len"]},
             "capabilities": capabilities,
             "modified_at": entry["modified_at"],
         }
+
+
+def has_thinking(parser: str, template: str) -> bool:
+    """Return whether answers may have reasoning: "auto" finds a parser by the chat template."""
+    return "think" in template if parser == "auto" else parser != "none"
 
 
 def _listed(cards: bytes) -> list[dict[str, Any]]:

@@ -174,6 +174,7 @@ acme_watermark = package_fixture("acme_watermark")
 acme_tenant_budget = package_fixture("acme_tenant_budget")
 acme_tiny_scheduler = package_fixture("acme_tiny_scheduler")
 acme_wrapping = package_fixture("acme_wrapping")
+hardpoint_ollama = package_fixture("hardpoint_ollama")
 hardpoint_vllm = package_fixture("hardpoint_vllm")
 hardpoint_xgrammar = package_fixture("hardpoint_xgrammar")
 

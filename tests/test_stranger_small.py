@@ -23,6 +23,7 @@ PACKAGES = {
     "acme_taps": 0.2,
     "acme_tiny_scheduler": 0.02,
     "acme_watermark": 0.1,
+    "hardpoint_ollama": 0.1,
     "hardpoint_vllm": 0.05,
     "hardpoint_xgrammar": 0.1,
 }

@@ -277,6 +277,10 @@ class Service:
         if (prepared := getattr(type_, "prepared", None)) is not None:
             fields = prepared(fields)
         body = convert_body(fields, type_, lenient=lenient, ignored=ignored)
+        if lenient and (without_thinking := getattr(body, "without_thinking", None)) is not None:
+            body, names = without_thinking(lambda: self.engine.tokenizer.chat_template)
+            for name in names:
+                ignored.add(name)
         if ignored.paths:
             self.traffic.ignored(ignored)
         return body

@@ -206,6 +206,24 @@ ENGINE_FAMILIES = (
         "Generated tokens of a completion that ended.",
         lambda e: e.request_generation_tokens,
     ),
+    Family(
+        "request_max_num_generation_tokens",
+        _H,
+        "Generated tokens of the longest completion of a prompt that ended.",
+        lambda e: e.longest_completion,
+    ),
+    Family(
+        "request_prefill_kv_computed_tokens",
+        _H,
+        "Prompt tokens of a completion that ended, without cached ones.",
+        lambda e: e.prefill_computed_tokens,
+    ),
+    Family(
+        "request_num_preemptions",
+        _H,
+        "Preemptions of a completion that ended.",
+        lambda e: e.request_preemptions,
+    ),
     Family("request_params_n", _H, "The parameter n of a prompt that ended.", lambda e: e.params_n),
     Family(
         "request_params_max_tokens",

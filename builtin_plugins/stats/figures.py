@@ -16,7 +16,7 @@ from hardpoint.plugins import (
 )
 
 if TYPE_CHECKING:
-    from hardpoint.plugins.requests.stats import PluginReport
+    from hardpoint.plugins.requests.stats import FinishedRequest, PluginReport
 
 # The bounds are those of vLLM, with smaller ones for small models: sums over instances of both
 # engines are right from vLLM's first bound on.
@@ -33,6 +33,8 @@ _REQUEST = (
 _TOKENS = "1 2 5 10 20 50 100 200 500 1000 2000 5000 10000 20000 50000 100000 200000 500000 1000000"
 _STEP_TOKENS = "1 8 16 32 64 128 256 512 1024 2048 4096 8192 16384"
 _COMPLETIONS = "1 2 5 10 20"
+_PREEMPTIONS = "1 2 3 4 5 10 20"
+_MOST_OPEN_PROMPTS = 10_000
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition", "timeout")
 
@@ -167,6 +169,9 @@ class EngineFigures:
         self.decode, self.inference = Histogram(_REQUEST), Histogram(_REQUEST)
         self.request_prompt_tokens, self.request_generation_tokens = _tokens(), _tokens()
         self.params_n, self.params_max_tokens = Histogram(_COMPLETIONS), _tokens()
+        self.prefill_computed_tokens, self.longest_completion = _tokens(), _tokens()
+        self.request_preemptions = Histogram(_PREEMPTIONS)
+        self._open_prompts: dict[str, tuple[int, int]] = {}
 
     def record(self, stats: IterationStats) -> None:
         """Add the statistics of a batch, all but the state of the scheduler."""
@@ -219,6 +224,10 @@ class EngineFigures:
             self.request_prompt_tokens.add(metrics.num_prompt_tokens)
             self.request_generation_tokens.add(metrics.num_generation_tokens)
             self.params_max_tokens.add(request.max_tokens)
+            self._add_longest(request)
+            computed = metrics.num_prompt_tokens - metrics.num_cached_tokens
+            self.prefill_computed_tokens.add(computed)
+            self.request_preemptions.add(metrics.num_preemptions)
             if request.index == 0:  # the prompt has one n, and several completions
                 self.params_n.add(request.n)
             self.e2e.add(metrics.e2e_seconds)
@@ -232,6 +241,17 @@ class EngineFigures:
                 self.inference.add(metrics.prefill_seconds + decode)
             if metrics.num_generation_tokens > 1:
                 self.time_per_output_token.add(decode / (metrics.num_generation_tokens - 1))
+
+    def _add_longest(self, request: FinishedRequest) -> None:
+        """Add the length of the longest completion of a prompt once all of them have ended."""
+        count, longest = self._open_prompts.pop(request.request_id, (0, 0))
+        count, longest = count + 1, max(longest, request.metrics.num_generation_tokens)
+        if count >= request.n:
+            self.longest_completion.add(longest)
+            return
+        self._open_prompts[request.request_id] = count, longest
+        if len(self._open_prompts) > _MOST_OPEN_PROMPTS:  # of prompts with lost completions
+            del self._open_prompts[next(iter(self._open_prompts))]
 
 
 class PluginFigures:

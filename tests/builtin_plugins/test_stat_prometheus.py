@@ -71,8 +71,11 @@ NAMES_OF_VLLM = {
     "request_decode_time_seconds": "histogram",
     "request_generation_tokens": "histogram",
     "request_inference_time_seconds": "histogram",
+    "request_max_num_generation_tokens": "histogram",
+    "request_num_preemptions": "histogram",
     "request_params_max_tokens": "histogram",
     "request_params_n": "histogram",
+    "request_prefill_kv_computed_tokens": "histogram",
     "request_prefill_time_seconds": "histogram",
     "request_prompt_tokens": "histogram",
     "request_queue_time_seconds": "histogram",
@@ -176,6 +179,38 @@ def test_an_engine_exports_what_its_requests_did(scripted):
     assert found["plugin_steps_total slow"] == found["plugin_rows_total slow"] == 3
     assert found["plugin_seconds_total slow"] >= 0.003
     assert found["engine_restarts_total"] == 0
+
+
+def ended(name, index=0, n=1, **metrics):
+    return FinishedRequest(
+        request_id=name,
+        finish_reason="stop",
+        tags={},
+        index=index,
+        n=n,
+        metrics=RequestMetrics(num_prompt_tokens=10, **metrics),
+    )
+
+
+def test_figures_of_requests_that_vllm_has():
+    exported = sink()
+    exported.record(
+        IterationStats(
+            finished=[
+                ended("a", 0, 2, num_generation_tokens=7, num_cached_tokens=4),
+                ended("b", num_generation_tokens=3, num_preemptions=2),
+            ]
+        )
+    )
+    exported.record(IterationStats(finished=[ended("a", 1, 2, num_generation_tokens=5)]))
+    exported.record(IterationStats(finished=[ended("c", 0, 2, num_generation_tokens=9)]))
+    found = series(exported.exposition(PluginReport()))
+    longest = "request_max_num_generation_tokens"
+    assert (found[f"{longest}_count"], found[f"{longest}_sum"]) == (2, 7 + 3)
+    assert found["request_prefill_kv_computed_tokens_sum"] == 4 * 10 - 4
+    assert found["request_num_preemptions_bucket 1.0"] == 3
+    assert found["request_num_preemptions_bucket 2.0"] == 4
+    assert found["request_num_preemptions_sum"] == 2
 
 
 def test_durations_are_those_of_the_requests(scripted):

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import MESSAGES_PATH
+from hardpoint.builtin_plugins.server.routes.compatibility_fields import drop_thinking
 from hardpoint.builtin_plugins.server.routes.fields import (
     REFUSED,
     GenerationFields,
@@ -150,6 +151,7 @@ class CountTokensRequest(Strict):
     chat_template_kwargs: dict[str, Any] | None = None
 
     prepared = staticmethod(_prepared)
+    without_thinking = drop_thinking
 
 
 class TokenCount(msgspec.Struct):

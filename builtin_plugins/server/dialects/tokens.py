@@ -20,7 +20,10 @@ from hardpoint.builtin_plugins.server.routes.answers import (
     only,
     prompt_logprobs,
 )
-from hardpoint.builtin_plugins.server.routes.compatibility_fields import ThinkingMode
+from hardpoint.builtin_plugins.server.routes.compatibility_fields import (
+    ThinkingMode,
+    drop_thinking,
+)
 from hardpoint.builtin_plugins.server.routes.fields import (
     NO_TEMPLATE,
     SAMPLING_REFUSED,
@@ -221,6 +224,8 @@ class TokenizeRequest(Strict):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
+
+    without_thinking = drop_thinking
 
 
 class Tokenized(msgspec.Struct):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta
@@ -12,7 +12,15 @@ from msgspec import UNSET, Meta
 from hardpoint.plugins import RequestError
 from hardpoint.typed import Strict, join_path
 
-__all__ = ["CompatibilityFields", "ThinkingMode", "check_truncation_side", "thinking_variables"]
+__all__ = [
+    "CompatibilityFields",
+    "ThinkingMode",
+    "check_truncation_side",
+    "drop_thinking",
+    "thinking_variables",
+]
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 _TRUNCATION = ("truncation_side", "truncate_prompt_tokens")
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -78,6 +86,10 @@ class CompatibilityFields(Strict):
         side, limit = (getattr(self, name, None) for name in _TRUNCATION)
         check_truncation_side(side, limit, of_pairs=False)
         return msgspec.structs.replace(self, **changes) if changes else self
+
+    def without_thinking(self, template: Callable[[], str | None]) -> tuple[Self, Sequence[str]]:
+        """Return the request without fields that the template ignores; see `drop_thinking`."""
+        return drop_thinking(self, template)
 
     def compatibility_forms(self) -> dict[str, dict[str, Any]]:
         """Return the fields for the form of the answer, as fields of `StructuredOutputs`."""
@@ -161,13 +173,46 @@ def thinking_variables(
         name, enabled = ("thinking" if enabled is None else name), mode
     if enabled is None or not _THINKING.keys().isdisjoint(variables):
         return variables
-    for variable, use in _THINKING.items():
-        if template is not None and use.search(template):
-            return {variable: enabled, **variables}
+    if (variable := _thinking_variable(template)) is not None:
+        return {variable: enabled, **variables}
     raise RequestError(
         f"{name}: not supported: the model's chat template has no variable "
         f"{' or '.join(_THINKING)}; leave the field out"
     )
+
+
+def drop_thinking(body: T, template: Callable[[], str | None]) -> tuple[T, Sequence[str]]:
+    """Return a request without its fields for thinking if the template has no such variable.
+
+    A budget of tokens stays, and so do fields that contradict each other.
+
+    Args:
+        template: returns the model's chat template.
+
+    Returns:
+        The request and the names of the fields that it has lost.
+    """
+    changes: dict[str, Any] = {}
+    modes: set[Any] = set()
+    for name in _THINKING:
+        value = getattr(body, name, None)
+        mode = _enabled(value) if isinstance(value, bool | ThinkingMode) else value
+        if mode is not None:
+            modes.add(mode if isinstance(mode, bool) else name)
+            changes[name] = None
+            if isinstance(value, ThinkingMode):
+                changes[name] = msgspec.structs.replace(value, type="auto")
+    if modes not in ({True}, {False}) or _thinking_variable(template()) is not None:
+        return body, ()
+    return msgspec.structs.replace(body, **changes), tuple(changes)
+
+
+def _thinking_variable(template: str | None) -> str | None:
+    """Return the name of a template's variable for thinking; None without one."""
+    for variable, use in _THINKING.items():
+        if template is not None and use.search(template):
+            return variable
+    return None
 
 
 def _enabled(thinking: bool | ThinkingMode | None) -> bool | None:

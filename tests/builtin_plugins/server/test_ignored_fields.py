@@ -55,6 +55,45 @@ def test_unknown_fields_can_be_errors(strict, path, body):
     assert "wherefore: unknown field" in response.text
 
 
+THINKING = [
+    (CHAT, {"messages": user("hi")}, "enable_thinking", True),
+    (CHAT, {"messages": user("hi")}, "enable_thinking", False),
+    (CHAT, {"messages": user("hi")}, "thinking", {"type": "disabled"}),
+    ("/v1/messages", {"messages": user("hi"), "max_tokens": 3}, "enable_thinking", True),
+    ("/v1/responses", {"input": "hi"}, "enable_thinking", True),
+    ("/tokenize", {"messages": user("hi")}, "enable_thinking", True),
+    ("/v1/messages/count_tokens", {"messages": user("hi")}, "enable_thinking", True),
+]
+
+
+def without_variable(**server):
+    """Return an engine with a chat template without a variable for thinking."""
+    engine = FakeEngine(config=configured(**server))
+    engine.tokenizer.chat_template = "{{ messages }}"
+    return engine
+
+
+@pytest.mark.parametrize(("path", "body", "name", "value"), THINKING)
+@pytest.mark.parametrize("mode", ["warn", "error"])
+def test_fields_for_thinking_need_a_variable_of_the_template(mode, path, body, name, value):
+    with running(without_variable(unknown_fields=mode)) as server:
+        response = server.post(path, {**body, name: value})
+        if mode == "error":
+            assert response.status_code == 400
+            assert f"{name}: not supported: the model's chat template" in response.text
+            return
+        assert response.status_code == 200, response.text
+        assert response.headers[HEADER] == name
+
+
+def test_a_budget_for_thinking_is_not_ignored_with_its_type():
+    with running(without_variable()) as server:
+        thinking = {"type": "enabled", "budget_tokens": 5}
+        response = server.post(CHAT, {"messages": user("hi"), "thinking": thinking})
+        assert response.headers[HEADER] == "thinking"
+        assert server.engine.asked[-1][1].thinking_token_budget == 5
+
+
 def test_sampling_parameters_of_a_count_are_unknown(fake, strict):
     path, body = "/v1/messages/count_tokens", {"messages": user("hi"), "top_k": 3}
     assert fake.post(path, body).headers[HEADER] == "top_k"

@@ -322,8 +322,6 @@ REFUSED = [
     ("completions generate", {"enable_thinking": True}, "enable_thinking", "read as they are"),
     ("completions generate", {"thinking": True}, "thinking", "read as they are"),
     ("responses", {"thinking": {"type": "enabled"}}, "thinking", "use enable_thinking"),
-    ("chat responses messages tokenize", {"enable_thinking": True, "messages": HI}, ..., "no var"),
-    ("chat", {"thinking": {"type": "disabled"}}, "thinking", "no variable enable_thinking or"),
     ("chat", {"thinking": {"type": "off"}}, "thinking.type", "expected"),
     ("chat", {"thinking": True, "enable_thinking": False}, None, "got both"),
     ("messages", {"thinking": {"type": "disabled"}, "enable_thinking": True}, None, "got both"),

@@ -59,7 +59,7 @@ VERBS = frozenset(
     Limit Link Lint List Load Localize Lock Log Look Lower Make Map Mark Match Measure Mend
     Merge Migrate Mirror Mock Modernize Move Name Narrow Normalize Note Notify Observe Omit
     Open Optimize Order Organize Overlap Override Pack Parallelize Parametrize Parse Pass Patch
-    Pause Permit Pin Place Plan Point Poll Pool Prefer Prefetch Prefix Prepare Preserve Prevent
+    Pause Permit Pin Place Plan Point Poll Pool Port Prefer Prefetch Prefix Prepare Preserve Prevent
     Print Process Profile Prohibit Promote Propagate Protect Prove Provide Prune Publish Pull
     Push Put Quantize Query Queue Quote Raise Reach Read Rearrange Rebuild Recognize Record
     Recover Redirect Reduce Refactor Reference Refine Refresh Refuse Register Reject Relax
@@ -72,7 +72,7 @@ VERBS = frozenset(
     Submit Subscribe Substitute Suggest Support Suppress Suspend Swap Switch Synchronize Tag
     Take Teach Test Throttle Tidy Tighten Time Toggle Tokenize Trace Track Train Translate
     Treat Trim Truncate Try Tune Turn Type Unify Unload Unpack Unpin Untangle Update Upgrade
-    Use Validate Vendor Verify Port Wait Walk Wake Warm Warn Watch Weaken Widen Wire Wrap Write Yield
+    Use Validate Vendor Verify Wait Walk Wake Warm Warn Watch Weaken Widen Wire Wrap Write Yield
     """.split()  # noqa: SIM905
 )
 """Imperatives that begin a commit subject."""

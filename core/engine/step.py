@@ -296,10 +296,7 @@ class StepRunner:
         if aborted := late_aborts():
             self.abort_later(aborted)
         self._check.check_type(plan, result)
-        if result.waited_for:
-            self._parts.num_waits[result.waited_for] += 1
-        if self._sampled is not None and result.sampled_token_ids:
-            self._sampled.append(SampledTokens(plan.step, dict(result.sampled_token_ids)))
+        self._record(plan, result)
         if result.is_cache_uncertain:
             self._parts.kv_cache.reset()
         under_way = self._batches.request_ids(plan) if result.is_cache_uncertain else ()
@@ -325,6 +322,12 @@ class StepRunner:
         self._step_parts.publish(plan, outputs)
         self._step_parts.updated(plan)
         return outputs
+
+    def _record(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        if result.waited_for:
+            self._parts.num_waits[result.waited_for] += 1
+        if self._sampled is not None and result.sampled_token_ids:
+            self._sampled.append(SampledTokens(plan.step, dict(result.sampled_token_ids)))
 
     def halves_built(self) -> None:
         """Notify step parts of worker halves that were built; end requests that cannot go on."""

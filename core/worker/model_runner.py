@@ -245,9 +245,8 @@ class ModelRunner:
             return self._with_reports(ModelRunnerOutput())
         self._sampling.pipeline.observer = self.parts.observer
         output = ModelRunnerOutput()
-        if self._broken:
-            output.end(self._broken)
-            self._broken = {}
+        output.end(self._broken)
+        self._broken = {}
         if any(request.params.prompt_logprobs is not None for request in step.requests):
             logits_of = functools.partial(self._logits, hidden)
             output.prompt_logprobs = prompt_logprobs(step, self._device, logits_of)

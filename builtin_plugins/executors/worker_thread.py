@@ -27,7 +27,7 @@ _POLL_S = 0.0002  # between looks at tokens on their way to the host, while no c
 _GRACE_S = 5.0  # left to a call that is under way when the thread is to end
 
 
-class _Call(NamedTuple):
+class _WorkerCall(NamedTuple):
     """A call; one that overlaps may run before the late output of the call before is complete."""
 
     future: Future[Any]
@@ -61,7 +61,7 @@ class WorkerThread:
         """
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # what a worker is to run cannot be withdrawn
-        self._calls.put(_Call(future, call, overlaps))
+        self._calls.put(_WorkerCall(future, call, overlaps))
         if not self._runs:
             self._calls.fail()
         return future
@@ -103,13 +103,13 @@ class _Calls:
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_WorkerCall | None] = queue.SimpleQueue()
         self._futures: deque[Future[Any]] = deque()  # of calls without a known result
         self._results: deque[Callable[[], None]] = deque()  # which set the first of these
         self._late: tuple[Future[Any], LateOutput] | None = None  # of the call that ran last
         self.have_ended = False
 
-    def put(self, call: _Call) -> None:
+    def put(self, call: _WorkerCall) -> None:
         self._futures.append(call.future)
         self._queue.put(call)
 
@@ -139,7 +139,7 @@ class _Calls:
             self.have_ended = True  # before, since a call may come now
             self.fail()
 
-    def _next(self) -> _Call | None:
+    def _next(self) -> _WorkerCall | None:
         """Return the next call; complete the late output first if its tokens are there."""
         while self._late is not None:
             if self._late[1].is_ready():

@@ -50,12 +50,12 @@ class DeviceStream:
         """Return an event that is complete when all work launched so far is done."""
         return DeviceEvent(self, self._idle_at, self._num_launched)
 
-    def copy_to_host(self, source: torch.Tensor, seconds: float = 0.0) -> HostCopy:
+    def copy_to_host(self, source: torch.Tensor, seconds: float = 0.0) -> DeviceCopy:
         """Copy a tensor when the work launched so far is done; returns at once."""
         target = torch.empty_like(source)
         # As the engine's step: its tensors can be written in inference mode only.
         self.launch(torch.inference_mode()(lambda: target.copy_(source)), seconds)
-        return HostCopy(target, self.record_event())
+        return DeviceCopy(target, self.record_event())
 
     def synchronize(self) -> None:
         """Wait for all work launched so far.
@@ -120,7 +120,7 @@ class DeviceEvent:
         self.is_observed = True
 
 
-class HostCopy:
+class DeviceCopy:
     """A tensor on the host that a device writes.
 
     Attributes:

@@ -101,6 +101,7 @@ class TestThroughTheContract:
             "logits_processors/mirostat (acme-sampling 1.0.0, acme_sampling.mirostat:Mirostat)",
             "logits_processors/top_a (acme-sampling 1.0.0, acme_sampling:TopA)",
             "logits_processors/xtc (acme-sampling 1.0.0, acme_sampling.xtc:Xtc)",
+            "samplers/arithmetic (acme-sampling 1.0.0, acme_sampling.arithmetic:Arithmetic)",
             "samplers/top_n_sigma (acme-sampling 1.0.0, acme_sampling.top_n_sigma:TopNSigma)",
         ]
         assert not any("acme" in " ".join(map(str, entry)) for entry in result["on"].values())
@@ -119,13 +120,18 @@ class TestThroughTheContract:
             "logits_processors/dry",
             "logits_processors/mirostat",
             "logits_processors/xtc",
+            "samplers/arithmetic",
             "samplers/top_n_sigma",
         ]
         assert result["hooks"] is True
 
     def test_enabling_one_leaves_the_other(self, resolve):
         result = resolve(plugins={"enable": ["top_a", "dry", "xtc", "mirostat"]})
-        assert offered(result) == ["hooks/acme_audit", "samplers/top_n_sigma"]
+        assert offered(result) == [
+            "hooks/acme_audit",
+            "samplers/arithmetic",
+            "samplers/top_n_sigma",
+        ]
         assert "acme_sampling.dry" in result["imported"]
         assert "acme_sampling.audit" not in result["imported"]
 

@@ -14,10 +14,11 @@ from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from hardpoint.errors import EngineDeadError
-from hardpoint.plugins.process.executor import LateOutput
+from hardpoint.plugins import Executor
 
 if TYPE_CHECKING:
     from hardpoint.plugins import ModelRunnerOutput
+    from hardpoint.plugins.process.executor import LateOutput
 
 T = TypeVar("T")
 
@@ -126,10 +127,10 @@ class _Calls:
                 result = _result(call.future, call.run)
                 self._finish_late()
                 self.hand_out()  # of the call before, unless this one did
-                if isinstance(result, LateOutput):
+                if isinstance(result, Executor.LateOutput):
                     self._late = call.future, result
                 else:
-                    self._results.append(result)
+                    self._results.append(cast("Callable[[], None]", result))
                 del call, result  # nor is a plan kept until the next call
                 if self._queue.empty():
                     self.hand_out()
@@ -155,8 +156,8 @@ class _Calls:
         if self._late is not None:
             (future, output), self._late = self._late, None
             result = _result(future, output.result)
-            assert not isinstance(result, LateOutput)
-            self._results.append(result)
+            assert not isinstance(result, Executor.LateOutput)
+            self._results.append(cast("Callable[[], None]", result))
 
     def hand_out(self) -> None:
         while self._results:
@@ -176,7 +177,11 @@ def _result(future: Future[T], call: Callable[[], T]) -> LateOutput | Callable[[
         value = call()
     except BaseException as error:
         return functools.partial(future.set_exception, error)
-    return value if isinstance(value, LateOutput) else functools.partial(future.set_result, value)
+    return (
+        value
+        if isinstance(value, Executor.LateOutput)
+        else functools.partial(future.set_result, value)
+    )
 
 
 def _end(calls: _Calls, thread: threading.Thread) -> None:

@@ -265,6 +265,8 @@ def _model_opener(spec: WorkerSpec, planned: PlannedModel) -> Callable[..., Load
         spec: spec of the worker; its settings hold for the further model, too.
     """
 
+    checked, attention = planned.checked, planned.attention  # not the model: it is replaced
+
     def open_model(
         model: str | MainModel,
         num_tokens: int,
@@ -274,8 +276,8 @@ def _model_opener(spec: WorkerSpec, planned: PlannedModel) -> Callable[..., Load
     ) -> LoadedSequences:
         if not isinstance(model, str):
             return main_sequences(
-                planned.checked,
-                planned.attention,
+                checked,
+                attention,
                 num_tokens,
                 num_ranks=spec.config.parallel.world_size,
                 available=memory_limit(spec.device).available,

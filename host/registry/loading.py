@@ -277,6 +277,8 @@ def _check_logits_plugin(target: type[LogitsPlugin], source: Source) -> None:
 
 
 def _check_states(target: type[RequestStates], source: Source) -> None:
+    if issubclass(target, Wrapper):
+        return  # the wrapped component is checked
     _check_observe(target, source)
     if target.advance is not LogitsPlugin.advance and target.start is LogitsPlugin.start:
         raise PluginContractError(

@@ -60,6 +60,6 @@ def test_every_setting_is_described_with_its_default(table):
 
 
 def test_every_store_is_recommended_for_something():
-    table = PAGE.split("## Which store when", 1)[1].split("\n## ", 1)[0]
+    table = PAGE.split("## Choose a store", 1)[1].split("\n## ", 1)[0]
     named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     assert {found.name for found in STORES} <= set(named)

@@ -129,11 +129,12 @@ def build(monkeypatch):
     [
         ("sse4_2", "plain"),
         ("avx2", "plain"),  # without fma
-        ("avx2 fma", "plain avx2"),
-        ("avx2 fma avx512f avx512bw avx512vl", "plain avx2"),
-        ("avx2 fma avx512f avx512bw avx512vl avx512dq", "plain avx512"),
+        ("avx2 fma", "plain"),  # without f16c
+        ("avx2 fma f16c", "plain avx2"),
+        ("avx2 fma f16c avx512f avx512bw avx512vl", "plain avx2"),
+        ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq", "plain avx512"),
         (
-            "avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512vbmi",
+            "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512vbmi",
             "plain avx512_bf16",
         ),
     ],

@@ -16,16 +16,19 @@ import importlib_metadata
 
 from hardpoint.errors import ConfigError
 from hardpoint.toolkit.proof import (
+    SIGNATURE_FILE,
     STATEMENT_FILE,
+    CheckedComponent,
     Proof,
     ProofError,
     decode_statement,
     encode_statement,
+    info_folder,
+    normal_name,
     package_files,
+    record_entry,
     wheel_files,
 )
-from hardpoint.toolkit.proof.package_files import SIGNATURE_FILE, info_folder, record_entry
-from hardpoint.toolkit.proof.statement import CheckedComponent, normal_name
 
 INSTALLED = "installed"
 """Value of `--attest` that stands for the installed package instead of a wheel."""

@@ -382,6 +382,7 @@ class Executor(Component):
     """Starts the workers and sends them the plan of each step."""
 
     MAX_CONCURRENT_BATCHES: ClassVar[int] = 7
+    LateOutput: ClassVar[type[LateOutput]] = LateOutput
     """The most that `max_concurrent_batches` of any executor may be."""
 
     context: ExecutorContext

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from hardpoint.plugins import (
     Rows,
     Sampler,
     SparseLogitsProcessor,
+    Wrapper,
 )
 from hardpoint.plugins.requests import FinishedError
 from hardpoint.plugins.sampling import Distribution, RequestStates
@@ -186,21 +188,27 @@ class _SamplerStates(SparseLogitsProcessor):
         return None
 
 
+def _overrides(sampler: Any, method: str) -> bool:
+    """Return whether a sampler, or the one that it wraps, has a method for states."""
+    member = getattr(type(sampler), method)
+    if isinstance(sampler, Wrapper) and not inspect.isfunction(member):
+        return _overrides(sampler.wrapped, method)
+    return member is not getattr(RequestStates, method)
+
+
 def sampler_states(sampler: Sampler, name: str) -> LogitsPlugin | None:
     """Return a processor for the states of a sampler; None if it has no states.
 
     Args:
         name: the name under which requests have its arguments.
     """
-    cls = type(sampler)
-    if cls.start is RequestStates.start:
+    methods = ("start", "advance", "observe", "fork")
+    own = [method for method in methods if _overrides(sampler, method)]
+    if "start" not in own:
         return None
-    members = {
-        method: staticmethod(getattr(sampler, method))
-        for method in ("start", "advance", "observe", "fork")
-        if getattr(cls, method) is not getattr(RequestStates, method)
-    }
-    declared = {key: getattr(cls, key) for key in ("State", "max_state_bytes", "supports_resume")}
+    members = {method: staticmethod(getattr(sampler, method)) for method in own}
+    attributes = ("State", "max_state_bytes", "supports_resume")
+    declared = {name: getattr(sampler, name) for name in attributes}
     context = LogitsContext(
         name=name,
         options=None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hardpoint.plugins import EngineCoreRequest, RequestError
+from hardpoint.plugins import EngineCoreRequest, RequestError, Wrapper
 from hardpoint.plugins.sampling import RequestStates
 
 SAMPLER = ""
@@ -26,8 +26,8 @@ def check_states(plugin: str, cls: type[RequestStates], request: EngineCoreReque
     if not cls.supports_resume:
         raise RequestError(f"resumed: expected none: {plugin} does not declare supports_resume")
     resumed = request.resumed
-    if resumed is None or cls.observe is RequestStates.observe:
-        return
+    if resumed is None or cls.observe is RequestStates.observe or issubclass(cls, Wrapper):
+        return  # the worker finds out whether a wrapped component observes
     if resumed.output_token_ids and resumed.observed_logprobs is None:
         raise RequestError(
             f"{_LOGPROBS}: expected that of each token, which {plugin} observes, got none"

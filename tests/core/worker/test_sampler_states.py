@@ -57,6 +57,15 @@ def test_a_batch_equals_requests_alone(open_engine, expected, name, extra):
     assert run(engine, _jobs(name), 1) == expected[name]
 
 
+def test_a_wrapper_keeps_the_states_of_its_sampler(open_engine, expected, tmp_path):
+    use = {"use": f"{HERE}:LoggedMirostat"}
+    options = {"logged_mirostat": {"wraps": SAMPLERS["mirostat"], "log": str(tmp_path / "log")}}
+    engine = open_engine({"sampler": use, "plugin": options})
+    jobs = [job for job in _jobs("mirostat") if job[0] != "own"]
+    results = run(engine, jobs, 1)
+    assert results == {name: expected["mirostat"][name] for name, *_ in jobs}
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_drafts_change_nothing(open_engine, expected, name):
     jobs = _jobs(name)

@@ -35,7 +35,7 @@ from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
 from hardpoint.builtin_plugins.models.qwen3_5 import Qwen35, Qwen35Moe
 from hardpoint.builtin_plugins.models.qwen3_next import Qwen3Next
 from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
-from hardpoint.builtin_plugins.models.qwen_vl.model import Qwen2_5VL, Qwen3VL
+from hardpoint.builtin_plugins.models.qwen_vl.model import Qwen2_5VL, Qwen3VL, Qwen3VLMoe
 from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
 from hardpoint.builtin_plugins.models.transformers.model import ThroughTransformers
 from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
@@ -359,6 +359,26 @@ TestQwen3VL = suite_of(
     family="Qwen3",
     **DIVISIBLE,
     head_dim=8,
+    image_token_id=59,
+    rope_parameters={"rope_type": "default", "mrope_section": [2, 1, 1]},
+    vision_config={
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "patch_size": 2,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    },
+)
+TestQwen3VLMoe = suite_of(
+    Qwen3VLMoe,
+    nightly=True,
+    family="Qwen3Moe",
+    head_dim=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
     image_token_id=59,
     rope_parameters={"rope_type": "default", "mrope_section": [2, 1, 1]},
     vision_config={

@@ -17,7 +17,7 @@ DATA = Path(__file__).with_name("families.json")
 PAGE = ROOT / "docs" / "model-families.md"
 
 _HEAD = """\
-# Families of transformers
+# Model families (transformers backend)
 
 The {count} architectures of transformers {version} that generate text, whose names end
 with ForCausalLM or LMHeadModel: {native} run [natively](models.md), {through}
@@ -39,7 +39,7 @@ positions begin after that of padding, as RoBERTa's, `generate` begins at 0 all 
 the tokens of the model's own forward pass.) Real weights were not compared.
 """
 _NATIVE = """
-## Natively
+## Native models
 
 The last column is what `models.use = "transformers"` does with the same model.
 
@@ -53,7 +53,7 @@ _THROUGH = """
 |---|---|
 """
 _REFUSED = """
-## Refused before weights are read
+## Unsupported models
 
 The reasons are those of the tiny models, so that sizes in them are small.
 

@@ -10,6 +10,8 @@ import torch
 from hardpoint import plugins
 from hardpoint.plugins import Edits, Finish, Phase, Sampler, SparseLogitsProcessor, State
 
+from .wrapping import LoggedSampler
+
 
 class Mirostat(Sampler):
     """Draws among the tokens below a surprise, adapted to the surprise of earlier tokens."""
@@ -38,6 +40,15 @@ class Mirostat(Sampler):
     def observe(self, state: Any, token: int, logprob: float) -> Any:
         surprise = -logprob / math.log(2)
         return self.State(limit=state.limit - 0.3 * (surprise - state.tau), tau=state.tau)
+
+
+class LoggedMirostat(LoggedSampler):
+    """Wraps a sampler with states."""
+
+    contract = 1
+
+    class Arguments(Mirostat.Arguments):
+        """Those of the wrapped sampler."""
 
 
 class EveryThird(Sampler):

@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 
 from hardpoint import typed
 from hardpoint.errors import PluginContractError
-from hardpoint.plugins import OutputParser, OutputParserContext
+from hardpoint.plugins import OutputParser, OutputParserContext, ReasoningMarkers
 from hardpoint.plugins.component import AdaptedComponent, Source
-from hardpoint.plugins.requests.markers import ReasoningMarkers
-from hardpoint.plugins.text.output_parser import (
+from hardpoint.toolkit.parsing.events import (
     ContentText,
     MalformedText,
     OutputEvent,

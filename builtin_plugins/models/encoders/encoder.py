@@ -36,23 +36,38 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
-class LayerNorm:
-    """Layer normalisation (arXiv:1607.06450), with or without a bias."""
+def activation(
+    fields: ConfigFields, config: Mapping[str, Any], name: str, default: str
+) -> Activation:
+    """Return the activation that a field of a config names.
 
-    def __init__(
-        self, name: str, size: int, eps: float, context: ModelContext, *, bias: bool = True
-    ) -> None:
-        """`name` is the Hugging Face name without `.weight`; `size` is the last dimension."""
-        self._names = [f"{name}.weight", *([f"{name}.bias"] if bias else [])]
-        self._size, self._eps, self._context = size, eps, context
+    Raises:
+        ModelError: it is not supported.
+    """
+    value = config.get(name, default)
+    if not isinstance(value, str) or value not in ACTIVATIONS:
+        raise fields.error(name, f"expected one of {', '.join(ACTIVATIONS)}, got {short(value)}")
+    return ACTIVATIONS[value]
+
+
+class Tensors:
+    """Tensors of a checkpoint as they are, in the dtype of the model."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], context: ModelContext) -> None:
+        """`shapes` are by Hugging Face name."""
+        self._shapes, self._context = dict(shapes), context
         self._tensors: dict[str, torch.Tensor] = {}
 
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return a tensor."""
+        return self._tensors[name]
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of weight and bias."""
-        return dict.fromkeys(self._names, (self._size,))
+        """Return their shapes."""
+        return dict(self._shapes)
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Load one of them."""
+        """Load one."""
         self._tensors[name] = tensor.to(self._context.device, self._context.dtype, copy=True)
 
     def packed(self) -> dict[str, torch.Tensor]:
@@ -65,17 +80,29 @@ class LayerNorm:
         Raises:
             KeyError, ValueError: one is missing, or not what it should be.
         """
-        for name in self._names:
+        for name, shape in self._shapes.items():
             tensor = tensors[name]
-            if tensor.shape != (self._size,) or tensor.dtype != self._context.dtype:
+            if tensor.shape != shape or tensor.dtype != self._context.dtype:
                 raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}")
             self._tensors[name] = tensor.to(self._context.device)
 
+
+class LayerNorm(Tensors):
+    """Layer normalisation (arXiv:1607.06450), with or without a bias."""
+
+    def __init__(
+        self, name: str, size: int, eps: float, context: ModelContext, *, bias: bool = True
+    ) -> None:
+        """`name` is the Hugging Face name without `.weight`; `size` is the last dimension."""
+        self._names = f"{name}.weight", f"{name}.bias" if bias else None
+        self._size, self._eps = size, eps
+        super().__init__({part: (size,) for part in self._names if part}, context)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [..., size], normalised over its last dimension."""
-        weight, bias = self._names[0], self._tensors.get(self._names[-1])
-        bias = None if len(self._names) == 1 else bias
-        return F.layer_norm(x, (self._size,), self._tensors[weight], bias, self._eps)
+        weight, bias = self._names
+        shift = None if bias is None else self[bias]
+        return F.layer_norm(x, (self._size,), self[weight], shift, self._eps)
 
 
 class EncoderModel(Model):
@@ -112,12 +139,7 @@ class EncoderModel(Model):
         Raises:
             ModelError: it is not supported.
         """
-        name = self._hf.get(field, "gelu")
-        if not isinstance(name, str) or name not in ACTIVATIONS:
-            raise self._fields.error(
-                field, f"expected one of {', '.join(ACTIVATIONS)}, got {short(name)}"
-            )
-        return ACTIVATIONS[name]
+        return activation(self._fields, self._hf, field, "gelu")
 
     @abstractmethod
     def layers(self) -> Sequence[PackedLayer]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from hardpoint.builtin_plugins.models.vision.layers import Tensors
+from hardpoint.builtin_plugins.models.encoders.encoder import Tensors
 from hardpoint.builtin_plugins.models.vision.settings import ProcessorSettings, read_processor
 from hardpoint.plugins import ModelConfig, ModelContext, ModelFiles
 from hardpoint.plugins.parallel import Cut

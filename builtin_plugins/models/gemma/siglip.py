@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hardpoint.builtin_plugins.models.encoders.encoder import LayerNorm
-from hardpoint.builtin_plugins.models.vision.layers import Affine, Tensors, activation
+from hardpoint.builtin_plugins.models.encoders.encoder import LayerNorm, Tensors, activation
+from hardpoint.builtin_plugins.models.vision.layers import Affine
 from hardpoint.plugins import ModelContext
 from hardpoint.toolkit.hf_config import ConfigFields
 from hardpoint.toolkit.layers import PackedLayer
@@ -73,7 +73,7 @@ class SiglipTower:
                 "num_attention_heads",
                 f"expected a divisor of hidden_size {self.hidden}, got {self._heads}",
             )
-        self._activation = activation(fields, config, "gelu_pytorch_tanh")
+        self._activation = activation(fields, config, "hidden_act", "gelu_pytorch_tanh")
         self._context = context
         embeddings = f"{name}.embeddings"
         shape = (self.hidden, self._channels, self._patch, self._patch)

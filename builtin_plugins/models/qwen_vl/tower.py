@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hardpoint.builtin_plugins.models.encoders.encoder import LayerNorm
-from hardpoint.builtin_plugins.models.vision.layers import Affine, Tensors, activation
+from hardpoint.builtin_plugins.models.encoders.encoder import LayerNorm, Tensors, activation
+from hardpoint.builtin_plugins.models.vision.layers import Affine
 from hardpoint.plugins import ModelContext
 from hardpoint.toolkit.hf_config import ConfigFields, short
 from hardpoint.toolkit.layers import PackedLayer, RMSNorm
@@ -157,7 +157,7 @@ class QwenTower(ABC):
             if (number := fields.whole(name, expected)) != expected:
                 raise fields.error(name, f"expected {expected}, got {number}")
         self._out, self._inner = hidden, self._size * self._merge**2
-        self._activation = activation(fields, config, self.hidden_act)
+        self._activation = activation(fields, config, "hidden_act", self.hidden_act)
         patch = f"{self.name}.patch_embed.proj"
         self._names = f"{patch}.weight", f"{patch}.bias"
         shape = (self._size, 3, self._frames, self._patch, self._patch)

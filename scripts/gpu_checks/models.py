@@ -337,6 +337,15 @@ def random_model(fields: Mapping[str, Any]) -> Iterator[Path]:
         yield write_model(Path(folder), fields)
 
 
+def limits(max_model_len: int, num_seqs: int, step_tokens: int, cache_bytes: int) -> dict[str, Any]:
+    """Return the configuration of an engine whose speed is measured."""
+    return {
+        "max_model_len": max_model_len,
+        "scheduler": {"max_num_batched_tokens": step_tokens, "max_num_seqs": num_seqs},
+        "kv_cache": {"memory_bytes": cache_bytes, "prefix_caching": False},
+    }
+
+
 @contextlib.contextmanager
 def engine(
     model: str | Path, device: Device, kernels: str = "triton", **config: Any

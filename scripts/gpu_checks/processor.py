@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from gallery_costs import machine
 
 from .device import Device
 from .models import Sizes
@@ -38,12 +39,4 @@ def check_processor(recorder: Recorder, _device: Device, sizes: Sizes) -> None:
         for load, bound in result["bounds"].items():
             speed = median(result["tokens_per_second"]["hardpoint"][load])
             check.measured(**{f"{load}_tok_per_s": speed, f"{load}_share_of_bound": speed / bound})
-        check.set_detail(f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}")
-
-
-def processor_name() -> str:
-    """Return the name of the processor, as Linux reports it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown processor"
+        check.set_detail(f"{machine()}, {torch.backends.cpu.get_cpu_capability()}")

@@ -30,7 +30,7 @@ from hardpoint import LLM, SamplingParams
 from .comparing import random_prompts
 from .counted_ops import Counts, counted
 from .device import AIMED, DATA_SHEETS, Device
-from .models import Sizes, engine, has_room, write_model
+from .models import Sizes, engine, has_room, limits, write_model
 from .recorder import Check, Recorder
 
 AIM_BANDWIDTH, AIM_TOKENS, AIM_PEAK = 0.75, 9500.0, 0.65
@@ -153,11 +153,7 @@ def _compare(
 
 
 def _config(sizes: Sizes) -> dict[str, Any]:
-    return {
-        "max_model_len": sizes.max_model_len,
-        "scheduler": {"max_num_batched_tokens": sizes.step_tokens, "max_num_seqs": sizes.num_seqs},
-        "kv_cache": {"memory_bytes": 2 * sizes.cache_bytes, "prefix_caching": False},
-    }
+    return limits(sizes.max_model_len, sizes.num_seqs, sizes.step_tokens, 2 * sizes.cache_bytes)
 
 
 def _hardpoint(llm: LLM) -> Runner:

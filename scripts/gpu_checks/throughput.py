@@ -28,7 +28,7 @@ from hardpoint import LLM, SamplingParams
 
 from .comparing import random_prompts
 from .device import AIMED, Device
-from .models import Sizes, engine, has_room, write_model, write_words
+from .models import Sizes, engine, has_room, limits, write_model, write_words
 from .recorder import Check, Recorder
 
 PUBLISHED = {"SGLang": 16_200.0, "LMDeploy": 16_100.0, "vLLM": 12_600.0}
@@ -77,14 +77,8 @@ def sharegpt_lengths() -> Lengths:
 
 
 def _config(sizes: Sizes) -> dict[str, Any]:
-    return {
-        "max_model_len": sizes.throughput.max_model_len,
-        "scheduler": {
-            "max_num_batched_tokens": sizes.step_tokens,
-            "max_num_seqs": sizes.throughput.num_seqs,
-        },
-        "kv_cache": {"memory_bytes": sizes.throughput.cache_bytes, "prefix_caching": False},
-    }
+    load = sizes.throughput
+    return limits(load.max_model_len, load.num_seqs, sizes.step_tokens, load.cache_bytes)
 
 
 def _params(outputs: Iterable[int]) -> list[SamplingParams]:

@@ -6,6 +6,7 @@ scripts/durations --slowest N   the N slowest tests
 scripts/durations --budgets  prints the table of budgets as this run would have it
 scripts/durations --check    compares the folders with `tool.hardpoint.test-seconds` of
                              pyproject.toml; prints those above, and exits with 1 if there are any
+                             (scripts/test prints them as a warning and does not fail)
 scripts/durations --check --minutes   also exits with 1 if the run took longer than `gate-minutes`
 scripts/durations --summary --checks SECONDS --log FILE   the closing lines of scripts/test
 

@@ -62,7 +62,7 @@ _log = logging.getLogger("hardpoint")
 
 @dataclass(frozen=True)
 class BuiltCore:
-    """An engine core, the size of its KV cache, and what all workers have."""
+    """An engine core, the size of its KV cache, and the info common to all workers."""
 
     core: EngineCore
     size: CacheSize
@@ -371,7 +371,7 @@ def _scheduler_limits(
     # A stage gets the tokens of the last one with the next plan, so that none is made without them.
     # Ranks of one stage send them to each other, if asked to.
     parallel, depth = config.parallel, executor.max_concurrent_batches
-    can_follow = parallel.world_size == 1 or config.scheduler.asynchronous is True
+    can_follow = parallel.world_size == 1 or bool(config.scheduler.asynchronous)
     ahead = depth > 1 and parallel.pipeline == 1 and can_follow
     return limits_of(
         config,

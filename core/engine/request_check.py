@@ -15,7 +15,7 @@ _OUTPUTS = "resumed.output_token_ids"
 
 
 class RequestCheck:
-    """Rejects requests that the engine cannot run, or of which it would ignore a field."""
+    """Rejects requests that the engine cannot run, or with fields that it would ignore."""
 
     def __init__(
         self,

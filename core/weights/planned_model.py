@@ -64,7 +64,7 @@ _CODES = 3  # of a matrix that stays in codes: those of the whole product, a byt
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A rank's share of a model, whose weights are not read yet.
+    """A rank's share of a model, with weights that are not read yet.
 
     Attributes:
         model: what the plugin built.
@@ -221,7 +221,7 @@ def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
 def load_weights(
     spec: WorkerSpec, planned: PlannedModel, cache: WeightCache, any_rank: Callable[[bool], bool]
 ) -> None:
-    """Load the weights that an earlier process has packed, else those of the model's files.
+    """Load the weights that an earlier process has packed, else the model's files.
 
     Args:
         spec: spec of the worker.
@@ -376,20 +376,19 @@ def _formats(
     with faults_as(PluginFaultError, f"{source}: its formats()", passing=(HardpointError,)):
         formats = loader.formats(dict(shapes))
     checked(formats, WeightLoader, "formats()", source)
-    for name, found in formats.items():
-        if not _is_format(found):
+    for name, weight_format in formats.items():
+        if not _is_format(weight_format):
             raise PluginFaultError(
-                f"{source}: its formats() gave {shown(found)} for {shown(name)}, expected a "
-                f"WeightFormat with a name, a number of bytes, and what is stored, if at all, as a "
-                f"QuantizedWeight"
+                f"{source}: its formats() gave {shown(weight_format)} for {shown(name)}, expected "
+                f"a WeightFormat with a name, a number of bytes, and None or a QuantizedWeight"
             )
     return formats
 
 
-def _is_format(found: object) -> bool:
+def _is_format(value: object) -> bool:
     return (
-        isinstance(found, WeightFormat)
-        and isinstance(found.name, str)
-        and isinstance(found.num_bytes, int)
-        and (found.stored is None or is_quantized_weight(found.stored))
+        isinstance(value, WeightFormat)
+        and isinstance(value.name, str)
+        and isinstance(value.num_bytes, int)
+        and (value.stored is None or is_quantized_weight(value.stored))
     )

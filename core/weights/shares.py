@@ -26,12 +26,12 @@ def check_parallelism(model: type[Model], source: Source, parallel: ParallelConf
     Raises:
         ModelError: naming the setting and the model.
     """
-    asked = {
+    settings = {
         "tensor": parallel.tensor > 1,
         "pipeline": parallel.pipeline > 1,
         "expert": parallel.expert,
     }
-    for name, is_on in asked.items():
+    for name, is_on in settings.items():
         if is_on and name not in model.parallelism:
             does = ", ".join(f"parallel.{other}" for other in model.parallelism) or "none"
             raise ModelError(
@@ -43,7 +43,7 @@ def check_parallelism(model: type[Model], source: Source, parallel: ParallelConf
 def check_shares(
     plugins: PluginSet, config: ModelConfig, dtype: torch.dtype, parallel: ParallelConfig
 ) -> None:
-    """Refuse what cannot be divided, before workers are started.
+    """Reject an impossible sharding of the model, before workers are started.
 
     The model is built as the first rank's share, without operations. One that needs these is left
     to the workers.
@@ -94,7 +94,7 @@ class FirstRank(SingleRank):
 
 
 def build_share(create: Callable[[Parallel], Model], parallel: Parallel) -> Model:
-    """Build what a rank computes of a model.
+    """Build a rank's share of a model.
 
     Args:
         create: builds the model without weights.

@@ -70,10 +70,10 @@ class WeightCache:
         file, began = _file(self._folder, key), time.perf_counter()
         try:
             _check_folder(self._folder)
-            found = read_tensors(file, key)
-            if found is None:
+            cached = read_tensors(file, key)
+            if cached is None:
                 return False
-            tensors, quantized = found
+            tensors, quantized = cached
             model.load_packed(tensors)
         except (UnusableFileError, OSError, KeyError, ValueError) as cause:
             _log.warning("weight cache: %s: %s; the weights are packed again", file, _why(cause))
@@ -136,16 +136,16 @@ def _why(cause: Exception) -> str:
 
 def _check_folder(folder: Path) -> None:
     try:
-        found = folder.stat()
+        status = folder.stat()
     except FileNotFoundError:
         return
     except OSError as cause:
         raise _FolderError(_why(cause)) from cause
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         raise _FolderError("its folder is none")
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         raise _FolderError(
-            f"its folder belongs to user {found.st_uid}, expected {os.geteuid()}, who runs this"
+            f"its folder belongs to user {status.st_uid}, expected {os.geteuid()}, who runs this"
         )
 
 
@@ -233,12 +233,12 @@ def _make_room(folder: Path, limit: int, keep: Path) -> None:
     files = []
     for file in folder.iterdir():
         try:
-            found = file.lstat()
+            status = file.lstat()
         except FileNotFoundError:  # renamed by another process, or removed
             continue
         if file.suffix == _SUFFIX and file != keep:
-            files.append((found.st_mtime, found.st_size, file))
-        elif file.suffix == _TEMPORARY and time.time() - found.st_mtime > _ABANDONED_S:
+            files.append((status.st_mtime, status.st_size, file))
+        elif file.suffix == _TEMPORARY and time.time() - status.st_mtime > _ABANDONED_S:
             file.unlink(missing_ok=True)  # its writer was killed
     total = sum(size for _, size, _ in files)
     for _, size, file in sorted(files):

@@ -472,7 +472,7 @@ CHECKED = [
 def test_a_result_is_checked_where_the_call_is_written_by_hand(case):
     kind, method, value, words = case
     with pytest.raises(PluginFaultError) as error:
-        checked(value, KINDS[kind].interface, method, "plugin 'odd'", given=(torch.zeros(2, 3),))
+        checked(value, KINDS[kind].interface, method, "plugin 'odd'", arguments=(torch.zeros(2, 3),))
     assert str(error.value).startswith(f"plugin 'odd': its {method} {words}")
 
 

@@ -127,7 +127,7 @@ def kept(plugin: object, method: str, before: State | None = None) -> Iterator[N
 
 
 def kept_within(items: Iterable[Any], plugin: object, method: str) -> Iterator[Any]:
-    """Yield items that a plugin makes; restore settings that it changes meanwhile.
+    """Yield items that a plugin makes; restore settings that it changes in the meantime.
 
     Args:
         items: the plugin's.

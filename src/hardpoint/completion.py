@@ -23,10 +23,10 @@ __all__ = ["arguments_before_cursor", "complete"]
 
 def arguments_before_cursor() -> list[str]:
     """Return the arguments before the word that is completed."""
-    *_, words, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
-    if words[1:] and words[-1].startswith("-"):
-        words.pop()  # its value is being typed
-    return words[1:]
+    *_, arguments, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
+    if arguments[1:] and arguments[-1].startswith("-"):
+        arguments.pop()  # its value is being typed
+    return arguments[1:]
 
 
 def complete(parser: ProgramParser, config_type: type[EngineConfig]) -> None:

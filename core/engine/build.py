@@ -306,7 +306,7 @@ def _find_tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
         )
     if len(windows := {tuple(info.windows) for info in infos}) > 1:
         raise PluginFaultError(
-            f"{label}: its start() gave workers whose KV cache groups have the windows "
+            f"{label}: its start() gave workers with KV cache groups of the windows "
             f"{' and '.join(sorted(map(str, windows)))}, expected the same in all ranks"
         )
     idle_methods = {info.idle_method for info in infos}

@@ -269,7 +269,7 @@ def _max_model_len(
         return longest
     if config.max_model_len > longest:
         raise ConfigError(
-            f"max_model_len: expected at most {longest}, what the model was made for, "
+            f"max_model_len: expected at most {longest}, the limit of the model, "
             f"got {config.max_model_len} (from {config_sources.of('max_model_len')})"
         )
     return config.max_model_len

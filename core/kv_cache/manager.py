@@ -251,8 +251,8 @@ class BlockManager:
         for group, window in self._windows:
             if blocks.num_passed[group] > _first_seen(num_tokens, window) // size:
                 raise ValueError(
-                    f"request {request.request_id!r} cannot go back to token {num_tokens}: of "
-                    f"what it sees through a window of {window} tokens, the blocks before token "
+                    f"request {request.request_id!r} cannot go back to token {num_tokens}: in "
+                    f"its window of {window} tokens, the blocks before token "
                     f"{blocks.num_passed[group] * size} were released"
                 )
         first = num_tokens // size

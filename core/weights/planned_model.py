@@ -70,7 +70,7 @@ class PlannedModel:
         model: what the plugin built.
         checked: the same, checked.
         attention: the backend with the layers' specs and groups.
-        quantized: what is to give the model its matrices of few bits; to be closed.
+        quantized: what is to give the model its quantized matrices; to be closed.
         weights: how each weight is held in memory, by Hugging Face name.
         estimate: estimate of the memory that all of it needs.
     """
@@ -200,8 +200,8 @@ def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
         if entry is None:  # quantization.use was checked
             known = (item.name for item in spec.plugins.entries("quantizations"))
             raise PluginNotFoundError(
-                f"the loader {spec.loader.name!r} says that it is stored in {name!r}, which is no "
-                f"quantisation scheme that is enabled{spec.plugins.hint(name, 'quantizations')}; "
+                f"the loader {spec.loader.name!r} reports storage in {name!r}, which is no enabled "
+                f"quantization scheme{spec.plugins.hint(name, 'quantizations')}; "
                 f"enabled: {', '.join(sorted(known)) or 'none'}"
             )
         is_its_own = name == spec.model_config.quantization and isinstance(described, Mapping)
@@ -243,7 +243,7 @@ def load_weights(
     quantized.check_used(any_rank(quantized.is_used))
     description = quantized.describe()
     if spec.rank == 0 and description is not None:
-        _log.info("matrices of few bits: %s", description)
+        _log.info("quantized weights: %s", description)
     trim_memory()
     if key is not None and _cache_key(spec, model) == key:  # the files are the same as before
         if spec.config.parallel.num_local > 1:
@@ -310,7 +310,7 @@ def hold_weights(
         checked: the same, checked.
         loader: loader of the weights.
         source: source of the loader.
-        quantized: what is to give the model its matrices of few bits.
+        quantized: what is to give the model its quantized matrices.
 
     Raises:
         ModelError: the files store a weight in a way that cannot be read.

@@ -39,7 +39,7 @@ _HEAD = "lm_head.weight"
 
 
 class QuantizedWeights:
-    """Gives a model its matrices of few bits, as configured; passes other weights on.
+    """Gives a model its quantized matrices, as configured; passes other weights on.
 
     `pass_on` does it; `describe` reports afterwards what was done. `close` closes the schemes.
 
@@ -100,7 +100,7 @@ class QuantizedWeights:
         close_all(component for component, _ in schemes.values())
 
     def pass_on(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]]) -> Weights:
-        """Give the model its matrices of few bits; yield the other weights.
+        """Give the model its quantized matrices; yield the other weights.
 
         Raises:
             ModelError: a weight cannot be read, quantised or cut.
@@ -170,11 +170,11 @@ class QuantizedWeights:
             parts.append(f"{count} in {name}")
             if without := self._without_kernel[name]:
                 parts.append(
-                    f"{without} of them dequantised to {dtype}, for the operations have no kernel "
-                    f"for them"
+                    f"{without} of them dequantized to {dtype}, because the operations have no "
+                    f"kernel for them"
                 )
         dequantized = self._dequantized + self._by_loader
-        parts += [f"{count} in {name} dequantised" for name, count in sorted(dequantized.items())]
+        parts += [f"{count} in {name} dequantized" for name, count in sorted(dequantized.items())]
         if self._has_own and self._model.packed_weights() is None:
             parts.append("not kept in the weight cache, for they multiply themselves")
         return ", ".join(parts) or None
@@ -283,7 +283,7 @@ class QuantizedWeights:
             some = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
             raise ConfigError(
                 f"quantization.skip: {pattern!r} matches no weight of "
-                f"{whole.context.config.architecture}; those that may have few bits are "
+                f"{whole.context.config.architecture}; weights that can be quantized are "
                 f"{some or 'none'}"
             )
 

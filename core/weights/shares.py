@@ -35,8 +35,8 @@ def check_parallelism(model: type[Model], source: Source, parallel: ParallelConf
         if is_on and name not in model.parallelism:
             does = ", ".join(f"parallel.{other}" for other in model.parallelism) or "none"
             raise ModelError(
-                f"parallel.{name}: {source} cannot be divided in this way; its class says what it "
-                f"honours in `parallelism`: {does}"
+                f"parallel.{name}: {source} cannot be divided in this way; `parallelism` of its "
+                f"class has: {does}"
             )
 
 
@@ -80,7 +80,7 @@ def check_shares(
 
 
 def _is_not_called(*_arguments: object) -> None:
-    raise NotImplementedError("the model is built to see what it divides, and computes nothing")
+    raise NotImplementedError("the model is built for its sharding plan only, and computes nothing")
 
 
 _UNUSED_OPS = type("_UnusedOps", (Ops,), dict.fromkeys(Ops.__abstractmethods__, _is_not_called))

@@ -178,8 +178,8 @@ def open_parts(
         parts.check_hooks(planned.checked, ranks.parallel)
         if spec.num_draft_tokens and samples and parts.verifier is None:
             raise ConfigError(
-                "plugins: a step part drafts tokens, and none verifies drafts; expected one whose "
-                'worker half has verify_drafts, such as "speculation"'
+                "plugins: a step part drafts tokens, and none verifies drafts; enable a part with "
+                'verify_drafts, such as "speculation"'
             )
         undo.pop_all()
     return parts
@@ -289,7 +289,7 @@ def _model_opener(spec: WorkerSpec, planned: PlannedModel) -> Callable[..., Load
         if vocab_size is not None and further_size != vocab_size:
             raise ModelError(
                 f"model: {model!r} has a vocabulary of {further_size} tokens, expected "
-                f"{vocab_size}, that of {spec.config.model!r}"
+                f"{vocab_size}, as {spec.config.model!r} has"
             )
         if same_tokens:
             _check_tokens(spec, further)
@@ -315,7 +315,7 @@ def _check_tokens(spec: WorkerSpec, further: WorkerSpec) -> None:
     token, (expected, other) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
     raise ModelError(
         f"model: {further.config.model!r} has another tokenizer: its token {token} is "
-        f"{_text_of(other)}, that of {spec.config.model!r} is {_text_of(expected)}"
+        f"{_text_of(other)}, in {spec.config.model!r} it is {_text_of(expected)}"
     )
 
 
@@ -411,6 +411,6 @@ def _check_memory(planned: PlannedModel) -> None:
     needed, limit = planned.estimate.weights, planned.estimate.limit
     if needed > limit.available:
         raise ModelError(
-            f"weights: {size_text(needed)} are needed in addition to those in use, "
+            f"weights: {size_text(needed)} are needed in addition to the current ones, "
             f"{size_text(limit.available)} are available ({limit.source})"
         )

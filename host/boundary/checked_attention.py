@@ -247,7 +247,7 @@ def _refuse_lacking(
     ):
         if True in needed and not getattr(backend, flag):
             raise ModelError(
-                f"attention.use: {source} has no {feature} (its class says {flag} = False), which "
+                f"attention.use: {source} has no {feature} ({flag} = False in its class), which "
                 f"layer {needed.index(True)} needs; choose another attention backend for this model"
             )
 

@@ -284,7 +284,7 @@ class _TrialAttention:
             ):
                 raise self._wrong(
                     f"called attend for layer {layer} with {name} = {shown(tensor)}, expected a "
-                    f"{self._dtype} tensor {list(shape)} on {device}, as kv_specs() says"
+                    f"{self._dtype} tensor {list(shape)} on {device}, by kv_specs()"
                 )
         if spec.value_size is not None and v is not k:
             raise self._wrong(

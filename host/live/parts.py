@@ -113,7 +113,7 @@ def _check(half: BoundHalf[Any], change: LiveChange) -> None:
     if half.moves_blocks:
         why = "it moves blocks of the KV cache"
     if not part.changes_live:  # the order of it and another one changes
-        why = "its class does not say changes_live = True"
+        why = "its class does not set changes_live = True"
     if why is not None:
         raise ConfigError(
             f"plugins: {half.source}: it cannot be changed while the engine runs: {why}; restart "

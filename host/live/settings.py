@@ -425,7 +425,7 @@ def _resolved(before: Settings, config: EngineConfig, sources: ConfigSources) ->
                 if (entry := entries.get(key)) is not None and not can_change(plugins, entry):
                     raise ConfigError(
                         f"plugins: {entry.source}: it cannot be changed while the engine runs: its "
-                        f"class does not say changes_live = True; restart it with the new "
+                        f"class does not set changes_live = True; restart it with the new "
                         f"configuration"
                     )
             changed.add(kind)

@@ -232,7 +232,7 @@ def check_on_error(
         origin = config_sources.of(path)
         if name not in scopes:
             raise ConfigError(
-                f"{path}: no plugin {name!r} is enabled whose faults end less than the engine"
+                f"{path}: no enabled plugin {name!r} has faults that end less than the engine"
                 f"{name_of(name, may_end) or typed.suggest(name, sorted(scopes))} (from {origin})"
             )
         if scope not in (scopes[name].value, "engine"):

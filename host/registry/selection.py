@@ -260,7 +260,7 @@ class Selection:
         if name is not None:
             chosen = replace(chosen, source=replace(chosen.source, name=name))
         if chosen.kind.chosen_by is not None:
-            few = ", of which there is one" if chosen.kind.number is Number.ONE else ""
+            few = ", which allows one" if chosen.kind.number is Number.ONE else ""
             raise ConfigError(
                 f"{path}: {use!r} is of kind {chosen.kind.name}{few}; choose it "
                 f"with {chosen.kind.chosen_by} (from {self._config_sources.of(path)})"
@@ -340,7 +340,7 @@ class Selection:
         for kind in KINDS.values():
             if kind.chosen_by and any(f.kind == kind.name and f.name == name for f in self._found):
                 raise ConfigError(
-                    f"{path}: {name!r} is of kind {kind.name}, of which there is one; choose it "
+                    f"{path}: {name!r} is of kind {kind.name}, which allows one; choose it "
                     f"with {kind.chosen_by} (from {origin})"
                 )
         known = [key[1] for key in on]

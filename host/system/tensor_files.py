@@ -109,7 +109,7 @@ def _read_header(mapped: mmap.mmap, key: str) -> tuple[_Header, int]:
         raise UnusableFileError("its header is damaged")
     header = msgspec.json.decode(encoded, type=_Header)
     if header.key != key:
-        raise UnusableFileError("it has other weights than its name says")
+        raise UnusableFileError("its name is of other weights")
     start = _pages(_PREFIX.size + length)
     if len(mapped) != start + header.size:
         raise UnusableFileError(

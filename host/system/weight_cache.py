@@ -82,7 +82,7 @@ class WeightCache:
             return False
         _log.info("packed weights: mapped %s (%.2f s)", file, time.perf_counter() - began)
         if quantized is not None:
-            _log.info("matrices of few bits: %s", quantized)
+            _log.info("quantized weights: %s", quantized)
         return True
 
     def save(self, key: str, model: Model, quantized: str | None = None) -> None:
@@ -91,7 +91,7 @@ class WeightCache:
         Args:
             key: key of the weights.
             model: model that has them.
-            quantized: description of the matrices of few bits, which later starts log.
+            quantized: description of the quantized matrices, which later starts log.
         """
         if self._folder is None or (tensors := model.packed_weights()) is None:
             return
@@ -142,7 +142,7 @@ def _check_folder(folder: Path) -> None:
     except OSError as cause:
         raise _FolderError(_why(cause)) from cause
     if not stat.S_ISDIR(status.st_mode):
-        raise _FolderError("its folder is none")
+        raise _FolderError("its folder is not a directory")
     if status.st_uid != os.geteuid():
         raise _FolderError(
             f"its folder belongs to user {status.st_uid}, expected {os.geteuid()}, who runs this"
@@ -190,7 +190,7 @@ class _Writer:
         try:
             self._write(content)
         except WritingCancelledError:
-            _log.info("packed weights: not kept, for the model was closed before")
+            _log.info("packed weights: not kept, because the model was closed before")
         except Exception as cause:  # the model runs all the same
             _log.warning(
                 "weight cache: %s cannot be written: %s; the weights are packed at each start",

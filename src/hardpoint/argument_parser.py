@@ -203,7 +203,7 @@ class ProgramParser(argparse.ArgumentParser):
         text = text.replace("the following arguments are required:", "missing argument:")
         if text.endswith(": expected one argument"):
             option = text.removesuffix(": expected one argument").split("/")[-1]
-            text = f"{option}: a value is missing; one that begins with - is written {option}=-..."
+            text = f"{option}: a value is missing; write one with a leading - as {option}=-..."
         elif self._commands is not None and text == f"missing argument: {self._commands.metavar}":
             text = f"a command is missing: {', '.join(self._commands.choices)}"
         raise UsageError(text, self.format_usage().rstrip())

@@ -108,7 +108,7 @@ def _of_schema(definition: Any, path: str) -> Tool:
     schema, place = tool.function.parameters, f"{path}.function.parameters"
     if schema.get("type", "object") != "object":
         raise RequestError(
-            f'{place}.type: expected "object", for arguments have names, got '
+            f'{place}.type: expected "object", because arguments have names, got '
             f"{shown(schema['type'])}"
         )
     check_schema(schema, place)
@@ -411,7 +411,7 @@ class Chat:
         if (count := ids.count(tokens[0])) != len(pictures):
             raise RequestError(
                 f"messages: the chat template shows the model {count} of {len(pictures)} images; "
-                f"some templates show only those of users"
+                f"some templates show only images of users"
             )
         return {**prompt, "multi_modal_data": {"image": pictures}}
 

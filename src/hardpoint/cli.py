@@ -363,7 +363,7 @@ def _parser(commands: OwnedCommands) -> ProgramParser:
     parser = ProgramParser(
         prog="hardpoint",
         usage="hardpoint [options] COMMAND ...",
-        description="Run a language model, every part of which is a plugin.",
+        description="Run a language model. Every component is a plugin.",
         epilog="`hardpoint COMMAND --help` shows more about a command.",
     )
     parser.add_argument("--version", action="version", version=f"hardpoint {installed_version()}")

@@ -327,8 +327,8 @@ class InputProcessor:
         if last is not None:
             if last < 1:
                 raise RequestError(
-                    f"truncate_prompt_tokens: expected at least 1, or -1 for those that leave room "
-                    f"for max_tokens, got {last}"
+                    f"truncate_prompt_tokens: expected at least 1, or -1 to leave room for "
+                    f"max_tokens, got {last}"
                 )
             if len(prompt.token_ids) > last:
                 if prompt.cut is not None:

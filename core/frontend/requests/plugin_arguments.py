@@ -271,7 +271,7 @@ class PluginArguments:
             if formats is not None:
                 formats.close()
             raise RequestError(
-                "tools: no parser finds calls in what the model writes; set tools.parser "
+                "tools: no parser finds calls in the output of the model; set tools.parser "
                 '("hermes", for example)'
             )
         return formats

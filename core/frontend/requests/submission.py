@@ -159,8 +159,8 @@ class Submitter:
 
     def _warn_of_priority(self, policy: str) -> None:
         _log.warning(
-            'priority: the scheduling policy "%s" ignores it; scheduler.policy = "priority" is the '
-            "one that orders by it",
+            'priority: the scheduling policy "%s" ignores it; scheduler.policy = "priority" '
+            "orders by it",
             policy,
         )
         self._warned_policies.add(policy)

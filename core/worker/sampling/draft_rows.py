@@ -136,7 +136,7 @@ class DraftRows:
             return f"expected a number for each of {len(self.requests)} requests"
         for index, count in enumerate(accepted):
             if type(count) is not int or not 0 <= count <= len(self.drafts[index]):
-                return f"expected numbers from 0 to that of the drafts, {len(self.drafts[index])}"
+                return f"expected numbers up to the number of drafts, {len(self.drafts[index])}"
             tokens = [self._token((index, depth)) for depth in range(count + 1)]
             if tokens[:-1] != list(self.drafts[index][:count]) or (count and tokens[-1] is None):
                 return "expected drafts that equal the tokens sampled for the rows before them"

@@ -152,8 +152,8 @@ def check_states_fit(config: EngineConfig, num_draft_tokens: int, model: Source)
         )
     if config.kv_connector.use is not None:
         raise ConfigError(
-            f"kv_connector.use: {config.kv_connector.use!r} moves blocks, and {keeps}, of which "
-            f"most blocks have none; expected no connector for this model"
+            f"kv_connector.use: {config.kv_connector.use!r} moves blocks, and {keeps}, "
+            f"which most blocks lack; expected no connector for this model"
         )
 
 
@@ -241,7 +241,7 @@ def checked_advance(
     tensors = ", ".join(f"{spec.dtype} {[seqs, *spec.shape]}" for spec in specs)
     raise PluginFaultError(
         f"{source}: its advance() of layer {layer} gave {shown(result)}, expected outputs "
-        f"[{tokens}, ...] and states {tensors}, as state_specs() says"
+        f"[{tokens}, ...] and states {tensors}, by state_specs()"
     )
 
 

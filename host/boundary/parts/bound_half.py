@@ -224,10 +224,10 @@ class BoundPart(BoundHalf[EngineHalf]):
     at_start = {
         "block_key": "on which the keys of cached blocks depend",
         "get_num_new_matched_tokens": "which moves blocks of the KV cache",
-        "encoder_cache": "of which the scheduler asks for room",
+        "encoder_cache": "which the scheduler reserves room in",
         "num_draft_tokens": "for which the engine makes room when it starts",
-        "tasks": "which say what the engine can do",
-        "workers_started": "which gives workers what they need when they start",
+        "tasks": "which the engine reports as its tasks",
+        "workers_started": "which initializes workers when they start",
     }
 
     def __init__(
@@ -321,9 +321,9 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
         "around_model": "which replaces the model's forward pass",
         "cache_allocated": "which needs the KV cache when it is allocated",
         "block_memory": "which belongs to the blocks of the KV cache",
-        "embedded": "of which the model's trial step shows whether it is called",
-        "linear": "of which the model's trial step shows whether it is called",
-        "added": "of which the model's trial step shows whether it is called",
+        "embedded": "which the model's trial step has to call",
+        "linear": "which the model's trial step has to call",
+        "added": "which the model's trial step has to call",
         "verify_drafts": "which verifies the drafts of all parts",
         "idle": "which workers are asked for when they start",
         "packs": "for which inputs are laid out when the model is loaded",

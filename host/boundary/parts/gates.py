@@ -67,7 +67,7 @@ class PartGates:
             for name, amount in cost.items():
                 if amount > part.capacity.get(name, 0):
                     raise RequestError(
-                        f"{part.source}: it needs {amount} of {name}, of which there are "
+                        f"{part.source}: it needs {amount} of {name}, expected at most "
                         f"{part.capacity.get(name, 0)}"
                     )
         return None

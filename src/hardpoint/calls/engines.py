@@ -424,7 +424,7 @@ def _scale(client: EngineCoreClient, num_engines: int, drain_s: float) -> Engine
     if isinstance(client, _Scalable):
         return client.scale(num_engines, drain_s)
     raise HardpointError(
-        f"scale: expected 1, for the engine was started alone, got {num_engines}; with "
+        f"scale: expected 1, because the engine was started alone, got {num_engines}; with "
         'parallel.data > 1 or engine.restart = "on_failure", the number may change'
     )
 

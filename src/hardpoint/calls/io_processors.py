@@ -181,7 +181,7 @@ class IOProcessors(Companion):
             name = known[0]
         if isinstance(name, str) and (processor := self._by_name.get(name)) is not None:
             return processor
-        expected = "expected none, for no IO processor is enabled (plugins.enable)"
+        expected = "expected none, because no IO processor is enabled (plugins.enable)"
         if known:
             expected = f"expected one of {', '.join(known)}"
         elif name is None:

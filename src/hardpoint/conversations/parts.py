@@ -77,7 +77,7 @@ def read_part(prompt: Prompt, vocab_size: int) -> str | list[int]:
     for name, value in options.items():
         if value is not None:
             raise RequestError(
-                f"prompt.{name}: expected none in a part, for the conversation has its own, "
+                f"prompt.{name}: expected none in a part, because the conversation has its own, "
                 f"got {value!r}"
             )
     if parsed.token_ids is not None or parsed.text is None:

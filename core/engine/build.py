@@ -62,7 +62,7 @@ _log = logging.getLogger("hardpoint")
 
 @dataclass(frozen=True)
 class BuiltCore:
-    """An engine core, the size of its KV cache, and what all workers have."""
+    """An engine core, the size of its KV cache, and the info common to all workers."""
 
     core: EngineCore
     size: CacheSize
@@ -306,7 +306,7 @@ def _find_tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
         )
     if len(windows := {tuple(info.windows) for info in infos}) > 1:
         raise PluginFaultError(
-            f"{label}: its start() gave workers whose KV cache groups have the windows "
+            f"{label}: its start() gave workers with KV cache groups of the windows "
             f"{' and '.join(sorted(map(str, windows)))}, expected the same in all ranks"
         )
     idle_methods = {info.idle_method for info in infos}
@@ -371,7 +371,7 @@ def _scheduler_limits(
     # A stage gets the tokens of the last one with the next plan, so that none is made without them.
     # Ranks of one stage send them to each other, if asked to.
     parallel, depth = config.parallel, executor.max_concurrent_batches
-    can_follow = parallel.world_size == 1 or config.scheduler.asynchronous is True
+    can_follow = parallel.world_size == 1 or bool(config.scheduler.asynchronous)
     ahead = depth > 1 and parallel.pipeline == 1 and can_follow
     return limits_of(
         config,

@@ -128,7 +128,7 @@ class EngineCore(EngineUtilities):
         return None if live is None else live.source.client_index
 
     def of_client(self, request_ids: Iterable[str], client: int) -> list[str]:
-        """Return the ids without those of other clients' live requests."""
+        """Return the ids without the live requests of other clients."""
         return [name for name in request_ids if self.client_of(name) in (None, client)]
 
     def hash_prompt(self, request: EngineCoreRequest) -> list[bytes]:
@@ -174,8 +174,8 @@ class EngineCore(EngineUtilities):
             return False
         if self._idle_since == self._pause.num_wake_ups:
             return False
-        what = f"{self._parts.executor_label}: its collective_rpc"
-        with faults_as(PluginFaultError, what, passing=(HardpointError,)):
+        call = f"{self._parts.executor_label}: its collective_rpc"
+        with faults_as(PluginFaultError, call, passing=(HardpointError,)):
             answers = list(self._executor.collective_rpc(method))
             if all(answer is None for answer in answers):
                 self._idle_since = self._pause.num_wake_ups

@@ -137,7 +137,7 @@ def prepare_worker(
     progress: Progress,
     place: EnginePlace = ONLY_ENGINE,
 ) -> WorkerSpec:
-    """Find the model, read its configuration, and check what can be checked cheaply.
+    """Find the model, read its configuration, and run the cheap checks.
 
     Raises:
         ConfigError: limits that cannot work, or a device that is not there.
@@ -170,8 +170,8 @@ def prepare_worker(
     model_config = with_recommended(model_config, loader.context.files)
     if config.load.updates:
         loader = UpdatedWeights(loader, config.load.updates)
-    found = _implementation(model_config.architecture, config, plugins, loader)
-    model_config = replace(model_config, implementation=found)
+    implementation = _implementation(model_config.architecture, config, plugins, loader)
+    model_config = replace(model_config, implementation=implementation)
     _check_use(config, plugins, config_sources)
     _check_quantization(config, model_config, plugins)
     max_model_len = _max_model_len(config, model_config, config_sources)
@@ -204,8 +204,8 @@ def _implementation(
         return name
     if other != "none":
         entry = plugins.get("models", other, PluginConflictError)
-        if (found := plugins.target(entry).implementation(name)) is not None:
-            return str(found)
+        if (implementation := plugins.target(entry).implementation(name)) is not None:
+            return str(implementation)
         if models.use != "auto":
             raise ModelError(
                 f"models.use: {entry.source} does not compute the architecture {shown(name)}"
@@ -269,7 +269,7 @@ def _max_model_len(
         return longest
     if config.max_model_len > longest:
         raise ConfigError(
-            f"max_model_len: expected at most {longest}, what the model was made for, "
+            f"max_model_len: expected at most {longest}, the limit of the model, "
             f"got {config.max_model_len} (from {config_sources.of('max_model_len')})"
         )
     return config.max_model_len

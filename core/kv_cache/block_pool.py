@@ -282,7 +282,7 @@ class BlockPool:
         return len(self.empty) + len(self.empty_states) + len(self.candidates)
 
     def unheld(self, block_ids: Iterable[int]) -> list[int]:
-        """Return those of these blocks that no request holds; the null block is none of them."""
+        """Return the blocks among these that no request holds, without the null block."""
         candidates = self.candidates
         return [block for block in block_ids if block in candidates]
 
@@ -372,7 +372,7 @@ class BlockPool:
         return positions
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Remove these blocks from the index; those that no request holds become empty."""
+        """Remove blocks from the index; blocks that no request holds become empty."""
         known = [block for block in dict.fromkeys(block_ids) if self._hashes[block] is not None]
         if not known:
             return

@@ -123,7 +123,7 @@ class StepFaults:
 
 
 def _count(counts: dict[str, StepFault], name: str, message: str) -> bool:
-    """Count one more under a name; return whether it is the first, whose message is kept."""
+    """Count one more under a name; return whether it is the first, which keeps its message."""
     before = counts.get(name)
     counts[name] = StepFault(before.count + 1, before.message) if before else StepFault(1, message)
     return before is None
@@ -143,7 +143,7 @@ C = TypeVar("C", bound=Component)
 
 
 class Fanout(Generic[C]):
-    """Calls all `components` of a kind, guarded, and reports what one raises to its reporter."""
+    """Calls all `components` of a kind, guarded, and reports exceptions to their reporters."""
 
     def __init__(self, components: Sequence[tuple[C, FaultReporter, PluginCalls]]) -> None:
         """`components` come with the reporters of their faults, in the order of calls."""
@@ -155,7 +155,7 @@ class Fanout(Generic[C]):
         return bool(self.components)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every component; return what they return.
+        """Call a method of every component; return the results.
 
         Raises:
             PluginFaultError: a component whose faults end the engine failed; all were called.
@@ -182,7 +182,7 @@ class Fanout(Generic[C]):
 def create_all(
     plugins: PluginSet, kind: str, faults: StepFaults, context: type[Context[C]], **fields: Any
 ) -> list[tuple[C, FaultReporter, PluginCalls]]:
-    """Create every enabled component of a kind; if one fails, close those before it.
+    """Create every enabled component of a kind; if one fails, close the earlier ones.
 
     Args:
         plugins: the enabled plugins.

@@ -25,7 +25,7 @@ def raise_fault(message: str, cause: BaseException | None = None) -> None:
 
 
 class Eviction:
-    """Completes what an eviction policy returns, if it is not what the pool needs.
+    """Completes the result of an eviction policy, if it is not what the pool needs.
 
     The pool's candidates are authoritative. After a fault the policy's own state may differ from
     them; its next answers are then reported as wrong in turn, and the missing blocks chosen here.
@@ -51,7 +51,7 @@ class Eviction:
             self._policy.taken(tuple(block_ids))
 
     def dropped(self, block_ids: Sequence[int]) -> None:
-        """Notify the policy of candidates whose content is gone."""
+        """Notify the policy of candidates that have lost their content."""
         if self._policy is not None and block_ids:
             self._policy.dropped(tuple(block_ids))
 

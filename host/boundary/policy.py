@@ -193,17 +193,17 @@ class PolicyArguments:
         Raises:
             RequestError: it does not fit this policy.
         """
-        kept = {k: v for k, v in request.plugin_args.items() if not k.startswith(f"{_KIND}/")}
-        given: dict[str, Any] = {}
-        for key in request.plugin_args.keys() - kept.keys():
+        others = {k: v for k, v in request.plugin_args.items() if not k.startswith(f"{_KIND}/")}
+        fields: dict[str, Any] = {}
+        for key in request.plugin_args.keys() - others.keys():
             plain, before = request.plugin_args[key], replaced.get(key)
             if before is not None and before.cls is self.cls:
-                return {**kept, self.key: plain}
-            given |= plain if before is None else given_fields(before.cls.Arguments, plain)
-        if given and not self.takes_any:
-            raise RequestError(f"{self._path}: {self.key} takes no arguments, got {shown(given)}")
+                return {**others, self.key: plain}
+            fields |= plain if before is None else given_fields(before.cls.Arguments, plain)
+        if fields and not self.takes_any:
+            raise RequestError(f"{self._path}: {self.key} takes no arguments, got {shown(fields)}")
         source, path = self._entry.source, self._path
-        arguments = convert_arguments(source, self.cls.Arguments, given, path)
+        arguments = convert_arguments(source, self.cls.Arguments, fields, path)
         if prepares(self.cls):
             context = PrepareContext(
                 options=self._options,
@@ -214,9 +214,9 @@ class PolicyArguments:
                 tokenizer=None,
             )
             arguments = prepare_arguments(source, self.cls, arguments, context, path)
-        elif not given:
-            return kept
-        return {**kept, self.key: msgspec.to_builtins(arguments, str_keys=False)}
+        elif not fields:
+            return others
+        return {**others, self.key: msgspec.to_builtins(arguments, str_keys=False)}
 
 
 @dataclass(frozen=True)

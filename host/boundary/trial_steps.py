@@ -1,4 +1,4 @@
-"""Trial steps of checked models, whose memory is measured on a GPU; one is of padding alone."""
+"""Trial steps of checked models, to measure memory on a GPU; one is of padding alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCKS = 2  # of the cache: nothing is written to it
 
 
 class PaddedTrial:
-    """Runs a step with the attention backend, whose results need memory for the longest sequences.
+    """Runs a padded step with the attention backend, with memory for the longest sequences.
 
     The attention of `CheckedModel.run_trial` needs none.
     """

@@ -44,19 +44,19 @@ class LiveChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedChange:
-    """The result of a slot for a change. Of these methods, an implementation has those it needs.
+    """The result of a slot for a change. An implementation has the methods that it needs.
 
     They run between two steps; `commit` is to take no time, and to fail for no foreseeable reason.
     """
 
     def commit(self) -> None:
-        """Use what was built, from the next step on."""
+        """Use the new components, from the next step on."""
 
     def undo(self) -> None:
-        """Use again what was used before, if it was committed; close what was built."""
+        """Use the earlier components again, if it was committed; close the new ones."""
 
     def keep(self) -> None:
-        """Close what was replaced: the change is committed in all processes."""
+        """Close the replaced components: the change is committed in all processes."""
 
 
 class Switch(PreparedChange):
@@ -82,21 +82,21 @@ class Switch(PreparedChange):
         self.switch(True)
 
     def undo(self) -> None:
-        """Use what was before."""
+        """Use the earlier components."""
         if self._committed:
             self.switch(False)
         self.close_new()
 
     def keep(self) -> None:
-        """Close what was replaced."""
+        """Close the replaced components."""
         self.close_old()
 
 
 class Slot(Protocol):
-    """A place of a process that live changes concern, such as that of the scheduling policy."""
+    """A slot of a process for live changes, such as the scheduling policy."""
 
     def prepare(self, change: LiveChange, plugins: PluginSet) -> PreparedChange | None:
-        """Build what the change needs here, while the engine works; called in another thread.
+        """Build the new components here, while the engine works; called in another thread.
 
         Args:
             change: the change.
@@ -155,7 +155,7 @@ class _Pending:
         return True
 
     def commit(self) -> None:
-        """Use what was prepared; on an error, all of it is undone."""
+        """Use the prepared components; on an error, all of it is undone."""
         if not self.is_prepared():
             raise HardpointError("the change is still being prepared")
         for prepared in self._prepared:
@@ -190,7 +190,7 @@ class Changes:
     """The live changes of one process, one at a time."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        """Begin without a change; `slots` is what they may concern, in the order of commits."""
+        """Begin without a change; `slots` are in the order of commits."""
         self._slots = slots
         self._pending: _Pending | None = None
 

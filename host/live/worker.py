@@ -24,7 +24,7 @@ class WorkerSlot(Slot, Protocol):
     """A slot of a worker."""
 
     def release(self, oldest: int) -> None:
-        """Close what no request of a generation of the plugins from `oldest` on uses."""
+        """Close the components that no request of plugin generation `oldest` or later uses."""
 
 
 class WorkerChanges:
@@ -48,7 +48,7 @@ class WorkerChanges:
     def open(
         self, processors: GenerationChanges[Any] | None, parts: WorkerParts, plugins: PluginSet
     ) -> None:
-        """Let changes concern what was loaded with a model.
+        """Let changes concern the components of a loaded model.
 
         Args:
             processors: those of the logits processors; None on a rank that does not sample.

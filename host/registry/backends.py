@@ -57,7 +57,7 @@ def _preferred(device: str) -> tuple[str, str]:
 
 
 def check_device(entry: PluginEntry, target: Any, device: str) -> None:
-    """Refuse a component of a kind of which there is one per device where it does not run.
+    """Reject a component of a per-device kind on a device where it does not run.
 
     Args:
         entry: entry of the component.

@@ -1,4 +1,4 @@
-"""The memory that this process may use, what a model needs, and weights that give theirs away."""
+"""The memory limit of this process, a model's memory estimate, and weights moved to the CPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MemoryLimit:
 
 
 def memory_limit(device: torch.device, proc: Path = PROC) -> MemoryLimit:
-    """Return the closest limit on what this process may still allocate on a device.
+    """Return the closest limit on further allocations of this process on a device.
 
     Those of the CPU are the machine's available memory, the control groups of the process (of
     containers for example) and its resource limits (`ulimit`).
@@ -172,18 +172,18 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         working = max(self.loading, self.step)
-        parts = "".join(f", {what} {size_text(size)}" for what, size in self.parts.items() if size)
+        parts = "".join(f", {name} {size_text(size)}" for name, size in self.parts.items() if size)
         return (
             f"weights {size_text(self.weights)}, KV cache {size_text(self.cache)}, working memory "
             f"{size_text(working)}{parts}; this process may use {self.limit}"
         )
 
     def with_cache(self, cache: int) -> MemoryEstimate:
-        """Return the estimate for a KV cache whose size is known."""
+        """Return the estimate for a KV cache of a known size."""
         return dataclasses.replace(self, cache=cache)
 
     def with_parts(self, parts: Mapping[str, int]) -> MemoryEstimate:
-        """Return the estimate for step parts whose memory is known."""
+        """Return the estimate for step parts with known memory."""
         return dataclasses.replace(self, parts=parts)
 
     def check(self, model: str) -> None:
@@ -215,7 +215,7 @@ def estimate_memory(
     request: CacheMemory,
     limit: MemoryLimit,
 ) -> MemoryEstimate:
-    """Estimate what a rank of a model needs, before any weight is read.
+    """Estimate the memory of a rank of a model, before any weight is read.
 
     Args:
         model: without weights.
@@ -312,7 +312,7 @@ class MovedWeights:
             storage.resize_(0)
 
     def move_back(self) -> None:
-        """Give the tensors memory again, with what it held.
+        """Give the tensors memory again, with their content.
 
         Raises:
             RuntimeError: the device's memory is short; it can be tried again.

@@ -282,8 +282,8 @@ def test_a_missing_scheme_is_named_with_the_weight_and_the_loader(capsys, tiny, 
     monkeypatch.setattr(DummyLoader, "formats", lambda *_: formats)
     assert main(["models", "show", str(tiny), *settings_of()]) == 2
     error = capsys.readouterr().err
-    assert f"weight 'lm_head.weight' of '{tiny}': the loader 'dummy' says that it is st" in error
-    assert "stored in 'q9', which is no quantisation scheme that is enabled; enabled: " in error
+    assert f"weight 'lm_head.weight' of '{tiny}': the loader 'dummy' reports storage in" in error
+    assert "storage in 'q9', which is no enabled quantization scheme; enabled: " in error
 
 
 @pytest.mark.parametrize(

@@ -131,8 +131,8 @@ def test_without_room_there_are_no_drafts(folders, expected):
 
 def test_another_vocabulary_is_refused_before_weights_are_read(folders):
     message = (
-        r"plugin.draft_model.model: .*foreign' has a vocabulary of 77 tokens, expected \d+, that "
-        r"of .*target"
+        r"plugin.draft_model.model: .*foreign' has a vocabulary of 77 tokens, expected \d+, as "
+        r".*target' has"
     )
     with pytest.raises(ConfigError, match=message):
         opened(folders, "foreign")
@@ -159,8 +159,8 @@ def without_end(content):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (exchange, "its token 64 is 'b', that of .*target' is 'a'"),
-        (without_end, "its token 256 is none, that of .*target' is '.+'"),
+        (exchange, "its token 64 is 'b', in .*target' it is 'a'"),
+        (without_end, "its token 256 is none, in .*target' it is '.+'"),
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -186,5 +186,5 @@ def test_the_tokenizer_of_the_configuration_is_compared(folders, tmp_path):
     """The one that the engine uses, and not that of its model's folder."""
     tokenizer = with_tokenizer(tmp_path / "tokenizer", exchange)
     engine = {"tokenizer": {"path": str(tokenizer)}}
-    with pytest.raises(ConfigError, match="its token 64 is 'a', that of .* is 'b'"):
+    with pytest.raises(ConfigError, match="its token 64 is 'a', in .* it is 'b'"):
         opened(folders, "other", engine=engine)

@@ -190,7 +190,7 @@ def test_tokens_of_mxfp4_equal_transformers_however_they_are_computed(mxfp4, cap
     expected = [expected_tokens(model, prompt, 12) for prompt in PROMPTS]
     with caplog.at_level(logging.INFO, logger="hardpoint"):
         assert tokens(folder) == expected
-    assert "matrices of few bits: 48 in mxfp4" in caplog.text
+    assert "quantized weights: 48 in mxfp4" in caplog.text
     chunks = {"max_num_batched_tokens": 7, "max_num_seqs": 4}
     few = {"num_blocks": 22, "block_size": 4}  # some are preempted
     assert tokens(folder, [*PROMPTS, *PROMPTS], scheduler=chunks, kv_cache=few) == expected * 2

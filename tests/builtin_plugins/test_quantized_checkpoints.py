@@ -134,11 +134,11 @@ def test_tokens_are_those_of_the_numbers(written, tmp_path, caplog):
     expected = tokens(plain(tmp_path / "plain", dense))
     with caplog.at_level(logging.INFO, logger="hardpoint"):
         assert tokens(folder) == expected
-    assert f"matrices of few bits: 14 in {scheme}" in caplog.text
+    assert f"quantized weights: 14 in {scheme}" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="hardpoint"):
         assert tokens(folder, quantization={"use": "none"}) == expected
-    assert f"matrices of few bits: 14 in {scheme} dequantised" in caplog.text
+    assert f"quantized weights: 14 in {scheme} dequantized" in caplog.text
     assert tokens(folder, quantization={"use": scheme}) == expected
 
 
@@ -148,7 +148,7 @@ def test_matrices_that_no_codes_hold_are_dequantised_and_logged(tmp_path, caplog
     expected = tokens(plain(tmp_path / "plain", dense))
     with caplog.at_level(logging.INFO, logger="hardpoint"):
         assert tokens(tmp_path / "m", quantization={"use": "gptq"}) == expected
-    assert "matrices of few bits: 14 in gptq dequantised" in caplog.text
+    assert "quantized weights: 14 in gptq dequantized" in caplog.text
 
 
 RULES = {r"-:.*\.[kv]_proj": {}, r".*\.down_proj": {"group_size": 64}}
@@ -169,7 +169,7 @@ def test_floats_of_few_bits_are_dequantised_and_logged(config, store, fields, tm
     expected = tokens(plain(tmp_path / "plain", dense))
     with caplog.at_level(logging.INFO, logger="hardpoint"):
         assert tokens(tmp_path / "m", quantization={"use": config["quant_method"]}) == expected
-    assert f"matrices of few bits: 14 in {config['quant_method']} dequantised" in caplog.text
+    assert f"quantized weights: 14 in {config['quant_method']} dequantized" in caplog.text
 
 
 def test_modules_that_a_rule_leaves_are_numbers(tmp_path, caplog):
@@ -193,7 +193,7 @@ def test_modules_that_a_rule_leaves_are_numbers(tmp_path, caplog):
     expected = tokens(plain(tmp_path / "plain", dense))
     with caplog.at_level(logging.INFO, logger="hardpoint"):
         assert tokens(folder) == expected
-    assert "matrices of few bits: 10 in gptq" in caplog.text
+    assert "quantized weights: 10 in gptq" in caplog.text
 
 
 def test_int8_of_plain_and_of_quantised_weights(folder, tmp_path, caplog):
@@ -201,7 +201,7 @@ def test_int8_of_plain_and_of_quantised_weights(folder, tmp_path, caplog):
     numbers = plain(tmp_path / "plain", dense)
     with caplog.at_level(logging.INFO, logger="hardpoint"):
         first = tokens(numbers, quantization={"use": "int8"})
-    assert "matrices of few bits: 16 in int8" in caplog.text
+    assert "quantized weights: 16 in int8" in caplog.text
     assert tokens(folder, quantization={"use": "int8"}) == first
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="hardpoint"):
@@ -210,7 +210,7 @@ def test_int8_of_plain_and_of_quantised_weights(folder, tmp_path, caplog):
             quantization={"use": "int4", "skip": ["lm_head.*", "*embed*"]},
             plugin={"int4": {"group_size": 64}},
         )
-    assert "matrices of few bits: 14 in int4" in caplog.text
+    assert "quantized weights: 14 in int4" in caplog.text
 
 
 class Closing(AWQ):

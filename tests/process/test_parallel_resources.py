@@ -92,7 +92,7 @@ def test_ranks_with_other_groups_are_refused(scripted, monkeypatch):
         "parallel": {"pipeline": 2},
     }
     message = (
-        r"Uneven.*: its start\(\) gave workers whose KV cache groups have the windows "
+        r"Uneven.*: its start\(\) gave workers with KV cache groups of the windows "
         r"\(None, 64\) and \(None,\), expected the same in all ranks"
     )
     with pytest.raises(PluginFaultError, match=message):

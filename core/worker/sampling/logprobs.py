@@ -69,6 +69,6 @@ def prompt_logprobs(
 def _read(held: list[_Part]) -> None:
     lists = iter(fetch([tensor for part in held for tensor in part.tensors]))
     for part in held:
-        own = [next(lists) for _ in part.tensors]
-        part.entries.extend(token_logprobs(own, part.tokens, part.counts))
+        values = [next(lists) for _ in part.tensors]
+        part.entries.extend(token_logprobs(values, part.tokens, part.counts))
     held.clear()

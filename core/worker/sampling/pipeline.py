@@ -194,7 +194,7 @@ class LogitsPipeline:
         return faults
 
     def observing_rows(self, requests: Sequence[LogitsRequest]) -> list[int]:
-        """Return the rows of the last `apply` whose requests use a processor that observes."""
+        """Return the rows of the last `apply` with requests that use an observing processor."""
         if not self._observing:
             return []
         return [

@@ -117,10 +117,10 @@ class _StepRows:
         self._logprob_index: torch.Tensor | None = None
         if not self.with_logprobs:
             return
-        asked = [requests[row].params for row in self.with_logprobs]
-        self.logprob_counts = [params.logprobs or 0 for params in asked]
-        self.given = [params.logprob_token_ids or [] for params in asked]
-        if len(asked) < len(requests):
+        all_params = [requests[row].params for row in self.with_logprobs]
+        self.logprob_counts = [params.logprobs or 0 for params in all_params]
+        self.given = [params.logprob_token_ids or [] for params in all_params]
+        if len(all_params) < len(requests):
             self._logprob_index = to_device(self.with_logprobs, device)
 
     def are_of(self, requests: Sequence[LogitsRequest]) -> bool:

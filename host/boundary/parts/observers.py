@@ -51,8 +51,8 @@ class Observers:
         self._updates = [observer.update for _, observer, _ in observers]
         self._faults, self._clock = faults or StepFaults(), clock
         self._reported_at = clock()
-        intervals = [one.interval_seconds for _, one, _ in observers]
-        self.interval_seconds = min((one for one in intervals if one is not None), default=None)
+        intervals = [observer.interval_seconds for _, observer, _ in observers]
+        self.interval_seconds = min((s for s in intervals if s is not None), default=None)
 
     def __bool__(self) -> bool:
         return self.exist
@@ -86,11 +86,11 @@ class Observers:
         for (name, observer, describe), state in zip(self._observers, states, strict=True):
             if state is not _LOST:
                 try:
-                    found = observer.end(state, reason)
+                    result = observer.end(state, reason)
                 except BaseException as cause:
                     self._note(name, describe("end", cause), cause)
                 else:
-                    metrics = metrics or found
+                    metrics = metrics or result
         return metrics
 
     def flush(self) -> None:

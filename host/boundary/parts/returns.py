@@ -75,17 +75,17 @@ def matched_defect(matched: Any) -> str | None:
     return f"gave {shown(matched)}, expected tokens >= 0 or None, and whether between steps"
 
 
-def kept_defect(kept: Any) -> str | None:
+def kept_defect(answer: Any) -> str | None:
     """Return the defect of the answer to an ended request, as the end of a sentence, or None.
 
     Args:
-        kept: what request_finished() returned.
+        answer: what request_finished() returned.
     """
-    if isinstance(kept, tuple) and len(kept) == 2:
-        keep, params = kept
+    if isinstance(answer, tuple) and len(answer) == 2:
+        keep, params = answer
         if isinstance(keep, bool) and (params is None or isinstance(params, Mapping)):
             return None
-    return f"gave {shown(kept)}, expected whether blocks are kept, and a mapping or None"
+    return f"gave {shown(answer)}, expected whether blocks are kept, and a mapping or None"
 
 
 def names_defect(names: Any) -> str | None:

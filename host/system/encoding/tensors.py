@@ -210,7 +210,7 @@ def _check_size(header: TensorHeader, itemsize: int, got: int) -> None:
     if got == expected and got:  # so many bytes are in memory
         return
     if math.prod(filter(None, header.shape)) * itemsize > _MAX_BYTES:
-        raise WireError(f"shape: expected one that memory can hold, got {header.shape}")
+        raise WireError(f"shape: expected a shape that memory can hold, got {header.shape}")
     if got != expected:
         raise WireError(
             f"data: expected {expected} bytes for shape {header.shape} of {header.dtype}, got {got}"

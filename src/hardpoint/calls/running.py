@@ -119,12 +119,12 @@ class SyncRequests:
         default = self._engine.default_sampling_params()
 
         def request(prompt: Prompt, params: SamplingParams | None) -> Request:
-            own = with_output_kind(params or default, RequestOutputKind.FINAL_ONLY)
-            return self.images.prompt(prompt), own, RequestExtras()
+            final_params = with_output_kind(params or default, RequestOutputKind.FINAL_ONLY)
+            return self.images.prompt(prompt), final_params, RequestExtras()
 
         window = 2 * self._engine.parts.config.scheduler.max_num_seqs
-        given = (request(prompt, params) for prompt, params in requests)
-        return UnorderedCall(self.calls, given, window).outputs()
+        prepared = (request(prompt, params) for prompt, params in requests)
+        return UnorderedCall(self.calls, prepared, window).outputs()
 
     def pool(
         self, prompts: Sequence[Any], params: Any, options: Mapping[str, Any]
@@ -197,7 +197,7 @@ class SyncRequests:
 
 
 class UnorderedCall:
-    """Prompts of any number, of which as many are open as the engine has room for."""
+    """Any number of prompts; as many are open as the engine has room for."""
 
     def __init__(self, calls: OpenCalls, requests: Iterable[Request], window: int) -> None:
         """`window`: requests that are open at the same time."""
@@ -230,7 +230,7 @@ class UnorderedCall:
             self._calls.drop(list(self._live))
 
     def _fill(self) -> Iterator[tuple[int, RequestError]]:
-        """Add requests while there is room; yield those that are refused."""
+        """Add requests while there is room; yield rejected ones."""
         while len(self._live) < self._window:
             entry = self._held.popleft() if self._held else next(self._source, None)
             if entry is None:

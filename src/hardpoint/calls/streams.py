@@ -31,8 +31,8 @@ class RequestForks:
             params: its parameters as they were given, with arguments that no plugin has prepared.
             clock: seconds.
         """
-        given = params.plugin_args if isinstance(params, SamplingParams) else {}
-        self._plugin_args = copy.deepcopy(given)
+        plugin_args = params.plugin_args if isinstance(params, SamplingParams) else {}
+        self._plugin_args = copy.deepcopy(plugin_args)
         self._request, self._clock, self._since = request, clock, clock()
         self._indices = itertools.count(request.params.n)
 

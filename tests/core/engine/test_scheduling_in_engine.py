@@ -244,7 +244,7 @@ class TestPolicies:
             engine.add_request(name, "x", ENDLESS, RequestExtras(priority=-1))
         assert [record.getMessage() for record in caplog.records] == [
             f'priority: the scheduling policy "{policy}" ignores it; scheduler.policy = "priority" '
-            "is the one that orders by it"
+            "orders by it"
         ]
         engine.set_policy("priority")
         engine.set_policy(policy)

@@ -1,10 +1,9 @@
 """Generate the reference pages from the code.
 
-scripts/reference           writes kinds.md, types.md, hooks.md, config.md, server.md and gallery.md
-                            into docs/reference/, which git ignores, and the rules of the suites
-                            into docs/conformance-kit*.md
-scripts/reference --check   writes nothing; exits 1 and names what has no description, links without
-                            a target, and stale rules in docs/conformance-kit*.md
+scripts/reference           writes kinds.md, types.md, hooks.md, config.md, server.md, gallery.md
+                            and conformance.md into docs/reference/, which git ignores
+scripts/reference --check   writes nothing; exits 1 and names what has no description, and links
+                            without a target
 """
 
 from __future__ import annotations
@@ -45,7 +44,10 @@ from hardpoint.plugins.component.behaviour import declared_of
 from hardpoint.plugins.sampling.phases import Phase
 from hardpoint.plugins.server.hook_specs import HookSpecs
 from hardpoint.plugins.text.arguments import ComponentWithArguments
-from hardpoint.testing.suite import Rule
+from hardpoint.testing.component_suite import ComponentSuite, LiveComponentSuite
+from hardpoint.testing.general.suite import GeneralSuite
+from hardpoint.testing.suite import ConformanceSuite, Rule
+from hardpoint.testing.timing.timed_suite import TimedSuite
 from hardpoint.typed import join_path
 from hardpoint.typed.describing import (
     FieldDoc,
@@ -124,15 +126,18 @@ Every route of `hardpoint serve`, and every field of its requests: what it means
 is ignored, or refused by name. A field that is null is one that is left out. Any other
 field is an error that names the nearest known one, unless `server.unknown_fields` is
 "warn". [The guide](../serving.md) has examples."""
+SUITES_TEXT = """\
+Every suite of the [conformance kit](../conformance-kit.md): the attributes and methods that a
+test class sets or overrides, and its tests with the rule that each of them checks."""
 
 TABLES_DESCRIBED = ("config.md", "gallery.md")
 """Pages whose table rows all have a description."""
 LINK = re.compile(r"\]\(([^)#:]*)(?:#([^):]+))?\)")
-END_OF_RULES = "<!-- end of rules -->"
-RULES = re.compile(
-    rf"(?P<begin><!-- rules of (?P<where>[\w.]+), written by .*? -->).*?{END_OF_RULES}", re.DOTALL
-)
-"""Marks in a guide of the kit, between which the tests of a suite are, or the rules of a module."""
+SCHEDULER_RULES = "hardpoint.testing.scheduling.rules"
+"""Rules that every test of `SchedulerSuite` checks."""
+SHARED_SUITES = (ConformanceSuite, ComponentSuite, GeneralSuite, TimedSuite, LiveComponentSuite)
+"""Base classes of suites, which are described once."""
+INTERNAL_ATTRIBUTES = ("kind", "options_from")
 
 
 def main() -> int:
@@ -148,25 +153,17 @@ def main() -> int:
         folder / "hooks.md": hooks_page(),
         folder / "config.md": config_page(),
         folder / "server.md": server_page(),
+        folder / "conformance.md": suites_page(),
         folder / "gallery.md": gallery_page(),
-    }
-    guides = {
-        path: with_rules(path.read_text(encoding="utf-8"))
-        for path in sorted(folder.parent.glob("conformance-kit*.md"))
     }
     if options.check:
         problems = [problem for path, text in pages.items() for problem in undescribed(path, text)]
         problems += lost_links({path.name: text for path, text in pages.items()})
-        problems += [
-            f"{path} is stale; run scripts/reference"
-            for path, text in guides.items()
-            if _read(path) != text
-        ]
         for problem in problems:
             print(problem, file=sys.stderr)
         return 1 if problems else 0
     folder.mkdir(parents=True, exist_ok=True)
-    for path, text in (pages | guides).items():
+    for path, text in pages.items():
         if _read(path) != text:
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path}")
@@ -207,30 +204,97 @@ def _anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def with_rules(guide: str) -> str:
-    """Return a guide with the tests of a suite, or rules of a module, between their marks."""
+def suites_page() -> str:
+    """Return the page of the conformance suites."""
+    kinds: dict[str, list[str]] = {}
+    for kind in KINDS.values():
+        if kind.suite:
+            kinds.setdefault(kind.suite, []).append(f"[`{kind.name}`](kinds.md#{kind.name})")
+    names = [name for name in testing.__all__ if name.endswith("Suite")]
+    lines = [*_title("Conformance suites"), SUITES_TEXT, "", "| suite | kinds |", "|---|---|"]
+    lines += [_row(f"[`{n}`](#{n.lower()})", ", ".join(kinds.get(n, []))) for n in names]
+    lines.append("")
+    for suite in (*SHARED_SUITES, *(getattr(testing, name) for name in names)):
+        own = [
+            cls
+            for cls in suite.__mro__
+            if issubclass(cls, ConformanceSuite) and (cls is suite or cls not in SHARED_SUITES)
+        ]
+        shared = [cls for cls in SHARED_SUITES if cls in suite.__mro__ and cls is not suite]
+        links = ", ".join(f"[`{cls.__name__}`](#{cls.__name__.lower()})" for cls in shared)
+        lines += [f"## {suite.__name__}", "", *_prose(suite), ""]
+        lines += [f"It also has the attributes and tests of {links}.", ""] if shared else []
+        lines += [*_attributes(own), "", *_overridable(own), "", *_tests(own, shared), ""]
+        if suite.__name__ == "SchedulerSuite":
+            lines += [*_rules(SCHEDULER_RULES), ""]
+    return _page(lines)
 
-    def table(found: re.Match[str]) -> str:
-        where = found["where"]
-        rows = _tests(where) if hasattr(testing, where) else _rules(where)
-        return "\n".join([found["begin"], "", *rows, "", END_OF_RULES])
 
-    return RULES.sub(table, guide)
+def _attributes(classes: list[type]) -> list[str]:
+    """Return the table of the attributes that the docstrings of suites describe."""
+    rows: dict[str, str] = {}
+    defaults: dict[str, object] = {}
+    for base in reversed(classes[0].__mro__):
+        defaults |= vars(base)
+    for cls in classes:
+        section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
+        for entry in filter(None, re.split(r"\n(?=    \S)", section)):
+            names, _, text = entry.strip().partition(": ")
+            rows.setdefault(names, " ".join(text.split()))
+    lines = [_row("attribute", "default", ""), "|---|---|---|"]
+    for names, text in rows.items():
+        if names not in INTERNAL_ATTRIBUTES:
+            values = [_default(defaults, name) for name in names.split(", ")]
+            shown = ", ".join(f"`{name}`" for name in names.split(", "))
+            lines.append(_row(shown, ", ".join(values), text))
+    return lines if rows else []
 
 
-def _tests(suite_name: str) -> Iterator[str]:
-    """Yield the table of the tests that a suite has and the suite above it has not."""
-    suite = getattr(testing, suite_name)
-    above = [base for base in suite.__bases__ if base.__name__ in testing.__all__]
-    yield from (_row("test", "rule"), "|---|---|")
-    for name in dict.fromkeys(name for cls in reversed(suite.__mro__) for name in vars(cls)):
-        if name.startswith("test_") and not any(hasattr(base, name) for base in above):
-            yield _row(f"`{name}`", " ".join(getattr(suite, name).__doc__.split()))
+def _default(defaults: dict[str, object], name: str) -> str:
+    """Return the default of an attribute, shortened to its type if it is long."""
+    if name not in defaults:
+        return "required"
+    text = repr(defaults[name])
+    is_plain = len(text) <= 30 and "<" not in text
+    return f"`{text}`" if is_plain else "several"
+
+
+def _overridable(classes: list[type]) -> list[str]:
+    """Return the table of the methods that a test class may override."""
+    methods = {
+        name: getattr(classes[0], name)
+        for cls in classes
+        for name, value in vars(cls).items()
+        if inspect.isfunction(value) and not name.startswith(("_", "test_"))
+    }
+    lines = [_row("method", ""), "|---|---|"]
+    for name, method in methods.items():
+        parameters = ", ".join([*inspect.signature(method).parameters][1:])
+        lines.append(_row(f"`{name}({parameters})`", _first_sentence(inspect.getdoc(method))))
+    return lines if methods else []
+
+
+def _tests(classes: list[type], shared: list[type]) -> list[str]:
+    """Return the table of the tests of suites, without those that shared suites describe alike."""
+    tests = {
+        name: " ".join(getattr(classes[0], name).__doc__.split())
+        for cls in reversed(classes)
+        for name in vars(cls)
+        if name.startswith("test_")
+    }
+    described = {
+        " ".join(value.__doc__.split())
+        for cls in shared
+        for name, value in vars(cls).items()
+        if name.startswith("test_")
+    }
+    rows = [_row(f"`{name}`", text) for name, text in tests.items() if text not in described]
+    return [_row("test", "rule"), "|---|---|", *rows] if rows else []
 
 
 def _rules(module: str) -> Iterator[str]:
     """Yield the table of the rules of a module: the name of each, its text, and how to keep it."""
-    yield from (_row("rule", "what always holds", "to keep it"), "|---|---|---|")
+    yield from (_row("rule", "requirement", "fix"), "|---|---|---|")
     for value in vars(importlib.import_module(module)).values():
         if isinstance(value, Rule):
             yield _row(*value.text.split(": ", 1), value.fix)
@@ -741,7 +805,8 @@ def _kind_section(kind: PluginKind) -> list[str]:
         f"{_lower(_member_doc(kind.stability))}",
     ]
     if kind.suite:
-        lines.append(f"- tested by: `hardpoint.testing.{kind.suite}`")
+        anchor = f"conformance.md#{kind.suite.lower()}"
+        lines.append(f"- tested by: [`hardpoint.testing.{kind.suite}`]({anchor})")
     lines.append("")
     if kind.interface is None:
         return [*lines, "The hooks themselves are [on their own page](hooks.md).", ""]

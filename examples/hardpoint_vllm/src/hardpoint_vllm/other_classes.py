@@ -10,7 +10,7 @@ KINDS = {
     "vllm.distributed.kv_events": (
         "event publishers",
         "kv_event_publishers",
-        "write-a-kv-event-publisher",
+        "write-kv-cache-plugins",
     ),
     "vllm.plugins": ("IO processors", "io_processors", "write-an-io-processor"),
     "vllm.v1.core": ("schedulers", "schedulers", "write-a-scheduler"),

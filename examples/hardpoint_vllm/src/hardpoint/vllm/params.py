@@ -347,7 +347,7 @@ class PoolingParams:
             if getattr(self, field_name) is not None:
                 raise RequestError(
                     f"{field_name}: expected none, got {getattr(self, field_name)!r}; a pooler "
-                    f"reads arguments of requests (docs/write-a-pooler.md)"
+                    f"reads arguments of requests (docs/write-an-activation-tap.md)"
                 )
         flags = (self.use_activation, self.activation, self.softmax)
         use = next((flag for flag in flags if flag is not None), None)

@@ -1,8 +1,9 @@
 """Generate the reference pages from the code.
 
-scripts/reference           writes kinds.md, types.md, hooks.md, config.md, server.md and gallery.md
-                            into docs/reference/, which git ignores, and the rules of the suites
-                            into docs/conformance-kit*.md
+scripts/reference           writes kinds.md, types.md, hooks.md, config.md, server.md, gallery.md,
+                            builtins.md, parsers.md and model-families.md into docs/reference/,
+                            which git ignores, and the rules of the suites into
+                            docs/conformance-kit*.md
 scripts/reference --check   writes nothing; exits 1 and names what has no description, links without
                             a target, and stale rules in docs/conformance-kit*.md
 """
@@ -32,6 +33,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import msgspec
+from reference_builtins import builtins_page, parsers_page
+from reference_families import families_page
 
 from hardpoint import plugins, testing
 from hardpoint.builtin_plugins.server.assembly import core_routes
@@ -149,6 +152,9 @@ def main() -> int:
         folder / "config.md": config_page(),
         folder / "server.md": server_page(),
         folder / "gallery.md": gallery_page(),
+        folder / "builtins.md": builtins_page(NOTE),
+        folder / "parsers.md": parsers_page(NOTE),
+        folder / "model-families.md": families_page(NOTE),
     }
     guides = {
         path: with_rules(path.read_text(encoding="utf-8"))

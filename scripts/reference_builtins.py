@@ -118,13 +118,13 @@ def parsers_page(note: str) -> str:
         recorded = outputs[name]
         aliases = ", ".join(f"`{other}`" for other in cls.other_names) or "none"
         tokens = ", ".join(f"`{_cell(token)}`" for token in cls.required_tokens) or "none"
-        lines += [f"## {name}", "", *_description(cls), "", "| | |", "|---|---|"]
+        fence = "````" if "```" in recorded["output"] else "```"
+        lines += [f"## {name}", "", *_description(cls), "", "Output of the model:", ""]
+        lines += [f"{fence}text", *recorded["output"].split("\n"), fence, ""]
+        lines += ["Parts:", "", "```text", *recorded["parts"], "```", "", "| | |", "|---|---|"]
         lines += [f"| finds | {', '.join(cls.roles)} |", f"| other names | {aliases} |"]
         lines += [f"| required special tokens | {tokens} |", f"| source | {recorded['source']} |"]
-        lines += ["", *_tables(name, cls), "Output of the model:", ""]
-        fence = "````" if "```" in recorded["output"] else "```"
-        lines += [f"{fence}text", *recorded["output"].split("\n"), fence, ""]
-        lines += ["Parts:", "", "```text", *recorded["parts"], "```", ""]
+        lines += ["", *_tables(name, cls)]
     return _page(lines)
 
 

@@ -1,7 +1,8 @@
 """Generate the reference pages from the code.
 
-scripts/reference           writes kinds.md, types.md, hooks.md, config.md, server.md, gallery.md
-                            and conformance.md into docs/reference/, which git ignores
+scripts/reference           writes kinds.md, types.md, hooks.md, config.md, server.md, gallery.md,
+                            conformance.md, builtins.md, parsers.md and model-families.md into
+                            docs/reference/, which git ignores
 scripts/reference --check   writes nothing; exits 1 and names what has no description, and links
                             without a target
 """
@@ -31,6 +32,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import msgspec
+from reference_builtins import builtins_page, parsers_page
+from reference_families import families_page
 
 from hardpoint import plugins, testing
 from hardpoint.builtin_plugins.server.assembly import core_routes
@@ -155,6 +158,9 @@ def main() -> int:
         folder / "server.md": server_page(),
         folder / "conformance.md": suites_page(),
         folder / "gallery.md": gallery_page(),
+        folder / "builtins.md": builtins_page(NOTE),
+        folder / "parsers.md": parsers_page(NOTE),
+        folder / "model-families.md": families_page(NOTE),
     }
     if options.check:
         problems = [problem for path, text in pages.items() for problem in undescribed(path, text)]

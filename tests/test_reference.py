@@ -18,6 +18,7 @@ from support.signatures import public_names, types_in_signatures
 from hardpoint import plugins, testing
 from hardpoint.builtin_plugins.server.assembly import core_routes
 from hardpoint.host.registry.kinds import KINDS
+from hardpoint.host.registry.plugin_set import resolve_plugins
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.sampling.phases import LogitsStage
@@ -28,13 +29,8 @@ from hardpoint.typed.describing import struct_fields, walk_structs
 
 DOCS = ROOT / "docs"
 PAGES = (
-    "kinds.md",
-    "types.md",
-    "hooks.md",
-    "config.md",
-    "server.md",
-    "gallery.md",
-    "conformance.md",
+    *("kinds.md", "types.md", "hooks.md", "config.md", "server.md", "gallery.md"),
+    *("conformance.md", "builtins.md", "parsers.md", "model-families.md"),
 )
 
 
@@ -90,7 +86,9 @@ def test_the_suite_of_schedulers_has_its_rules(pages):
 
 @pytest.fixture(scope="module")
 def script() -> dict[str, Any]:
-    return runpy.run_path(str(ROOT / "scripts" / "reference.py"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "scripts")
+        return runpy.run_path(str(ROOT / "scripts" / "reference.py"))
 
 
 UNDESCRIBED = """\
@@ -299,3 +297,45 @@ def test_the_gallery_names_costs_and_proofs(pages):
 )
 def test_costs_are_rounded_to_what_can_be_told(value, up, text):
     assert runpy.run_path(str(ROOT / "scripts" / "gallery_costs.py"))["about"](value, up=up) == text
+
+
+def test_built_in_processors_are_in_their_order_with_fields_and_phase(pages):
+    section = pages["builtins.md"].partition("## logits_processors\n")[2].partition("\n## ")[0]
+    described = re.split(r"^### ", section, flags=re.MULTILINE)[1:]
+    processors = resolve_plugins(EngineConfig()).logits_processors()
+    assert [text.partition("\n")[0] for text in described] == [
+        entry.name for entry, _ in processors
+    ]
+    for text, (_, cls) in zip(described, processors, strict=True):
+        assert all(f"`{field}`" in text for field in cls.params_fields)
+        assert f"| phase | `{cls.phase.name}`" in text
+        assert f"| argmax-invariant | {'yes' if cls.argmax_invariant else 'no'}" in text
+
+
+def test_every_option_of_a_built_in_plugin_is_described(pages):
+    config = resolve_plugins(EngineConfig())
+    missing = []
+    for kind in KINDS:
+        for entry in config.entries(kind):
+            options = getattr(config.target(entry), "Options", None)
+            page = pages["parsers.md" if kind.endswith("_parsers") else "builtins.md"]
+            for field in struct_fields(options) if options else ():
+                if f"**Options, `[plugin.{entry.name}]`**" not in page:
+                    missing.append((kind, entry.name))
+                elif f"| `{field.name}` |" not in page:
+                    missing.append((kind, entry.name, field.name))
+    assert missing == []
+
+
+def test_every_parser_is_described_with_an_output(pages):
+    config = resolve_plugins(EngineConfig())
+    names = {
+        entry.name
+        for kind in ("reasoning_parsers", "tool_parsers")
+        for entry in config.entries(kind)
+    }
+    sections = dict(
+        re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", pages["parsers.md"], re.MULTILINE | re.DOTALL)
+    )
+    assert sections.keys() == names
+    assert all("Output of the model:" in text and "Parts:" in text for text in sections.values())

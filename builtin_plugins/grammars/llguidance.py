@@ -32,6 +32,11 @@ class LLGuidance(GrammarBackend):
 
     A JSON schema is enforced, or the schema is refused with the keywords that are not
     supported. Grammars are Lark's, in llguidance's dialect, or GBNF.
+
+    It rejects texts and expressions of more than 32,768 characters, more than 5,000 repetitions
+    in the expressions of a grammar, a `multipleOf` above 100,000 without its decimal point, and
+    GBNF of more than 65,536 characters or 1,000 rules. A structural tag has at most 10,000
+    parts, 1,000 triggers and 1,000 tags.
     """
 
     contract = 1

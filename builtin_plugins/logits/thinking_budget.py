@@ -41,6 +41,10 @@ class ThinkingBudget(SparseLogitsProcessor):
     complete, the budget is renewed for a further block.
 
     A forced token overrides all other processors, masks included.
+
+    Without `start` and `end`, the request needs a reasoning parser. Tokens before the thinking
+    block do not count; if the prompt ends inside one, its tokens after the start marker count.
+    An end marker outside `allowed_token_ids` is rejected. An empty end marker forces nothing.
     """
 
     contract = 1

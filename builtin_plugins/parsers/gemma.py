@@ -40,6 +40,9 @@ class Gemma(FormatParser):
 
     A call is `<|tool_call>call:NAME{key:<|"|>text<|"|>,n:5}<tool_call|>`
     (https://ai.google.dev/gemma/docs/core/prompt-formatting-gemma4).
+
+    The arguments of a call are returned as JSON. An end marker without a start marker is
+    ignored.
     """
 
     contract = 2

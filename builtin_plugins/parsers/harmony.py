@@ -43,6 +43,9 @@ class Harmony(FormatParser):
     (https://cookbook.openai.com/articles/openai-harmony). Everything else is content. A message to
     another recipient, such as `browser.search`, is text of its channel: no tool of the request is
     meant.
+
+    Text of a header without `<|message|>` is content, or reasoning in the channel `analysis`,
+    with a warning. So is a message to a built-in tool.
     """
 
     contract = 2

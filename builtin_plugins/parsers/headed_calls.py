@@ -47,6 +47,9 @@ class KimiK2(FormatParser):
     `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`
 
     The model is known to write the markers of the section in the singular, or to leave them out.
+
+    The id of a call is kept. An id that a client has changed, such as
+    `functions_get_weather_0`, names the tool too. Arguments may be a JSON string of the object.
     """
 
     contract = 2
@@ -372,6 +375,8 @@ class Granite32(FormatParser):
     """Granite 3.2: reasoning and answer begin with a sentence each; calls are as in `granite`.
 
     `Here is my thought process:` and `Here is my response:`
+
+    Both sentences are ordinary text: a user who writes them can end the reasoning.
     """
 
     contract = 2

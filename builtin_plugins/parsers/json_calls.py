@@ -27,7 +27,11 @@ from .values import text_without
 
 
 class Json(FormatParser):
-    """Any model: an answer that is a JSON object with a name and arguments, or a list of them."""
+    """Any model: an answer that is a JSON object with a name and arguments, or a list of them.
+
+    With `after_text`, calls after other text are found: objects that begin with the `name` of a
+    tool of the request, or with `"type": "function"` before it.
+    """
 
     class Options(plugins.Options):
         """Where calls are found.
@@ -80,7 +84,11 @@ class Json(FormatParser):
 
 
 class Llama3Json(Json):
-    """Llama 3.1 to 3.3: `{"name": ..., "parameters": {...}}`, several separated by `;`."""
+    """Llama 3.1 to 3.3: `{"name": ..., "parameters": {...}}`, several separated by `;`.
+
+    Arguments may be JSON text in a string. Small models write text before their calls, so
+    `after_text` is true by default.
+    """
 
     class Options(Json.Options):
         """Where calls are found.

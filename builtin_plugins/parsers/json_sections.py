@@ -135,7 +135,11 @@ class _Answer(Content):
 
 
 class Hermes(JsonSections):
-    """Hermes 2, Qwen2.5, Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    """Hermes 2, Qwen2.5, Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+    `parameters` may replace `arguments`, and either may precede the name. A marker inside a
+    JSON string is part of the string.
+    """
 
     contract = 2
     roles = ("tools",)
@@ -145,7 +149,11 @@ class Hermes(JsonSections):
 
 
 class Ernie45(JsonSections):
-    """ERNIE 4.5: `<think>...</think><response>...</response>`, and calls as in `hermes`."""
+    """ERNIE 4.5: `<think>...</think><response>...</response>`, and calls as in `hermes`.
+
+    `<response>` is a tag only at the beginning or after the reasoning. White space next to the
+    tags of the answer is left out.
+    """
 
     contract = 2
     roles = ("reasoning", "tools")
@@ -161,6 +169,8 @@ class Hunyuan(JsonSections):
     """Hunyuan A13B: `<think>...</think><answer>...</answer>`, and a list of calls.
 
     Calls are `<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>`.
+
+    White space next to the tags of the answer is left out.
     """
 
     contract = 2
@@ -173,7 +183,10 @@ class Hunyuan(JsonSections):
 
 
 class Jamba(JsonSections):
-    """Jamba: `<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>`."""
+    """Jamba: `<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>`.
+
+    The end tag may be missing.
+    """
 
     contract = 2
     roles = ("tools",)
@@ -182,7 +195,10 @@ class Jamba(JsonSections):
 
 
 class Nemotron(JsonSections):
-    """Nemotron up to Nano 2: `<TOOLCALL>[{"name": ..., "arguments": {...}}]</TOOLCALL>`."""
+    """Nemotron up to Nano 2: `<TOOLCALL>[{"name": ..., "arguments": {...}}]</TOOLCALL>`.
+
+    Nemotron 3 writes the calls of `qwen3_coder`.
+    """
 
     contract = 2
     roles = ("tools",)
@@ -205,7 +221,11 @@ class Phi4Mini(JsonSections):
 
 
 class MiniMax(JsonSections):
-    """MiniMax-M1: calls as in `hermes`, a line each, between `<tool_calls>` and `</tool_calls>`."""
+    """MiniMax-M1: calls as in `hermes`, a line each, between `<tool_calls>` and `</tool_calls>`.
+
+    A line may hold a list of calls. The end tag may be missing at the end of the output; text
+    between calls is malformed.
+    """
 
     contract = 2
     roles = ("tools",)
@@ -234,6 +254,9 @@ class Cohere(JsonSections):
     `<|START_THINKING|>`, `<|START_RESPONSE|>` (later `<|START_TEXT|>`) and
     `<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}]`, each with its
     end. The ids begin at 0 in each conversation, so calls get others.
+
+    Citations (`<co>...</co: 0:[0]>`) stay in the content. Requests with tools use the chat
+    template `tool_use`.
     """
 
     contract = 2

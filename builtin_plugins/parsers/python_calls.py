@@ -36,6 +36,9 @@ class Pythonic(FormatParser):
     """`[f(a=1, b="x"), g()]`: Llama 3.2, ToolACE and others.
 
     Arguments are keywords with literal values.
+
+    Nothing is evaluated. A call is returned when it is complete. After other text, `[NAME(`
+    begins a call if the request has a tool of that name.
     """
 
     class Options(plugins.Options):
@@ -128,7 +131,10 @@ class Lfm2(Llama4Pythonic):
 
 
 class Olmo3Parser(FormatParser):
-    """OLMo 3: calls as in `pythonic`, a line each, in `<function_calls>...</function_calls>`."""
+    """OLMo 3: calls as in `pythonic`, a line each, in `<function_calls>...</function_calls>`.
+
+    Literals may be of Python or of JSON. Its reasoning parser is `think_tags`.
+    """
 
     contract = 2
     roles = ("tools",)

@@ -82,6 +82,10 @@ class MiniMaxM2(TagCalls):
 
     A call is `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`, the section
     `<minimax:tool_call>...</minimax:tool_call>`.
+
+    A value is text if the schema of the tool requires it, else JSON if it is valid. It ends at
+    `</parameter>`, or at a line that begins with `<parameter name=` or `</invoke>`. Its
+    reasoning parser is `think_tags`.
     """
 
     contract = 2
@@ -98,6 +102,9 @@ class DeepSeekV32(TagCalls):
     `<｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter>`. A value with
     `string="false"` is JSON. The section is `<｜DSML｜function_calls>`, of V4
     `<｜DSML｜tool_calls>`.
+
+    The model has no Jinja chat template, so `auto` does not select the parser: name it. The
+    value of a parameter is complete before it is returned.
     """
 
     contract = 2
@@ -123,6 +130,8 @@ class Step3(TagCalls):
     A call is `<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="NAME">`, then
     `<steptml:parameter name="KEY">VALUE</steptml:parameter>` for each parameter, and
     `</steptml:invoke><｜tool_call_end｜>`. The section begins with `<｜tool_calls_begin｜>`.
+
+    Its reasoning parser is `think_tags`. Step 3.5 writes the calls of `qwen3_coder`.
     """
 
     contract = 2
@@ -156,6 +165,9 @@ class Glm45(TagCalls):
 
     `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`, up to GLM-4.6
     with a line's end behind the name and each tag.
+
+    A value is text if the schema of the tool requires it, else JSON if it is valid. Its
+    reasoning parser is `think_tags`.
     """
 
     contract = 2

@@ -40,6 +40,9 @@ class Fair(SchedulingPolicy):
 
     Beyond the paper: tokens are charged when they are computed, so an aborted request costs what it
     used; tokens from the prefix cache are free; recomputation after a preemption is free.
+
+    A tenant without waiting requests earns no credit. On a server, each key is a tenant: the
+    tag `tenant` is the name of the key, unless its `tags` name another.
     """
 
     contract = 1

@@ -1,6 +1,6 @@
 """Surveys the families of transformers: `python -m support.families [--only NAME ...]`.
 
-Writes what it finds to the data file, of the named architectures alone with `--only`, and the page.
+Writes the results to the data file, of the named architectures alone with `--only`.
 Each runs in a process of its own, forked from this one. All take about a minute on a quiet core.
 """
 
@@ -18,7 +18,7 @@ import msgspec
 import torch
 import transformers
 
-from .page import DATA, PAGE, read_data, write
+from .data import DATA, read_data, write
 from .survey import Family, architectures, survey
 
 _SECONDS = 240
@@ -66,7 +66,7 @@ def main() -> None:
         print(f"{found.name} ({seconds:.0f} s): {found.path} {found.why} {found.other}", flush=True)
         known[name] = found
     write(known.values())
-    print(f"written: {DATA}, {PAGE}")
+    print(f"written: {DATA}")
 
 
 main()

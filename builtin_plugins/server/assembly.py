@@ -31,10 +31,10 @@ from .application import AdminAuthentication, Application, Authentication
 from .config import ServerConfig
 from .dialects.chat import ChatDialect
 from .dialects.completions import CompletionDialect
-from .dialects.conversations import ConversationRoutes
 from .dialects.messages import MessagesDialect
 from .dialects.pooling import PoolingRoute
 from .dialects.responses.route import ResponsesDialect
+from .dialects.sessions import SessionRoutes
 from .dialects.tokens import TokenRoutes
 from .dialects.vectors import VectorRoutes
 from .extensions import Transforms, backgrounds_of, in_order, routes_of, store_of
@@ -84,7 +84,7 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         *TokenRoutes(service).routes(),
         *vectors.routes(),
         *PoolingRoute(service, vectors).routes(),
-        *ConversationRoutes(service).routes(),
+        *SessionRoutes(service).routes(),
     ]
 
 

@@ -130,6 +130,12 @@ class IncompleteDetails(msgspec.Struct):
     reason: str
 
 
+class ConversationReference(msgspec.Struct):
+    """The stored conversation that a response is a part of."""
+
+    id: str
+
+
 class ResponseObject(msgspec.Struct, kw_only=True):
     """A response, with the fields of the request that it answers.
 
@@ -147,6 +153,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     object: str = "response"
     created_at: int
     completed_at: int | None = None
+    conversation: ConversationReference | None = None
     status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
     background: bool = False
     error: ResponseError | None = None

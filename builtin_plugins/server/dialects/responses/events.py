@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from hardpoint.builtin_plugins.server.dialects.chat import TokenLogprob, choice_logprobs
+from hardpoint.builtin_plugins.server.dialects.chat.logprobs import TokenLogprob, choice_logprobs
 from hardpoint.builtin_plugins.server.dialects.items import (
     ItemAnswer,
     Kind,

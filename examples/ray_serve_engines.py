@@ -3,7 +3,7 @@
     ray start --head
     python ray_serve_engines.py MODEL "The capital of France is"
 
-It deploys the application, asks it over HTTP, and deletes it. See docs/ray-serve.md.
+It deploys the application, asks it over HTTP, and deletes it. See docs/ray.md.
 """
 
 from __future__ import annotations

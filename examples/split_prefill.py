@@ -2,7 +2,7 @@
 
     python split_prefill.py MODEL "The capital of France is" "Once upon a time"
 
-Long prompts then never delay the tokens of others. See docs/disaggregated-prefill.md.
+Long prompts then never delay the tokens of others. See docs/kv-connectors.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python split_prefill_servers.py http://127.0.0.1:8001 http://127.0.0.1:8002 "Once upon a time"
 
 The first server is for prompts. A router in front of many servers does the same with each request.
-See docs/disaggregated-prefill.md.
+See docs/kv-connectors.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write docs/gpu-kernels.md: what the Triton kernels take on GPUs; no GPU is needed.
+"""Write kernels/triton/compiled.md: what the Triton kernels take on GPUs; no GPU is needed.
 
 scripts/kernel-table             compiles all kernels, writes the page
 scripts/kernel-table --check     writes nothing; exits 1 and names the kernels that differ from it
@@ -35,7 +35,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from hardpoint.kernels.triton.launch import Variant  # noqa: E402
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "gpu-kernels.md"
+PAGE = Path(__file__).resolve().parent.parent / "kernels" / "triton" / "compiled.md"
 NOTE = "<!-- Written by scripts/kernel-table from the kernels. Change them, then run it again. -->"
 REGISTER_UNIT = 8
 """Registers of a thread are allocated in multiples of it."""

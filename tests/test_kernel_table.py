@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.processes import ROOT
 
-PAGE = ROOT / "docs" / "gpu-kernels.md"
+PAGE = ROOT / "kernels" / "triton" / "compiled.md"
 KERNELS = ROOT / "kernels" / "triton"
 MODULES = sorted(
     path.stem for path in KERNELS.glob("*.py") if "@triton.jit" in path.read_text(encoding="utf-8")

@@ -29,14 +29,14 @@ from .access.cross_origin import CrossOrigin
 from .access.guard import Guard
 from .application import AdminAuthentication, Application, Authentication
 from .config import ServerConfig
-from .dialects.chat import ChatDialect
+from .dialects.chat.route import ChatDialect
 from .dialects.completions import CompletionDialect
-from .dialects.conversations import ConversationRoutes
 from .dialects.messages import MessagesDialect
-from .dialects.pooling import PoolingRoute
+from .dialects.pooling.io_processors import PoolingRoute
+from .dialects.pooling.vectors import VectorRoutes
 from .dialects.responses.route import ResponsesDialect
+from .dialects.sessions import SessionRoutes
 from .dialects.tokens import TokenRoutes
-from .dialects.vectors import VectorRoutes
 from .extensions import Transforms, backgrounds_of, in_order, routes_of, store_of
 from .faults import Owned, ServerFaults
 from .openapi import OpenAPIRoute
@@ -72,7 +72,6 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
     Args:
         page: those of the web page.
     """
-    vectors = VectorRoutes(service)
     return [
         *page,
         *StatusRoutes(service).routes(),
@@ -82,9 +81,9 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         *ResponsesDialect(service).routes(),
         *MessagesDialect(service).routes(),
         *TokenRoutes(service).routes(),
-        *vectors.routes(),
-        *PoolingRoute(service, vectors).routes(),
-        *ConversationRoutes(service).routes(),
+        *VectorRoutes(service).routes(),
+        *PoolingRoute(service).routes(),
+        *SessionRoutes(service).routes(),
     ]
 
 

@@ -34,7 +34,7 @@ class ServerLimits(Strict):
         requests: requests that are being answered at once; further ones are answered with 429.
         requests_per_key: those of one key; further ones are answered with 429. None is three
             quarters of `requests`.
-        conversations: conversations that a key has open at once on `/v1/conversations`, or all
+        conversations: conversations that a key has open at once on `/inference/v1/sessions`, or all
             clients together where no key is needed; further ones are answered with 429.
         prompts: prompts in one request.
         prompt_characters: length of all texts of a request; None is 32 for each token of

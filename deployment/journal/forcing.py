@@ -3,7 +3,7 @@
 Another build, or one that begins at a keyframe, schedules otherwise, so that plans are not
 compared: requests, aborts and control calls come before the same steps, and each token of a request
 is compared with that of its position in the journal. After one that is another, the request goes on
-with the journal's tokens, as after request migration (docs/request-migration.md).
+with the journal's tokens, as after request migration (docs/replicas.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     serve run hardpoint.ray_serve:app model=smollm2 max_engines=4
 
-Needs the extra `ray-serve`; see docs/ray-serve.md.
+Needs the extra `ray-serve`; see docs/ray.md.
 """
 
 from .version import check_ray

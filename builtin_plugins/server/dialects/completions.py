@@ -32,7 +32,7 @@ from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOu
 from hardpoint.plugins.requests import WeightRun
 from hardpoint.toolkit.trace import CompletionTrace
 
-from .chat import ended
+from .chat.answer import ended
 from .chunks import ChunkAnswer, identity_of
 from .dialect import Dialect, ParsedRequest
 from .embedded_prompts import RawTensor, decoded

@@ -49,15 +49,9 @@ from hardpoint.plugins.server import Call, Route
 from hardpoint.toolkit.trace import CompletionTrace
 from hardpoint.typed import Strict
 
-from .chat import (
-    ChoiceLogprobs,
-    Effort,
-    Message,
-    choice_logprobs,
-    ended,
-    plain_messages,
-    plain_tools,
-)
+from .chat.answer import ended
+from .chat.logprobs import ChoiceLogprobs, choice_logprobs
+from .chat.request import Effort, Message, plain_messages, plain_tools
 from .chunks import ChunkAnswer
 from .dialect import Dialect, ParsedRequest
 

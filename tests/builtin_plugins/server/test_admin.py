@@ -426,7 +426,7 @@ def test_load_is_there_too(server):
 def test_the_page_about_them_lists_all_routes(server):
     from hardpoint.builtin_plugins.server.assembly import admin_routes
 
-    page = (ROOT / "docs" / "admin-api.md").read_text()
+    page = (ROOT / "docs" / "hot-reconfiguration.md").read_text()
     listed = set(re.findall(r"^\| `(GET|POST|PATCH) (/\S+)` \|", page, re.MULTILINE))
     routes = [route for route in admin_routes(server.service) if route.path not in OLD_PATHS]
     assert listed == {(method, route.path) for route in routes for method in route.methods}

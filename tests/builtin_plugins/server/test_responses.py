@@ -16,11 +16,14 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
 from hardpoint.builtin_plugins.server.dialects import items
-from hardpoint.builtin_plugins.server.dialects.chat import TokenLogprob
+from hardpoint.builtin_plugins.server.dialects.chat.logprobs import TokenLogprob
 from hardpoint.builtin_plugins.server.dialects.responses import events as responses_events
 from hardpoint.builtin_plugins.server.dialects.responses import input as responses_input
 from hardpoint.builtin_plugins.server.dialects.responses.custom_tools import CustomTool
-from hardpoint.builtin_plugins.server.dialects.responses.route import FunctionTool, ResponsesRequest
+from hardpoint.builtin_plugins.server.dialects.responses.request import (
+    FunctionTool,
+    ResponsesRequest,
+)
 from hardpoint.errors import EngineDeadError, OverloadedError
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.params import RequestOutputKind

@@ -11,7 +11,7 @@ from support.http_server import running
 from support.scripted_server import server_config, user, write_model
 
 from hardpoint import AsyncLLM
-from hardpoint.builtin_plugins.server.dialects.conversations import InputCommit
+from hardpoint.builtin_plugins.server.dialects.sessions import InputCommit
 from hardpoint.cli import main
 from hardpoint.plugins.server import Authenticator, Client, InstalledExtension
 from hardpoint.toolkit.trace import Trace

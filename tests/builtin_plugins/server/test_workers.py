@@ -252,7 +252,7 @@ def test_the_rate_of_a_key_is_that_of_all_workers(server):
 
 
 def test_conversations_of_a_key_are_counted_in_all_workers(server):
-    url = server.url.replace("http", "ws") + "/v1/conversations"
+    url = server.url.replace("http", "ws") + "/inference/v1/sessions"
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(connect(url, additional_headers=headers()))

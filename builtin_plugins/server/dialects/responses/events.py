@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from hardpoint.builtin_plugins.server.dialects.chat import TokenLogprob, choice_logprobs
+from hardpoint.builtin_plugins.server.dialects.chat.logprobs import TokenLogprob, choice_logprobs
 from hardpoint.builtin_plugins.server.dialects.items import (
     ItemAnswer,
     Kind,
@@ -130,6 +130,12 @@ class IncompleteDetails(msgspec.Struct):
     reason: str
 
 
+class ConversationReference(msgspec.Struct):
+    """The stored conversation that a response is a part of."""
+
+    id: str
+
+
 class ResponseObject(msgspec.Struct, kw_only=True):
     """A response, with the fields of the request that it answers.
 
@@ -147,6 +153,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     object: str = "response"
     created_at: int
     completed_at: int | None = None
+    conversation: ConversationReference | None = None
     status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
     background: bool = False
     error: ResponseError | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -22,8 +23,7 @@ REFUSED_ITEMS = {
     "input_video": "there is no video",
     "item_reference": "nothing is stored; send the item itself",
     "additional_tools": "give all tools in the field tools",
-    "compaction": "nothing is stored; send the items themselves",
-    "compaction_trigger": "nothing is stored; send the items themselves",
+    "compaction_trigger": "POST /v1/responses/compact compacts a conversation",
     "configuration_update": "give the configuration in the request's own fields",
     "apply_patch_call": "there are no hosted tools",
     "apply_patch_call_output": "there are no hosted tools",
@@ -217,6 +217,34 @@ class CustomOutputItem(FunctionOutputItem, tag_field="type", tag="custom_tool_ca
     """The result of a call of a custom tool; fields are those of the result of a function."""
 
 
+class CompactionItem(Strict, tag_field="type", tag="compaction"):
+    """The summary of a conversation, which `/v1/responses/compact` has written.
+
+    Attributes:
+        encrypted_content: the summary in base64.
+        created_by: ignored.
+    """
+
+    encrypted_content: str
+    id: str | None = None
+    created_by: str | None = None
+
+    def text(self, path: str) -> str:
+        """Return the message that holds the summary.
+
+        Raises:
+            RequestError: the content was not written by this API.
+        """
+        try:
+            summary = base64.b64decode(self.encrypted_content, validate=True).decode()
+        except ValueError:
+            raise RequestError(
+                f"{path}.encrypted_content: expected the content of an item of "
+                f"/v1/responses/compact, got {self.encrypted_content[:50]!r}"
+            ) from None
+        return f"Summary of the conversation so far:\n{summary}"
+
+
 def _content(
     given: str | Sequence[InputText | InputImage | AssistantText | Refusal], path: str
 ) -> Content:
@@ -239,20 +267,25 @@ InputItem = (
     | FunctionOutputItem
     | CustomCallItem
     | CustomOutputItem
+    | CompactionItem
 )
 
 
-def prepared_input(given: Any) -> Any:
-    """Return the field `input` with the types of messages written out.
+def prepared_items(items: Any, field: str) -> Any:
+    """Return a field of items with the types of messages written out.
+
+    Args:
+        items: value of the field; returned as it is unless it is a list.
+        field: name of the field, for messages.
 
     Raises:
-        RequestError: there is an item, or a part of one, of a type that is refused by name.
+        RequestError: an item, or a part of one, has a type that is not supported.
     """
-    if not isinstance(given, list):
-        return given
+    if not isinstance(items, list):
+        return items
     return [
-        _prepared(item, f"input[{index}]") if isinstance(item, dict) else item
-        for index, item in enumerate(given)
+        _prepared(item, f"{field}[{index}]") if isinstance(item, dict) else item
+        for index, item in enumerate(items)
     ]
 
 
@@ -275,15 +308,26 @@ def _refuse(item: Mapping[str, Any], path: str) -> None:
 class ItemConverter:
     """Makes a conversation of items; those of one turn of the assistant become one message."""
 
-    def __init__(self, instructions: str | None, before: Sequence[InputItem] = ()) -> None:
-        """`before`: items of the previous response, and those that it answers."""
+    def __init__(
+        self,
+        instructions: str | None,
+        before: Sequence[InputItem] = (),
+        field: str = "previous_response_id",
+    ) -> None:
+        """Begin with the instructions and stored items.
+
+        Args:
+            instructions: the system message.
+            before: items of the previous response and of its input, or of the conversation.
+            field: name of the field that refers to the stored items, for messages.
+        """
         self.messages: list[dict[str, Any]] = []
         self._has_previous = bool(before)
         self._names: dict[str, str] = {}
         if instructions:
             self.messages.append({"role": "system", "content": instructions})
         for index, item in enumerate(before):
-            self.add(item, f"previous_response_id[{index}]")
+            self.add(item, f"{field}[{index}]")
 
     def add(self, item: InputItem, path: str) -> None:
         """Add an item.
@@ -299,6 +343,8 @@ class ItemConverter:
                 self.messages.append({"role": "user", "content": item.parts(path)})
             case MessageItem():
                 self._add_system(item.text(path))
+            case CompactionItem():
+                self.messages.append({"role": "user", "content": item.text(path)})
             case ReasoningItem():
                 self._add_reasoning(item.text())
             case FunctionCallItem() | CustomCallItem():
@@ -327,7 +373,7 @@ class ItemConverter:
 
     def _add_output(self, item: FunctionOutputItem, path: str) -> None:
         if item.call_id not in self._names:
-            wanted = "before it, or of the previous response;"
+            wanted = "before it, or of the previous response or the conversation;"
             if not self._has_previous:
                 wanted = "before it, because nothing is stored;"
             raise RequestError(

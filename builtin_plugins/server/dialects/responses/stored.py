@@ -11,34 +11,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
-from hardpoint.builtin_plugins.server.faults import BrokenContractError, Owned
-from hardpoint.builtin_plugins.server.routes.answers import new_id, page_after
+from hardpoint.builtin_plugins.server.routes.answers import page_after
 from hardpoint.builtin_plugins.server.service import Service, call_of
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.server import Client, ResponseStore, Route
+from hardpoint.plugins.server import Client, Route
 from hardpoint.typed import convert, shown
 
 from .events import ResponseObject
-from .input import (
-    CustomCallItem,
-    CustomOutputItem,
-    FunctionCallItem,
-    FunctionOutputItem,
-    InputItem,
-    MessageItem,
-    ReasoningItem,
-)
+from .input import InputItem
+from .store import StoreClient, item_record
 
 _ID = re.compile(r"resp_[\x21-\x7e]{1,128}")
 _MOST_ITEMS = 100
-_PREFIXES: dict[type, str] = {
-    MessageItem: "msg_",
-    ReasoningItem: "rs_",
-    FunctionCallItem: "fc_",
-    FunctionOutputItem: "fco_",
-    CustomCallItem: "ctc_",
-    CustomOutputItem: "ctco_",
-}
 
 
 class Stored(msgspec.Struct, kw_only=True):
@@ -84,19 +68,45 @@ class InputItemList(msgspec.Struct):
     object: str = "list"
 
 
-class _ItemsQuery(msgspec.Struct, forbid_unknown_fields=True):
+class ItemsQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """The query of a list of items.
+
+    Attributes:
+        include: ignored: items are complete.
+    """
+
     after: str | None = None
     limit: str = "20"
     order: Literal["asc", "desc"] = "desc"
     include: Any = None
 
+    def page(
+        self, items: Sequence[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], bool, str | None, str | None]:
+        """Return a page of items, see `page_after`.
+
+        Raises:
+            RequestError: the limit is wrong, or no item has the id `after`.
+        """
+        ids = [item["id"] for item in items]
+        return page_after(self.after, items, ids, self.order, self.limit, _MOST_ITEMS, "an item")
+
+
+def items_query(request: Request) -> ItemsQuery:
+    """Return the query of a request for a list of items.
+
+    Raises:
+        RequestError: a parameter is wrong.
+    """
+    query = {name.removesuffix("[]"): value for name, value in request.query_params.items()}
+    return convert(query, ItemsQuery, path="", error=RequestError)
+
 
 class StoredResponses:
     """The responses of a server whose plugins bring a store."""
 
-    def __init__(self, service: Service, owned: Owned) -> None:
-        self._service, self._owned = service, owned
-        self._store: ResponseStore = owned.part
+    def __init__(self, service: Service, store: StoreClient) -> None:
+        self._service, self._store = service, store
 
     def routes(self) -> list[Route]:
         """Return the routes of stored responses."""
@@ -152,9 +162,7 @@ class StoredResponses:
             AnswerError: there is none of that id.
         """
         name = request.path_params["response_id"]
-        was_there = _ID.fullmatch(name) and await self._run(
-            self._deleted, request.state.client.name, name
-        )
+        was_there = _ID.fullmatch(name) and await self._store.delete(request.state.client, name)
         if not was_there:
             raise _not_found(name, "response_id")
         return _json(DeletedResponse(name))
@@ -166,12 +174,8 @@ class StoredResponses:
             AnswerError: there is no such response.
             RequestError: a parameter of the query is wrong.
         """
-        given = {name.removesuffix("[]"): value for name, value in request.query_params.items()}
-        query = convert(given, _ItemsQuery, path="", error=RequestError)
-        items = (await self._of(request)).input
-        ids = [item["id"] for item in items]
-        page = page_after(query.after, items, ids, query.order, query.limit, _MOST_ITEMS, "an item")
-        return _json(InputItemList(*page))
+        query = items_query(request)
+        return _json(InputItemList(*query.page((await self._of(request)).input)))
 
     async def cancel(self, request: Request) -> Response:
         """Answer that no response runs in the background.
@@ -212,12 +216,11 @@ class StoredResponses:
         """
         stored = Stored(
             response=msgspec.Raw(msgspec.json.encode(response)),
-            input=[_with_id(item) for item in items],
+            input=[item_record(item) for item in items],
             session=session,
             retain_seconds=retain_seconds,
         )
-        content = msgspec.json.encode(stored)
-        await self._run(self._store.put, client.name, response.id, content)
+        await self._store.put(client, response.id, stored)
 
     @property
     def retain_seconds(self) -> float | None:
@@ -232,41 +235,10 @@ class StoredResponses:
     async def _found(self, client: Client, name: str, param: str) -> Stored:
         stored: Stored | None = None
         if _ID.fullmatch(name):
-            stored = await self._run(self._gotten, client.name, name)
+            stored = await self._store.get(client, name, Stored)
         if stored is None:
             raise _not_found(name, param)
         return stored
-
-    async def _gotten(self, owner: str, name: str) -> Stored | None:
-        content: object = await self._store.get(owner, name)
-        if content is None:
-            return None
-        if not isinstance(content, bytes):
-            kind = type(content).__name__
-            raise BrokenContractError(f"get returned a {kind}, expected bytes or None")
-        try:
-            return msgspec.json.decode(content, type=Stored)
-        except msgspec.MsgspecError:
-            raise BrokenContractError("get returned what was never put") from None
-
-    async def _deleted(self, owner: str, name: str) -> bool:
-        deleted: object = await self._store.delete(owner, name)
-        if not isinstance(deleted, bool):
-            kind = type(deleted).__name__
-            raise BrokenContractError(f"delete returned a {kind}, expected a bool")
-        return deleted
-
-    async def _run(self, function: Any, *arguments: Any) -> Any:
-        run = self._service.faults.run
-        return await run(self._owned, "response store", function, *arguments, may_refuse=True)
-
-
-def _with_id(item: InputItem) -> dict[str, Any]:
-    plain: dict[str, Any] = msgspec.to_builtins(item)
-    kept = {name: value for name, value in plain.items() if value is not None}
-    if "id" not in kept:
-        kept["id"] = new_id(_PREFIXES[type(item)])
-    return kept
 
 
 def _not_found(name: str, param: str) -> AnswerError:

@@ -437,7 +437,7 @@ _SERVER_REFUSED: Mapping[str, str] = {
     "tool_server": "tools run at the client",
     "ssl_ca_certs": "certificates of clients are not checked; use keys (server.keys_file)",
     "ssl_cert_reqs": "certificates of clients are not checked; use keys (server.keys_file)",
-    "headless": "engines join a server by `hardpoint engine` (docs/remote-engines.md)",
+    "headless": "engines join a server by `hardpoint engine` (docs/replicas.md)",
     "trust_request_chat_template": "a request chooses among the model's templates",
     "default_chat_template_kwargs": "requests give chat_template_kwargs",
     "grpc": "the server speaks HTTP",

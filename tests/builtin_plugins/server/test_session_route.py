@@ -1,4 +1,4 @@
-"""`/v1/conversations`, and WebSockets of plugins."""
+"""`/inference/v1/sessions`, and WebSockets of plugins."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Talk:
 
 
 @contextlib.contextmanager
-def talking(server, query="", path="/v1/conversations", headers=None, **options):
+def talking(server, query="", path="/inference/v1/sessions", headers=None, **options):
     url = server.url.replace("http", "ws") + path + query
     headers = {"Authorization": f"Bearer {KEY}"} if headers is None else headers
     with connect(url, additional_headers=headers, **options) as socket:
@@ -121,6 +121,16 @@ def test_each_answer_is_part_of_the_next_prompt(server):
         _, done = talk.ask(" and", **GREEDY)
         assert (done["turn"], done["usage"]["prompt_tokens"]) == (1, 24)
         assert done["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+def test_the_earlier_path_works_and_warns_once(server, caplog):
+    for _ in range(2):
+        with talking(server, path="/v1/conversations") as talk:
+            assert talk.ask("say abc", **GREEDY)[0] == " abc abc abc"
+    warnings = [text for text in caplog.messages if "deprecated" in text]
+    assert warnings == [
+        "WebSocket /v1/conversations is deprecated; open it at /inference/v1/sessions"
+    ]
 
 
 def test_parts_parameters_and_a_commit_without_parts(server):
@@ -364,7 +374,7 @@ def opened_in_time(server):
 
 
 def test_what_is_no_handshake_is_told(server):
-    answer = server.client.get("/v1/conversations", headers={"x-api-key": KEY})
+    answer = server.client.get("/inference/v1/sessions", headers={"x-api-key": KEY})
     assert (answer.status_code, answer.headers["upgrade"]) == (426, "websocket")
     assert answer.json()["error"]["message"].startswith("upgrade: expected a handshake of a WebS")
     # One that comes after a request that is not answered yet is no handshake either.
@@ -374,7 +384,7 @@ def test_what_is_no_handshake_is_told(server):
     with server.socket() as connection:
         connection.sendall(
             f"GET /version HTTP/1.1\r\n{head}\r\n"
-            f"GET /v1/conversations HTTP/1.1\r\n{head}{wish}\r\n".encode()
+            f"GET /inference/v1/sessions HTTP/1.1\r\n{head}{wish}\r\n".encode()
         )
         assert [read_answer_of_many(connection) for _ in range(2)] == [200, 426]
 
@@ -440,7 +450,7 @@ class TestRoutesOfPlugins:
 class TestExtensions:
     def test_a_transform_sees_messages_and_events(self):
         async def request(call, body):
-            assert call.path == "/v1/conversations"
+            assert call.path == "/inference/v1/sessions"
             return {**body, "text": body["text"].upper()} if "text" in body else body
 
         def event(call, body):
@@ -452,7 +462,7 @@ class TestExtensions:
         )
         with running(engine) as server, talking(server, headers={}) as talk:
             text, done = talk.ask("hello", max_tokens=5)
-            assert (text, done["seen"]) == ("", "/v1/conversations")
+            assert (text, done["seen"]) == ("", "/inference/v1/sessions")
             ((prompt, params, _),) = engine.asked
             assert prompt["prompt_token_ids"] == [1, *map(ord, "HELLO")]
             assert params.max_tokens == 5
@@ -474,7 +484,7 @@ class TestExtensions:
             with talking(server, headers={}) as talk:
                 assert talk.ask("hello")[0] == "Hello there , friend"
             assert refused(server, "?refuse=1", headers={})[1]["message"] == "query: not today"
-        assert seen == [("websocket", "/v1/conversations")] * 2
+        assert seen == [("websocket", "/inference/v1/sessions")] * 2
 
 
 class TestEnds:

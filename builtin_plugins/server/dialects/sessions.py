@@ -1,9 +1,10 @@
-"""`/v1/conversations`, a WebSocket on which a prompt goes on after each answer; and sessions."""
+"""`/inference/v1/sessions`: streaming input over a WebSocket; and the release of sessions."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -43,13 +44,19 @@ if TYPE_CHECKING:
     from hardpoint.plugins.server.generator import OpenConversation
 
 
+PATH = "/inference/v1/sessions"
+_OLD_PATH = "/v1/conversations"
+"""Earlier path of the WebSocket, now that of OpenAI's Conversations; accepted for one version."""
+
+_log = logging.getLogger("hardpoint")
+
 _AT_OPENING = "give it in the query of the handshake, for the whole conversation"
 _TEXTS = ("model", "cache_salt", "session")
 _POLICY, _ENDING = 1008, 1012
 """Codes that WebSockets are closed with: for what the client did, and as the server ends."""
 
 
-class ConversationQuery(Strict):
+class SessionQuery(Strict):
     """The query of a conversation.
 
     Attributes:
@@ -82,7 +89,7 @@ class InputAppend(Strict):
     text: str
 
 
-_OF_OPENING = (*ConversationQuery.__struct_fields__, "tags")
+_OF_OPENING = (*SessionQuery.__struct_fields__, "tags")
 
 
 class InputCommit(SamplingFields):
@@ -172,17 +179,28 @@ class ReleasedSession(msgspec.Struct):
     outcome: Literal["accepted", "missing"]
 
 
-class ConversationRoutes:
-    """The routes of conversations."""
+class SessionRoutes:
+    """The routes of sessions."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._has_warned = False
 
     def routes(self) -> list[Route]:
         """Return the routes."""
-        summary = "Converse on a WebSocket: a prompt that goes on after each answer."
         return [
-            Route(path="/v1/conversations", endpoint=self.open, websocket=True, summary=summary),
+            Route(
+                path=PATH,
+                endpoint=self.open,
+                websocket=True,
+                summary="Converse on a WebSocket: a prompt that goes on after each answer.",
+            ),
+            Route(
+                path=_OLD_PATH,
+                endpoint=self.open_at_old_path,
+                websocket=True,
+                summary=f"Deprecated: open the WebSocket at {PATH}.",
+            ),
             Route(
                 path="/v1/sessions/{session}/release",
                 endpoint=self.release,
@@ -207,6 +225,13 @@ class ConversationRoutes:
             return ReleasedSession(session, outcome)
 
         return await self._service.answer(request, call, work)
+
+    async def open_at_old_path(self, websocket: WebSocket) -> None:
+        """Open a conversation at the deprecated path; the first handshake logs a warning."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("WebSocket %s is deprecated; open it at %s", _OLD_PATH, PATH)
+        await self.open(websocket)
 
     async def open(self, websocket: WebSocket) -> None:
         """Open a conversation, and answer its messages until an end."""
@@ -252,13 +277,13 @@ class ConversationRoutes:
             counts.add(name, -1)
 
 
-def _opening(connection: HTTPConnection) -> ConversationQuery:
+def _opening(connection: HTTPConnection) -> SessionQuery:
     given: dict[str, Any] = {}
     for name, value in connection.query_params.multi_items():
         if name in given:
             raise RequestError(f"{name}: expected it once in the query, got it several times")
         given[name] = value if name in _TEXTS else _decoded(value)
-    return convert(given, ConversationQuery, path="", error=RequestError)
+    return convert(given, SessionQuery, path="", error=RequestError)
 
 
 def _decoded(value: str) -> Any:

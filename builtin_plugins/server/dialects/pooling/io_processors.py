@@ -17,7 +17,8 @@ from hardpoint.plugins import RequestError
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.server import Call, Route
 
-from .vectors import PooledFields, PooledUsage, Texts, VectorRoutes, encoded, usage_of
+from .request import PooledFields, PooledUsage, Texts
+from .texts import TextPooler, encoded, usage_of
 
 _OF_INPUT = (
     "dimensions",
@@ -97,9 +98,8 @@ class PooledResult(msgspec.Struct, omit_defaults=True):
 class PoolingRoute:
     """The route."""
 
-    def __init__(self, service: Service, vectors: VectorRoutes) -> None:
-        """Serve what the service does; `vectors` pools texts."""
-        self._service, self._vectors = service, vectors
+    def __init__(self, service: Service) -> None:
+        self._service, self._pooler = service, TextPooler(service)
 
     def routes(self) -> list[Route]:
         """Return the route."""
@@ -151,7 +151,7 @@ class PoolingRoute:
             normalize=asked.normalize,
             use_activation=asked.use_activation,
         )
-        outputs = await self._vectors.results(call, asked, asked.input, params)
+        outputs = await self._pooler.results(call, asked, asked.input, params)
         data = [
             PooledText("pooling", index, result)
             for index, result in enumerate(encoded(outputs, asked.encoding_format))

@@ -1,0 +1,1 @@
+"""Conversations in the shape of OpenAI's chat completions."""

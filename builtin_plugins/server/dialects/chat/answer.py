@@ -1,0 +1,266 @@
+"""The answers of `/v1/chat/completions`: whole ones, and the chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+
+from hardpoint.builtin_plugins.server.dialects.chunks import ChunkAnswer, identity_of
+from hardpoint.builtin_plugins.server.dialects.dialect import ParsedRequest
+from hardpoint.builtin_plugins.server.routes.answers import (
+    EncodedArrays,
+    Usage,
+    check_ended,
+    encoded_arrays,
+    only,
+    prompt_logprobs,
+)
+from hardpoint.builtin_plugins.server.service import Service
+from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
+from hardpoint.plugins.requests import WeightRun
+from hardpoint.plugins.server import ToolCall
+from hardpoint.toolkit.trace import TRACE, CompletionTrace, completion_trace
+
+from .logprobs import ChoiceLogprobs, choice_logprobs
+from .request import ChatCompletionRequest
+
+
+class CalledFunction(msgspec.Struct, omit_defaults=True):
+    """The name of a called tool and its arguments as JSON text."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallPart(msgspec.Struct, omit_defaults=True):
+    """A call of a tool; of a streamed one, what is new."""
+
+    function: CalledFunction
+    index: int | None = None
+    id: str | None = None
+    type: str | None = None
+
+
+class AnswerMessage(msgspec.Struct, omit_defaults=True):
+    """The message of an answer, or of a chunk what is new of it."""
+
+    role: str | None = None
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallPart] | None = None
+    refusal: msgspec.UnsetType | None = msgspec.UNSET
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One completion of an answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None
+    stop_reason: int | str | dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    warning: str | msgspec.UnsetType = msgspec.UNSET
+    validation_error: str | msgspec.UnsetType = msgspec.UNSET
+    part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    part_arrays: EncodedArrays | msgspec.UnsetType = msgspec.UNSET
+    trace: CompletionTrace | msgspec.UnsetType = msgspec.UNSET
+    weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
+    num_resumes: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChunkChoice(msgspec.Struct, kw_only=True):
+    """The new part of one completion."""
+
+    index: int
+    delta: AnswerMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    warning: str | msgspec.UnsetType = msgspec.UNSET
+    validation_error: str | msgspec.UnsetType = msgspec.UNSET
+    part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    part_arrays: EncodedArrays | msgspec.UnsetType = msgspec.UNSET
+    trace: CompletionTrace | msgspec.UnsetType = msgspec.UNSET
+    weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
+    num_resumes: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The answer to a conversation."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[Any] | None
+    prompt_token_ids: list[int] | None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+def _choice(
+    completion: CompletionOutput, asked: ChatCompletionRequest, tokenizer: Tokenizer
+) -> ChatChoice:
+    message = AnswerMessage("assistant", completion.content or None, refusal=None)
+    if asked.include_reasoning and completion.reasoning:
+        message.reasoning = message.reasoning_content = completion.reasoning
+    if completion.tool_calls:
+        message.tool_calls = [_whole_call(call) for call in completion.tool_calls]
+    elif message.content is None:
+        message.content = ""
+    if before := asked.continued():
+        message.content = before + (message.content or "")
+    return ChatChoice(
+        index=completion.index,
+        message=message,
+        logprobs=_asked_logprobs(completion, asked, tokenizer),
+        finish_reason=completion.finish_reason,
+        token_ids=completion.token_ids if asked.return_token_ids else msgspec.UNSET,
+        **ended(completion, tokenizer),
+    )
+
+
+def ended(completion: CompletionOutput, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+    """Return the fields of a choice about how its completion ended.
+
+    Args:
+        completion: may still run.
+        tokenizer: gives the texts of tokens in a trace; None leaves them out.
+    """
+    fields: dict[str, Any] = {}
+    if completion.finish_reason is not None:
+        fields["stop_reason"] = completion.stop_reason
+    if completion.warning:
+        fields["warning"] = completion.warning
+    if completion.validation_error:
+        fields["validation_error"] = completion.validation_error
+    figures = dict(completion.part_figures or {})
+    if figures.pop(TRACE, None):
+        decode = None if tokenizer is None else tokenizer.decode
+        fields["trace"] = completion_trace(completion, decode)
+    if figures:
+        fields["part_figures"] = figures
+    if completion.part_arrays is not None:
+        fields["part_arrays"] = encoded_arrays(completion.part_arrays)
+    if completion.weight_runs is not None and completion.finish_reason is not None:
+        fields["weight_runs"] = completion.weight_runs
+    if completion.num_resumes:
+        fields["num_resumes"] = completion.num_resumes
+    return fields
+
+
+def _whole_call(call: ToolCall) -> ToolCallPart:
+    return ToolCallPart(CalledFunction(call.name, call.arguments), id=call.id, type="function")
+
+
+def _asked_logprobs(
+    completion: CompletionOutput, asked: ChatCompletionRequest, tokenizer: Tokenizer
+) -> ChoiceLogprobs | None:
+    given = asked.logprob_token_ids or ()
+    shown_by = None if asked.return_tokens_as_token_ids else tokenizer
+    return choice_logprobs(completion, asked.top_logprobs or 0, given, tokenizer=shown_by)
+
+
+class ChatAnswer(ChunkAnswer[RequestOutput]):
+    """Writes the answer to a conversation."""
+
+    def __init__(self, service: Service, asked: ParsedRequest[ChatCompletionRequest]) -> None:
+        self._asked = asked.body
+        self._identity = identity_of(asked, "chat.completion")
+        head = {**self._identity, "object": "chat.completion.chunk"}
+        ids = [asked.request_id] if asked.body.wants_progress else []
+        super().__init__(service, head, asked.body.stream_options, ids)
+        self._begun: set[int] = set()
+
+    async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> ChatCompletion:
+        """Return the whole answer; see the base."""
+        output, tokenizer = await only(outputs), self._service.engine.tokenizer
+        for completion in output.outputs:
+            check_ended(completion)
+        self._usage.add(output)
+        await self._measure()
+        ids = output.prompt_token_ids if self._asked.return_token_ids else None
+        return ChatCompletion(
+            **self._identity,
+            choices=[_choice(one, self._asked, tokenizer) for one in output.outputs],
+            usage=self._usage.usage(),
+            prompt_logprobs=prompt_logprobs(output),
+            prompt_token_ids=ids,
+            kv_transfer_params=output.kv_transfer_params,
+        )
+
+    def _chunks(self, output: RequestOutput) -> bytes:
+        before = self._usage.completion_tokens
+        self._usage.add(output)
+        self._transfer = output.kv_transfer_params or self._transfer
+        tail = self._usage_so_far() + b"}\n\n"
+        parts: list[bytes] = []
+        for completion in output.outputs:
+            if completion.index not in self._begun:
+                first = self._encode(self._first(completion.index))
+                usage = self._usage_so_far(before)  # the first chunk holds no token
+                parts += (self._head, first, b"]", self._about_prompt(output), usage, b"}\n\n")
+                self._begun.add(completion.index)
+            check_ended(completion)
+            for choice in self._choices(completion):
+                parts += (self._head, self._encode(choice), b"]", tail)
+        return b"".join(parts)
+
+    def _about_prompt(self, output: RequestOutput) -> bytes:
+        parts = b""
+        if self._begun:
+            return parts
+        if self._asked.return_token_ids:
+            parts += b',"prompt_token_ids":' + self._encode(output.prompt_token_ids)
+        if self._asked.prompt_logprobs is not None:
+            parts += b',"prompt_logprobs":' + self._encode(prompt_logprobs(output))
+        return parts
+
+    def _first(self, index: int) -> ChunkChoice:
+        return ChunkChoice(index=index, delta=AnswerMessage("assistant", self._asked.continued()))
+
+    def _choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
+        """Return the new choices of a completion; an empty list if there are none.
+
+        The end of calls is a chunk of its own: OpenAI's clients read calls before that alone.
+        """
+        asked = self._asked
+        delta = AnswerMessage()
+        if completion.content:
+            delta.content = completion.content
+        if completion.reasoning and asked.include_reasoning:
+            delta.reasoning = delta.reasoning_content = completion.reasoning
+        if completion.tool_calls:
+            delta.tool_calls = list(map(_call_part, completion.tool_calls))
+        choice = ChunkChoice(index=completion.index, delta=delta)
+        if asked.wants_logprobs:
+            tokenizer = self._service.engine.tokenizer
+            choice.logprobs = _asked_logprobs(completion, asked, tokenizer)
+        if asked.return_token_ids:
+            choice.token_ids = completion.token_ids
+        if completion.finish_reason is None:
+            is_new = asked.wants_logprobs or asked.return_token_ids or delta != AnswerMessage()
+            return [choice] if is_new else []
+        chunks = [choice]
+        if delta.tool_calls is not None:
+            choice = ChunkChoice(index=completion.index, delta=AnswerMessage())
+            chunks.append(choice)
+        choice.finish_reason = completion.finish_reason
+        for name, value in ended(completion, self._service.engine.tokenizer).items():
+            setattr(choice, name, value)
+        return chunks
+
+
+def _call_part(call: ToolCall) -> ToolCallPart:
+    return ToolCallPart(
+        CalledFunction(call.name, call.arguments),
+        index=call.index,
+        id=call.id,
+        type=None if call.id is None else "function",
+    )

@@ -1,0 +1,64 @@
+"""`/v1/chat/completions`: conversations, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from hardpoint.builtin_plugins.server.dialects.dialect import Dialect, ParsedRequest
+from hardpoint.builtin_plugins.server.routes.fields import (
+    reasoning_variables,
+    renamed,
+)
+from hardpoint.builtin_plugins.server.routes.images import with_owner
+from hardpoint.plugins import RequestError, RequestOutput
+
+from .answer import ChatAnswer, ChatCompletion
+from .request import ChatCompletionRequest, plain_messages
+
+
+class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
+    """Conversations."""
+
+    takes_messages = True
+    path = "/v1/chat/completions"
+    summary = "Answer a conversation."
+    body_type = ChatCompletionRequest
+    response_type = ChatCompletion
+    id_prefix = "chatcmpl-"
+
+    async def begin(
+        self, asked: ParsedRequest[ChatCompletionRequest]
+    ) -> tuple[AsyncGenerator[RequestOutput, None], ChatAnswer]:
+        """Return the outputs and the answer; see the base."""
+        engine, body = self._service.engine, asked.body
+        if body.top_logprobs and not body.logprobs:
+            raise RequestError("top_logprobs: expected logprobs to be true with it")
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        if max_tokens == 0:
+            raise RequestError(f"{body.limit_field}: expected at least 1, got 0")
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        fields = {} if max_tokens is None else {"max_tokens": max_tokens}
+        params = self._params(body, **fields, logprobs=logprobs)
+        tools, choice = body.tools_and_choice()
+        messages = plain_messages(body.messages)
+        self._service.check_prompt(messages, tools, name="messages")
+        outputs = engine.chat(
+            with_owner(messages, self._service.owner_of(asked.call)),
+            params,
+            asked.request_id,
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=body.parallel_tool_calls,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template=body.chat_template or None,
+            chat_template_kwargs=reasoning_variables(
+                engine.tokenizer.chat_template,
+                body.reasoning_effort,
+                body.chat_template_kwargs,
+                enable_thinking=body.enable_thinking,
+                thinking=body.thinking,
+            ),
+            **self._service.extras(asked.call, body, asked.adapter),
+        )
+        return renamed(outputs, (), body), ChatAnswer(self._service, asked)

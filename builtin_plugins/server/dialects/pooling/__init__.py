@@ -1,0 +1,1 @@
+"""Routes that pool: vectors, scores, classes and the inputs of IO processors."""

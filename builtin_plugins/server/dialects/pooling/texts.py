@@ -1,0 +1,237 @@
+"""The texts of a request and the results of the engine for them."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.routes.answers import new_id
+from hardpoint.builtin_plugins.server.routes.compatibility_fields import check_truncation_side
+from hardpoint.builtin_plugins.server.service import Service
+from hardpoint.errors import PluginFaultError, shown
+from hardpoint.plugins import RequestError
+from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.server import Call
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.requests.outputs import PoolingRequestOutput
+
+from .request import MAX_INPUTS, PooledFields, PooledUsage
+
+
+class TextPooler:
+    """Pools the texts of requests, and puts the prompts of the model before them."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._prompts: dict[tuple[str, str | None], str] = {}
+
+    async def results(
+        self, call: Call, asked: PooledFields, given: Any, params: PoolingParams
+    ) -> list[PoolingRequestOutput]:
+        """Return the results of a request's `input`, in its order, for a route of another file.
+
+        Raises:
+            RequestError: a text is wrong or refused; the message has its place.
+            AnswerError: one ended without a result.
+        """
+        return await self.pool(call, asked, places_of(given, "input"), params)
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether the model scores pairs of texts, and embeds no texts."""
+        return "embed" not in self._service.engine.model.supported_tasks
+
+    async def pair_scores(
+        self,
+        call: Call,
+        asked: PooledFields,
+        first: dict[str, Any],
+        second: dict[str, Any],
+        **fields: Any,
+    ) -> tuple[list[float], list[PoolingRequestOutput]]:
+        """Return how well texts match that are read in pairs; one with all others, if it is one.
+
+        Raises:
+            RequestError: one is no text; or as `pool`.
+        """
+        for place, text in (first | second).items():
+            if not isinstance(text, str):
+                raise RequestError(
+                    f"{place}: expected a text, for the model reads texts in pairs, got token ids"
+                )
+        await self.add_prefix(first, "name", None)
+        before = list(first.values())
+        pairs = {
+            place: {"text": before[index % len(before)], "text_pair": text}
+            for index, (place, text) in enumerate(second.items())
+        }
+        params = pooling_params(asked, "score", **fields)
+        outputs = await self.pool(call, asked, pairs, params, given=first | second)
+        return [float(output.outputs) for output in outputs], outputs
+
+    async def add_prefix(self, texts: dict[str, Any], kind: str, name: str | None) -> None:
+        """Put the model's prompt before texts; token ids are left as they are.
+
+        Raises:
+            RequestError: the model has no prompt of that name.
+        """
+        if not {"embed", "score"}.intersection(self._service.engine.model.supported_tasks):
+            return  # which is the error of the request itself
+        key = "purpose" if kind == "purpose" else "name"
+        if (key, name) not in self._prompts:
+            found = await self._service.engine.plugins.call_part("pooling", "prompt", {key: name})
+            self._prompts[key, name] = found
+        if prefix := self._prompts[key, name]:
+            for place, text in texts.items():
+                if isinstance(text, str):
+                    texts[place] = prefix + text
+
+    async def pool(
+        self,
+        call: Call,
+        asked: PooledFields,
+        texts: Mapping[str, Any],
+        params: PoolingParams,
+        given: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Return the results of texts, by the name of their place in the request, in their order.
+
+        Args:
+            given: texts of the request, where those have some of them several times.
+
+        Raises:
+            RequestError: one is refused; the message has its place. None runs.
+            AnswerError: one ended without a result.
+        """
+        has_pairs = any(isinstance(text, Mapping) for text in texts.values())
+        limit = asked.truncate_prompt_tokens
+        check_truncation_side(asked.truncation_side, limit, of_pairs=has_pairs)
+        parts = list((given or texts).values())
+        self._service.check_prompt(parts, name=next(iter(texts)).partition("[")[0])
+        extras = self._service.extras(call, asked)
+        outputs = await self._service.engine.encode_batch(
+            list(texts.values()), params, names=list(texts), **extras
+        )
+        for place, output in zip(texts, outputs, strict=True):
+            if output.finish_reason == "error":
+                raise PluginFaultError(f"{place}: {output.error}")
+            if output.finish_reason != "stop":
+                raise AnswerError(
+                    408 if output.finish_reason == "timeout" else 503,
+                    f'{place}: it ended by "{output.finish_reason}", without a result',
+                    code=output.finish_reason,
+                )
+        return outputs
+
+
+def refuse_activation(given: bool | None) -> None:
+    """Check that a request for cosines has no `use_activation`.
+
+    Raises:
+        RequestError: it has one.
+    """
+    if given is not None:
+        raise RequestError(
+            f"use_activation: expected none, for the score is the cosine of two vectors, "
+            f"got {str(given).lower()}"
+        )
+
+
+def places_of(given: Any, name: str, *, takes_pairs: bool = False) -> dict[str, Any]:
+    """Return texts or lists of token ids, and perhaps pairs, by the name of their place.
+
+    Raises:
+        RequestError: there are none or too many, or one is neither.
+    """
+    if given == "":
+        raise RequestError(f"{name}: expected a text or token ids, not empty")
+    if isinstance(given, str) or (takes_pairs and _is_pair(given, name)):
+        return {name: given}
+    if not isinstance(given, list):
+        raise RequestError(f"{name}: expected a text, token ids, or a list of these")
+    if given and all(type(item) is int for item in given):
+        return {name: given}
+    if not 1 <= len(given) <= MAX_INPUTS:
+        raise RequestError(f"{name}: expected 1 to {MAX_INPUTS} texts, got {len(given)}")
+    for index, item in enumerate(given):
+        is_ids = isinstance(item, list) and all(type(token) is int for token in item)
+        is_pair = takes_pairs and _is_pair(item, f"{name}[{index}]")
+        if not item or not (isinstance(item, str) or is_ids or is_pair):
+            pair = ", or a pair of texts" if takes_pairs else ""
+            raise RequestError(
+                f"{name}[{index}]: expected a text or a list of token ids, not empty{pair}"
+            )
+    return {f"{name}[{index}]": item for index, item in enumerate(given)}
+
+
+def _is_pair(given: Any, place: str) -> bool:
+    """Return whether an input is an object, which has to be a pair of texts.
+
+    Raises:
+        RequestError: it has other fields.
+    """
+    if isinstance(given, dict) and given.keys() != {"text", "text_pair"}:
+        raise RequestError(
+            f"{place}: expected a pair of texts with `text` and `text_pair`, got {shown(given)}"
+        )
+    return isinstance(given, dict)
+
+
+def document_text(given: Any, place: int) -> str:
+    """Return the text of a document.
+
+    Raises:
+        RequestError: it has none.
+    """
+    text = given.get("text") if isinstance(given, dict) else given
+    if not isinstance(text, str) or not text:
+        raise RequestError(
+            f"documents[{place}]: expected a text that is not empty, or an object with `text`"
+        )
+    return text
+
+
+def pooling_params(asked: PooledFields, task: Any, **fields: Any) -> PoolingParams:
+    """Return the parameters of a request for the engine."""
+    return PoolingParams(task=task, pooler=asked.pooler, plugin_args=asked.plugin_args, **fields)
+
+
+def cosines(
+    first: Sequence[PoolingRequestOutput], second: Sequence[PoolingRequestOutput]
+) -> list[float]:
+    """Return the cosines of vectors, with one or as many others."""
+    a = np.stack([output.outputs for output in first]).astype(np.float64)
+    b = np.stack([output.outputs for output in second]).astype(np.float64)
+    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    similarities: list[float] = ((a * b).sum(1) / np.maximum(lengths, 1e-24)).tolist()
+    return similarities
+
+
+def encoded(outputs: Sequence[PoolingRequestOutput], encoding: str) -> list[Any]:
+    """Return results as numbers, or as "base64" of float32 numbers, little-endian."""
+    if encoding == "base64":
+        data = (output.outputs.astype("<f4").tobytes() for output in outputs)
+        return [base64.b64encode(one).decode() for one in data]
+    return [output.outputs.tolist() for output in outputs]
+
+
+def usage_of(outputs: Sequence[PoolingRequestOutput]) -> PooledUsage:
+    """Return the tokens of the prompts."""
+    count = sum(len(output.prompt_token_ids) for output in outputs)
+    return PooledUsage(count, count)
+
+
+def answer_id(asked: PooledFields, prefix: str) -> str:
+    """Return the id of an answer."""
+    return new_id(f"{prefix}-", asked.request_id)
+
+
+def now() -> int:
+    """Return the seconds since the epoch."""
+    return int(time.time())

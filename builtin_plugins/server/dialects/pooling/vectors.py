@@ -1,0 +1,199 @@
+"""Vectors and scores: `/v1/embeddings`, `/v1/rerank`, `/v1/score` and `/v1/classify`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hardpoint.builtin_plugins.server.service import Service
+from hardpoint.plugins import RequestError
+from hardpoint.plugins.server import Route
+
+from .request import (
+    Classes,
+    ClassifyRequest,
+    EmbeddingItem,
+    Embeddings,
+    EmbeddingsRequest,
+    RankedDocument,
+    Ranking,
+    RerankRequest,
+    Score,
+    ScoreRequest,
+    Scores,
+    TextClass,
+)
+from .texts import (
+    TextPooler,
+    answer_id,
+    cosines,
+    document_text,
+    encoded,
+    now,
+    places_of,
+    pooling_params,
+    refuse_activation,
+    usage_of,
+)
+
+
+class VectorRoutes:
+    """The routes that pool."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._pooler = TextPooler(service)
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route(
+                path="/v1/embeddings",
+                endpoint=self.embeddings,
+                methods=("POST",),
+                summary="Return a vector for each text.",
+                request_type=EmbeddingsRequest,
+                response_type=Embeddings,
+            ),
+            *(
+                Route(
+                    path=path,
+                    endpoint=self.rerank,
+                    methods=("POST",),
+                    summary="Sort documents by how well they match a query.",
+                    request_type=RerankRequest,
+                    response_type=Ranking,
+                )
+                for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+            ),
+            *(
+                Route(
+                    path=path,
+                    endpoint=self.score,
+                    methods=("POST",),
+                    summary="Return how well texts match.",
+                    request_type=ScoreRequest,
+                    response_type=Scores,
+                )
+                for path in ("/v1/score", "/score")
+            ),
+            Route(
+                path="/v1/classify",
+                endpoint=self.classify,
+                methods=("POST",),
+                summary="Return the probability of each class for each text.",
+                request_type=ClassifyRequest,
+                response_type=Classes,
+            ),
+        ]
+
+    async def embeddings(self, request: Request) -> Response:
+        """Return a vector for each text."""
+        call, asked = await self._service.read(request, EmbeddingsRequest)
+        model = self._service.base_model(asked.model)
+        texts = places_of(asked.input, "input")
+        params = pooling_params(
+            asked, "embed", dimensions=asked.dimensions, normalize=asked.normalize
+        )
+
+        async def work() -> Embeddings:
+            await self._pooler.add_prefix(texts, "prompt_name", asked.prompt_name)
+            outputs = await self._pooler.pool(call, asked, texts, params)
+            data = [
+                EmbeddingItem("embedding", index, vector)
+                for index, vector in enumerate(encoded(outputs, asked.encoding_format))
+            ]
+            return Embeddings(
+                answer_id(asked, "embd"), "list", now(), model, data, usage_of(outputs)
+            )
+
+        return await self._service.answer(request, call, work)
+
+    async def rerank(self, request: Request) -> Response:
+        """Sort documents by how well they match a query."""
+        call, asked = await self._service.read(request, RerankRequest)
+        model = self._service.base_model(asked.model)
+        documents = [document_text(given, place) for place, given in enumerate(asked.documents)]
+        if not asked.query:
+            raise RequestError("query: expected a text that is not empty")
+        query = {"query": asked.query}
+        found: dict[str, Any] = {f"documents[{at}]": text for at, text in enumerate(documents)}
+
+        async def work() -> Ranking:
+            if self._pooler.reads_pairs:
+                scores, outputs = await self._pooler.pair_scores(call, asked, query, found)
+            else:
+                await self._pooler.add_prefix(query, "purpose", "query")
+                await self._pooler.add_prefix(found, "purpose", "document")
+                outputs = await self._pooler.pool(
+                    call, asked, query | found, pooling_params(asked, "embed")
+                )
+                scores = cosines(outputs[:1], outputs[1:])
+            best = sorted(range(len(scores)), key=lambda place: (-scores[place], place))
+            results = [
+                RankedDocument(
+                    place,
+                    scores[place],
+                    {"text": documents[place]} if asked.return_documents else None,
+                )
+                for place in best[: asked.top_n]
+            ]
+            return Ranking(answer_id(asked, "rerank"), model, results, usage_of(outputs))
+
+        return await self._service.answer(request, call, work)
+
+    async def score(self, request: Request) -> Response:
+        """Return how well texts match."""
+        call, asked = await self._service.read(request, ScoreRequest)
+        model = self._service.base_model(asked.model)
+        first, second = places_of(asked.text_1, "text_1"), places_of(asked.text_2, "text_2")
+        if len(first) not in (1, len(second)):
+            raise RequestError(
+                f"text_1: expected one text or {len(second)}, as text_2 has, got {len(first)}"
+            )
+
+        async def work() -> Scores:
+            if self._pooler.reads_pairs:
+                scores, outputs = await self._pooler.pair_scores(
+                    call, asked, first, second, use_activation=asked.use_activation
+                )
+            else:
+                refuse_activation(asked.use_activation)
+                await self._pooler.add_prefix(first, "name", None)
+                await self._pooler.add_prefix(second, "name", None)
+                outputs = await self._pooler.pool(
+                    call, asked, first | second, pooling_params(asked, "embed")
+                )
+                scores = cosines(outputs[: len(first)], outputs[len(first) :])
+            data = [Score("score", index, score) for index, score in enumerate(scores)]
+            return Scores(answer_id(asked, "score"), "list", now(), model, data, usage_of(outputs))
+
+        return await self._service.answer(request, call, work)
+
+    async def classify(self, request: Request) -> Response:
+        """Return the probability of each class for each text."""
+        call, asked = await self._service.read(request, ClassifyRequest)
+        model = self._service.base_model(asked.model)
+        texts = places_of(asked.input, "input", takes_pairs=True)
+
+        async def work() -> Classes:
+            params = pooling_params(asked, "classify", use_activation=asked.use_activation)
+            outputs = await self._pooler.pool(call, asked, texts, params)
+            described = await self._service.engine.plugins.call_part("pooling", "describe")
+            labels = described["labels"]
+            data = [
+                TextClass(
+                    index,
+                    labels[int(output.outputs.argmax())],
+                    output.outputs.tolist(),
+                    len(output.outputs),
+                )
+                for index, output in enumerate(outputs)
+            ]
+            return Classes(
+                answer_id(asked, "classify"), "list", now(), model, data, usage_of(outputs)
+            )
+
+        return await self._service.answer(request, call, work)

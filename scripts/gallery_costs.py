@@ -24,6 +24,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from hardpoint.replicas.remote.comparison import processor_facts
 from hardpoint.testing.checking.enabling import RUN_KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,11 +115,7 @@ def about(value: float, *, up: bool = False) -> str:
 
 def machine() -> str:
     """Return the class of this machine: its processor, and how many of it."""
-    name = platform.machine()
-    if (info := Path("/proc/cpuinfo")).exists():
-        lines = info.read_text(encoding="utf-8").splitlines()
-        named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        name = next(named, name)
+    name = processor_facts().get("model name", platform.machine())
     return f"{name}, {len(os.sched_getaffinity(0))} processors"
 
 

@@ -8,7 +8,7 @@ import importlib.metadata
 import platform
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -58,17 +58,28 @@ def processor(system: Path = Path("/proc")) -> str:
     Args:
         system: the folder of the system's facts.
     """
-    found = [platform.machine()]
-    with contextlib.suppress(OSError):
-        lines = (system / "cpuinfo").read_text(errors="replace").splitlines()
-        facts = {key.strip(): value for key, _, value in (one.partition(":") for one in lines)}
-        found.append(facts.get("vendor_id", facts.get("CPU implementer", "")).strip())
-        flags = facts.get("flags", facts.get("Features", "")).split()
-        found += sorted(filter(_VECTORS.fullmatch, flags))
+    facts = processor_facts(system)
+    words = [platform.machine(), facts.get("vendor_id", facts.get("CPU implementer", ""))]
+    words += sorted(filter(_VECTORS.fullmatch, processor_flags(facts)))
     for card in sorted(system.glob("driver/nvidia/gpus/*/information")):
         with contextlib.suppress(OSError):
-            found.append(card.read_text(errors="replace").partition("Model:")[2].split("\n")[0])
-    return " ".join(" ".join(found).split())
+            words.append(card.read_text(errors="replace").partition("Model:")[2].split("\n")[0])
+    return " ".join(" ".join(words).split())
+
+
+def processor_facts(system: Path = Path("/proc")) -> dict[str, str]:
+    """Return the fields of a processor in `/proc/cpuinfo`; none if the system has no such file."""
+    facts: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in (system / "cpuinfo").read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            facts.setdefault(name.strip(), value.strip())
+    return facts
+
+
+def processor_flags(facts: Mapping[str, str]) -> list[str]:
+    """Return the names of instruction sets in the fields of a processor."""
+    return facts.get("flags", facts.get("Features", "")).split()
 
 
 def difference(head: Hello, engine: Hello) -> str | None:

@@ -62,16 +62,16 @@ def main() -> None:
             run()
             times[name].append(time.thread_time() - start)
     count = options.requests * options.tokens
-    found = {name: statistics.median(seconds[1:]) / count * 1e6 for name, seconds in times.items()}
-    for name, microseconds in found.items():
+    costs = {name: statistics.median(seconds[1:]) / count * 1e6 for name, seconds in times.items()}
+    for name, microseconds in costs.items():
         print(f"{name:10} {microseconds:5.2f} us per output token")
     for name, aim in (("bare", 1.6), ("vllm", 0.5)):
-        if name in found:
-            ratio = found["hardpoint"] / found[name]
+        if name in costs:
+            ratio = costs["hardpoint"] / costs[name]
             print(f"hardpoint / {name}: {ratio:.2f} (aim: at most {aim})")
-    checks = found["checked"] - found["decode"]
-    print(f"checks: {checks:.3f} us, {checks / found['hardpoint']:.0%} of hardpoint (aim: 5%)")
-    save(options.json, found)
+    checks = costs["checked"] - costs["decode"]
+    print(f"checks: {checks:.3f} us, {checks / costs['hardpoint']:.0%} of hardpoint (aim: 5%)")
+    save(options.json, costs)
 
 
 def _hardpoint(tokenizer: Any, ids: list[int], requests: int) -> None:

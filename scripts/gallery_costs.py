@@ -1,4 +1,4 @@
-"""Write docs/gallery-costs.json: what plugins of this repository cost on this machine.
+"""Write docs/gallery-costs.json: the cost of this repository's plugins on this machine.
 
 scripts/gallery-costs               all of them, in some minutes; run it on a quiet machine
 scripts/gallery-costs KIND/NAME...  some; the others keep their figures
@@ -91,7 +91,7 @@ def checked(name: str, folder: str) -> dict[str, Any]:
 
 
 def rounded(record: dict[str, Any]) -> dict[str, str]:
-    """Return what to write of a record; nothing where nothing was measured."""
+    """Return the text for a record; nothing if nothing was measured."""
     if (metered := record.get("metered")) is not None:
         return {"row": about(metered["us_per_row"]), "step": about(metered["us_per_step"])}
     without = record.get("us_per_step_without")

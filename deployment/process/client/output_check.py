@@ -121,7 +121,7 @@ class OutputCheck:
             )
 
     def expect(self, requests: Sequence[EngineCoreRequest], send: Callable[[], T]) -> T:
-        """Send requests whose outputs are expected from then on; return the result of `send`.
+        """Send requests and expect their outputs from then on; return the result of `send`.
 
         None is expected if `send` raises or returns False: then they were not sent.
         """
@@ -137,7 +137,7 @@ class OutputCheck:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests whose outputs are expected."""
+        """Number of requests with expected outputs."""
         return len(self._requests)
 
     def forget(self, request_ids: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Time what the ranks of one host exchange: shared memory compared with gloo.
+"""Time collectives of the ranks of one host: shared memory compared with gloo.
 
     python benchmarks/collectives.py --ranks 2
     python benchmarks/collectives.py --count 5      # whether it runs

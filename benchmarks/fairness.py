@@ -1,4 +1,4 @@
-"""Time to first token of a small tenant next to one that sends ten times more: fcfs and fair.
+"""Time to first token of a small tenant next to one with ten times the load: fcfs and fair.
 
     python benchmarks/fairness.py [--model smollm2] [--requests 20] [--json FILE]
 

@@ -267,7 +267,7 @@ def measure_compiling(setup: Setup) -> dict[str, Any]:
 
 
 def watched() -> Timers:
-    """Return timers of what grammars add to a step, inactive; for engines made afterwards."""
+    """Return timers of grammars' time in a step, inactive; for engines made afterwards."""
     timers = Timers()
     for owner, methods, part in (
         (GrammarManager, ("mask", "result"), "bitmask"),

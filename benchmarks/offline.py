@@ -76,7 +76,7 @@ def _ratios(speeds: dict[str, list[float]]) -> dict[str, float]:
         if name != base:
             pairs = zip(speeds[base], listed, strict=True)
             ratios[name] = statistics.median(
-                other / own if is_own else own / other for own, other in pairs
+                other / speed if is_own else speed / other for speed, other in pairs
             )
     return ratios
 

@@ -268,7 +268,7 @@ def _collectives(
 
 
 def replicas(options: argparse.Namespace) -> Iterator[Scenario]:
-    """Yield several numbers of engines whose devices sleep, with as many requests each."""
+    """Yield several numbers of engines on sleeping devices, with as many requests each."""
     os.environ[DEVICE_SECONDS] = str(options.milliseconds / 1000)
     (rows,) = options.streams
     rates: dict[int, float] = {}

@@ -151,18 +151,18 @@ def take_turns(engines: dict[str, Any], steps: int) -> dict[str, dict[str, float
     """Return the medians of each engine's schedule, update and both."""
     gc.collect()
     gc.freeze()  # as engines do after the start: long-lived objects are not scanned again
-    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in engines}
+    times_by_engine: dict[str, list[tuple[float, ...]]] = {name: [] for name in engines}
     order = list(engines)
     for number in range(WARM_UP + steps):
         random.shuffle(order)  # the order decides what is in the processor's caches
         for name in order:
             times = engines[name].step()
             if number >= WARM_UP:
-                found[name].append((*times, sum(times)))
+                times_by_engine[name].append((*times, sum(times)))
     gc.unfreeze()
     return {
         name: dict(zip(PARTS, map(statistics.median, zip(*times, strict=True)), strict=True))
-        for name, times in found.items()
+        for name, times in times_by_engine.items()
     }
 
 
@@ -222,9 +222,9 @@ def main() -> None:
     rows = []
     for result in decodes:
         cells = [f"{value:,.0f}" for name in schedulers for value in result[name].values()]
-        own, *others = (result[name]["step"] for name in schedulers)
+        reference, *others = (result[name]["step"] for name in schedulers)
         size = f"{result['running']} / {result['waiting']}"
-        rows.append([size, *cells, *(f"{other / own:.1f}x" for other in others)])
+        rows.append([size, *cells, *(f"{other / reference:.1f}x" for other in others)])
     heads += ["ratio"] * (len(schedulers) - 1)
     title = "microseconds per step (ratio: vLLM / Hardpoint)"
     show_table(title, ("decodes / waiting", *heads), rows)

@@ -30,12 +30,12 @@ MODEL = {
 
 
 def prompt(index: int, length: int) -> list[int]:
-    """Return a prompt that shares no block with those of other indices."""
+    """Return a prompt that shares no block with the prompts of other indices."""
     return random.Random(index).choices(range(VOCABULARY), k=length)
 
 
 def running_prompts(count: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield ids and prompts, whose lengths reach block boundaries in different steps."""
+    """Yield ids and prompts with lengths that reach block boundaries in different steps."""
     for index in range(count):
         yield f"running-{index}", prompt(index, SHORTEST + index % BLOCK_SIZE)
 

@@ -190,7 +190,7 @@ def compare(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def weights(options: argparse.Namespace) -> Iterator[Path]:
-    """Give a folder with the checkpoint: that of `--model`, or of the demo model."""
+    """Give a folder with the checkpoint of `--model`, or of the demo model."""
     if options.model is None:
         with exported(options.folder) as folder:
             yield folder

@@ -11,7 +11,7 @@ from rich.table import Table
 def show_table(
     title: str, headings: Iterable[object], rows: Iterable[Sequence[object]], *, width: int = 120
 ) -> None:
-    """Print a table, whose first column is aligned to the left."""
+    """Print a table with the first column aligned to the left."""
     table = Table(title=title)
     for number, heading in enumerate(headings):
         table.add_column(str(heading), justify="right" if number else "left")

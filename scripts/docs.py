@@ -148,7 +148,7 @@ def page_name(source: Path) -> str:
 
 
 def with_site_links(source: Path, text: str, source_url: str) -> tuple[str, list[str]]:
-    """Return a page whose links lead to pages of the site or to source files, and its bad links."""
+    """Return a page with links to pages of the site or to source files, and its bad links."""
     problems = []
 
     def replaced(match: re.Match[str]) -> str:

@@ -173,7 +173,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def settings(root: Path) -> dict[str, Any]:
-    """Return the table of the limits, and of the commits whose subject is not checked."""
+    """Return the table of the limits, and of the commits with an unchecked subject."""
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
     table: dict[str, Any] = tomllib.loads(text)["tool"]["hardpoint"]["language"]
     return table
@@ -186,7 +186,7 @@ def report(values: dict[str, float], limits: Mapping[str, float]) -> list[str]:
     for name, (title, goal) in FIGURES.items():
         print(f"{title:{width}} {goal:>7} {limits[name]:>7} {values[name]:>7}")
     return [
-        f"{name}: expected at most {limits[name]}, got {values[name]}; reword what you added"
+        f"{name}: expected at most {limits[name]}, got {values[name]}; reword your additions"
         for name in FIGURES
         if values[name] > limits[name]
     ]

@@ -307,13 +307,13 @@ def _rules(module: str) -> Iterator[str]:
 
 
 def gallery_page() -> str:
-    """Return the page of all plugins in this repository: built-in ones, and those of examples."""
+    """Return the page of all plugins in this repository: built-in ones and examples."""
     measured = json.loads(COSTS.read_text(encoding="utf-8"))
     lines = [
         *_title("Gallery"),
         GALLERY_TEXT.format(machine=measured["machine"]),
     ]
-    found: dict[str, list[tuple[str, ...]]] = {}
+    rows_by_kind: dict[str, list[tuple[str, ...]]] = {}
     proofs = _proofs()
     for file in (ROOT / "pyproject.toml", *sorted(ROOT.glob("examples/*/pyproject.toml"))):
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
@@ -330,9 +330,9 @@ def gallery_page() -> str:
                 proof = proofs.get((KINDS[kind].suite, cls or module.rpartition(".")[2]))
                 shown = _link_of_test(proof or _test_of(module, file.parent))
                 row = (f"`{name}`", text, where, lines_of_code, *costs, shown)
-                found.setdefault(kind, []).append(row)
+                rows_by_kind.setdefault(kind, []).append(row)
     for kind in KINDS.values():
-        if rows := found.get(kind.name):
+        if rows := rows_by_kind.get(kind.name):
             lines += ["", f"## {kind.name}", "", f"{kind.summary} Proved by `{kind.suite}`.", ""]
             columns = ("name", "", "package", "lines", "µs per row", "µs per step", "proof")
             lines += [_row(*columns), "|---|---|---|---|---|---|---|"]
@@ -342,7 +342,7 @@ def gallery_page() -> str:
 
 def _proofs() -> dict[tuple[str, str], Path]:
     """Return the tests that run a suite for a plugin, by the names of suite and class or module."""
-    found: dict[tuple[str, str], Path] = {}
+    proofs: dict[tuple[str, str], Path] = {}
     files = (*sorted(ROOT.glob("tests/**/test_*.py")), *ROOT.glob("examples/*/tests/*.py"))
     for file in sorted(files, key=lambda file: "kit_catches" in file.stem):
         suites: dict[str, set[str]] = {}
@@ -351,11 +351,13 @@ def _proofs() -> dict[tuple[str, str], Path]:
                 bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
                 above = {name for base in bases for name in suites.get(base, {base})}
                 suites[node.name] = {name for name in above if name.endswith("Suite")}
-                values = [one.value for one in node.body if isinstance(one, ast.Assign)]
+                values = [
+                    statement.value for statement in node.body if isinstance(statement, ast.Assign)
+                ]
                 names = [ast.unparse(v).rpartition(".")[2] for v in values]
                 for suite in suites[node.name]:
-                    found |= {(suite, n): file for n in names if (suite, n) not in found}
-    return found
+                    proofs |= {(suite, n): file for n in names if (suite, n) not in proofs}
+    return proofs
 
 
 def _test_of(module: str, folder: Path) -> Path | None:
@@ -364,8 +366,8 @@ def _test_of(module: str, folder: Path) -> Path | None:
         return folder / "tests"
     for part in reversed(module.split(".")[2:]):
         for pattern in (f"test_{part}.py", f"test_{part}_*.py", part):
-            if found := sorted(ROOT.glob(f"tests/**/{pattern}")):
-                return found[0]
+            if paths := sorted(ROOT.glob(f"tests/**/{pattern}")):
+                return paths[0]
     return None
 
 
@@ -378,7 +380,7 @@ def _example(folder: Path) -> str:
 
 
 def _summary_of(target: str, folder: Path) -> tuple[str, str]:
-    """Return the first sentence of what a target is, and the lines of its class or module."""
+    """Return the first sentence about a target, and the lines of its class or module."""
     module, _, name = target.partition(":")
     if folder == ROOT:
         cls = importlib.import_module(module)
@@ -471,17 +473,21 @@ def types_page() -> str:
             continue
         module = importlib.import_module(name)
         prefix = CONTRACT if name.startswith(CONTRACT) else name
-        own = [one for one in module.__all__ if _module_of(getattr(module, one)).startswith(prefix)]
+        own_types = [
+            type_name
+            for type_name in module.__all__
+            if _module_of(getattr(module, type_name)).startswith(prefix)
+        ]
         lines += [f"## {name}", "", *_prose(_documented_module(module)), ""]
-        for one in sorted((named - shown).intersection(own), key=own.index):
-            lines += _type_section(one, getattr(module, one))
+        for type_name in sorted((named - shown).intersection(own_types), key=own_types.index):
+            lines += _type_section(type_name, getattr(module, type_name))
     return _page(lines)
 
 
 def _exported(module: str) -> list[str]:
     """Return the public names that a module defines itself."""
-    found = importlib.import_module(module)
-    return [name for name in found.__all__ if _module_of(getattr(found, name)) == module]
+    imported = importlib.import_module(module)
+    return [name for name in imported.__all__ if _module_of(getattr(imported, name)) == module]
 
 
 def named_in_guides() -> set[str]:
@@ -496,7 +502,7 @@ def named_in_guides() -> set[str]:
 
 
 def _documented_module(module: ModuleType) -> ModuleType:
-    """Return the module that defines the names of one that only re-exports them; else itself.
+    """Return the module that defines the names, if a module only re-exports them; else itself.
 
     Of several, the one with the same last name, or with the most names.
     """
@@ -544,17 +550,17 @@ def passed_types(public: set[str]) -> list[type]:
             continue
         used.append(thing)
         waiting += _types_in_signatures(thing)
-    found = {
+    types_by_name = {
         thing.__name__: thing
         for thing in used
         if inspect.isclass(thing) and _is_ours(thing) and not thing.__name__.startswith("_")
         if thing.__name__ not in public and not issubclass(thing, Component)
     }
-    return [found[name] for name in sorted(found)]
+    return [types_by_name[name] for name in sorted(types_by_name)]
 
 
 def _types_in_signatures(thing: Any) -> list[Any]:
-    """Return what the signatures of a class or function name, or the parts of an alias."""
+    """Return the types in the signatures of a class or function, or the parts of an alias."""
     if not (inspect.isclass(thing) or inspect.isfunction(thing)):
         return _parts_of(thing)
     if not _is_ours(thing):
@@ -577,16 +583,20 @@ def _parts_of(alias: Any) -> list[Any]:
 
 @functools.cache
 def _namespace(module: str) -> dict[str, Any]:
-    """Return the names of a module, with those that only type checkers import."""
-    found = dict(vars(sys.modules[module]))
+    """Return the names of a module, and its imports for type checkers."""
+    names = dict(vars(sys.modules[module]))
     package = module if hasattr(sys.modules[module], "__path__") else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            for each in (one for one in node.body if isinstance(one, ast.ImportFrom)):
+            for each in (
+                statement for statement in node.body if isinstance(statement, ast.ImportFrom)
+            ):
                 name = importlib.util.resolve_name("." * each.level + (each.module or ""), package)
                 source = importlib.import_module(name)
-                found |= {one.asname or one.name: getattr(source, one.name) for one in each.names}
-    return found
+                names |= {
+                    alias.asname or alias.name: getattr(source, alias.name) for alias in each.names
+                }
+    return names
 
 
 def _annotations(thing: Any) -> Iterator[str]:
@@ -603,7 +613,7 @@ def _is_ours(thing: Any) -> bool:
 
 
 def _type_section(name: str, thing: Any) -> list[str]:
-    """Return what a public name stands for."""
+    """Return the description of a public name."""
     lines = [f"### {name}", ""]
     kind = next((k for k in KINDS.values() if name in k.interface_names), None)
     if kind is not None:
@@ -741,11 +751,11 @@ def server_page() -> str:
         cells = (f"`{methods} {route.path}`", route.summary, *links, answer)
         lines.append("| " + " | ".join(cells) + " |")
     lines.append("")
-    asked = [route.request_type for route in routes if route.request_type is not None]
+    request_types = [route.request_type for route in routes if route.request_type is not None]
     shown: dict[type[msgspec.Struct], None] = {}
-    for struct in asked:
+    for struct in request_types:
         shown.update(dict.fromkeys(walk_structs(struct)))
-    for struct in sorted(shown, key=lambda struct: struct not in asked):
+    for struct in sorted(shown, key=lambda struct: struct not in request_types):
         lines += _request_section(struct)
     return _page(lines)
 
@@ -836,7 +846,7 @@ def _chosen_otherwise(kind: PluginKind) -> str:
 
 
 def _interface(cls: type[Component], title: str) -> list[str]:
-    """Return an interface with what it adds itself: attributes, arguments, context, methods."""
+    """Return an interface with its own additions: attributes, arguments, context, methods."""
     lines = [f"### {title}", "", *_prose(cls), ""]
     if docs := attribute_docs(cls) if cls.__doc__ and "Attributes:" in cls.__doc__ else {}:
         types = {n: a for base in cls.__mro__ for n, a in inspect.get_annotations(base).items()}
@@ -859,7 +869,7 @@ def _of_unlisted(cls: type) -> dict[str, Any]:
 
 
 def _members(cls: type, *, is_component: bool = True) -> list[str]:
-    """Return the methods that a class adds, those of a component to implement first."""
+    """Return the methods that a class adds, beginning with a component's required ones."""
     if cls in (EngineHalf, WorkerHalf):
         return ["The protocols of hooks describe the methods.", ""]
     lines: list[str] = []
@@ -881,7 +891,7 @@ def _members(cls: type, *, is_component: bool = True) -> list[str]:
 
 
 def _context(context: type) -> list[str]:
-    """Return what a component's constructor is given."""
+    """Return the arguments of a component's constructor."""
     docs = attribute_docs(context)
     annotations = {
         name: annotation
@@ -1006,8 +1016,8 @@ def _title(title: str) -> list[str]:
 
 def _page(lines: list[str]) -> str:
     """Join lines; never more than one empty line, and one newline at the end."""
-    kept = [line for i, line in enumerate(lines) if line or (i and lines[i - 1])]
-    return "\n".join(line.rstrip() for line in kept).rstrip() + "\n"
+    shown_lines = [line for i, line in enumerate(lines) if line or (i and lines[i - 1])]
+    return "\n".join(line.rstrip() for line in shown_lines).rstrip() + "\n"
 
 
 def _lower(text: str) -> str:

@@ -105,7 +105,7 @@ def test_wrong_answers_are_noticed(run):
     assert code == 1
     (problem,) = found["problems"]
     assert Counts(compared=20, wrong=["one"]).problems(0.05) == []
-    assert problem.endswith(f"of {found['compared']} answers differ from those without load")
+    assert problem.endswith(f"of {found['compared']} answers differ from answers without load")
     assert output.rstrip().endswith("soak: FAILED")
 
 

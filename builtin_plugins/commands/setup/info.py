@@ -63,19 +63,18 @@ def _tried(find: Callable[[], str]) -> str:
 
 
 def _processor() -> list[str]:
-    fields: dict[str, str] = {}
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            fields.setdefault(name.strip(), value.strip())
-    except OSError:
-        pass
-    name = fields.get("model name") or platform.processor() or platform.machine()
-    flags = fields.get("flags", fields.get("Features", "")).split()
-    sets = [flag for flag in flags if flag.startswith(("avx", "amx", "asimd", "sve", "fma"))]
+    from hardpoint.replicas.remote.comparison import (  # noqa: PLC0415 - imports all of replicas
+        processor_facts,
+        processor_flags,
+    )
+
+    facts = processor_facts()
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    prefixes = ("avx", "amx", "asimd", "sve", "fma")
+    sets = [flag for flag in processor_flags(facts) if flag.startswith(prefixes)]
     count = len(os.sched_getaffinity(0))
-    found = [f"{name}, {platform.machine()}, {count} of {os.cpu_count()} cores usable"]
-    return [*found, *([" ".join(sets)] if sets else [])]
+    lines = [f"{name}, {platform.machine()}, {count} of {os.cpu_count()} cores usable"]
+    return [*lines, *([" ".join(sets)] if sets else [])]
 
 
 def _memory() -> list[str]:

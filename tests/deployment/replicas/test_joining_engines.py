@@ -119,7 +119,7 @@ def test_a_first_message_that_is_malformed_ends_an_engine(head):
     peer.join()
     place.joined()
     peer.send(MessageKind.READY, b"\xc1")
-    assert "sent a message that is none" in place.failure()
+    assert "sent a malformed message" in place.failure()
 
 
 def test_what_differs_is_named_with_both_sides(head):
@@ -270,7 +270,7 @@ def test_garbage_ends_its_engine_alone(head, frames):
     good.join(rank=1)
     other.joined()
     peer.send(*frames)
-    words = "the joined engine process (pid 4711 on there) sent a message that is none"
+    words = "the joined engine process (pid 4711 on there) sent a malformed message"
     assert place.failure().startswith(words)
     assert peer.get(MessageKind.GONE)[1] == peer.session
     good.send(MessageKind.BEAT, b"\x00", b"")
@@ -462,7 +462,7 @@ def test_keys_decide_who_may_join(tmp_path, caplog):
         other, late = head.host(1), head.peer(beta)
         late.socket.send_multipart([MessageKind.HELLO, b"", encode(HELLO)])
         wait_until(lambda: "refused attempts" in caplog.text, PATIENCE_S, "the refusal")
-        assert "the last one: a key that is not among those that may join" in caplog.text
+        assert "the last one: a key that is not among the keys that may join" in caplog.text
         plain = head.peer()
         plain.socket.send_multipart([MessageKind.HELLO, b"", encode(HELLO)])
         new = client_keys(str(make_client(str(keys), "gamma")), "--keys")

@@ -290,7 +290,7 @@ def test_an_address_that_other_nodes_do_not_reach_is_refused(places, monkeypatch
     monkeypatch.setattr(PlayedCluster, "nodes", [RayNode("e" * 20, "10.0.0.7", "b", {})])
     message = (
         r"^parallel.join_address: expected an address of this node that Ray node 10.0.0.7 \(b, id "
-        r"eeeeeeeeeeee\) reaches, got none, and that of this node in Ray is 127.0.0.1$"
+        r"eeeeeeeeeeee\) reaches, got none, and the address of this node in Ray is 127.0.0.1$"
     )
     with pytest.raises(ConfigError, match=message):
         places()

@@ -196,7 +196,7 @@ class TestBailian:
     @pytest.mark.parametrize(
         ("row", "message"),
         [
-            (bailian(1, 2, 60), "chat_id: 1 is that of an earlier line"),
+            (bailian(1, 2, 60), "chat_id: 1 is the id of an earlier line"),
             (bailian("x", 2, 60), "chat_id: expected a whole number"),
             (bailian(2, 2, 60, hash_ids=[1]), "hash_ids: expected 3 or 4 for input_length 60"),
         ],

@@ -1,4 +1,4 @@
-"""vLLM's classes of other kinds than those that are adapted: what to write."""
+"""Replacements of vLLM's classes of kinds that are not adapted."""
 
 from __future__ import annotations
 

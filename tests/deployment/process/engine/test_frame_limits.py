@@ -57,7 +57,7 @@ def test_a_frame_that_is_too_large_is_not_received(small, serve, caplog):
     (words,) = heard(caplog)
     assert words == (
         "the connection to client 0 was cut, as for a frame of more than 1048576 bytes; "
-        "it is restored, what was sent in between is lost"
+        "it is restored, messages in between are lost"
     )
 
 

@@ -258,7 +258,7 @@ def test_main_object_that_cannot_be_rebuilt(child):
         del sys.modules["here_alone"]
     failure = failure_of(child("pass", launch(main_objects=data)))
     assert type(failure) is PluginLoadError
-    assert str(failure).startswith("__main__: what the program defines cannot be rebuilt in the ")
+    assert str(failure).startswith("__main__: definitions of the program cannot be rebuilt in the ")
     assert "No module named 'here_alone'" in str(failure)
 
 

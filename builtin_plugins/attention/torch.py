@@ -426,11 +426,11 @@ def _attend_summed(
     if spec.softcap is not None or folded[0].device.type != "cpu":
         return _attend_plainly(spec, folded, mask)
     # What scaled_dot_product_attention runs on a CPU; it returns the sums as well.
-    found: tuple[torch.Tensor, torch.Tensor]
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    result: tuple[torch.Tensor, torch.Tensor]
+    result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *folded, attn_mask=mask, scale=spec.scale
     )
-    return found
+    return result
 
 
 def _attend_plainly(

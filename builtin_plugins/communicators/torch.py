@@ -129,10 +129,10 @@ class TorchCommunicator(Communicator):
     def _message(self, call: str) -> str:
         return f"{call} of rank {self.rank} in group {self.context.group!r}: {self._failure}"
 
-    def _check_rank(self, what: str, rank: int, *, is_other: bool = False) -> None:
+    def _check_rank(self, operation: str, rank: int, *, is_other: bool = False) -> None:
         if not 0 <= rank < self.size or (is_other and rank == self.rank):
             which = f"one of the others than {self.rank}" if is_other else "a rank"
-            raise ValueError(f"{what}: expected {which} from 0 to {self.size - 1}, got {rank}")
+            raise ValueError(f"{operation}: expected {which} from 0 to {self.size - 1}, got {rank}")
 
 
 def _has_library(*, on_gpu: bool) -> bool:

@@ -342,10 +342,10 @@ class RayExecutor(Executor):
             for rank in self._ranks
         ]
         try:
-            found = self._ray.get(calls, timeout=_PROGRESS_SECONDS)
+            progress = self._ray.get(calls, timeout=_PROGRESS_SECONDS)
         except Exception:
             return reported  # an actor that is busy or dead, which its calls report
-        slowest = min(found, key=lambda item: item[1] / max(item[2], 1))
+        slowest = min(progress, key=lambda item: item[1] / max(item[2], 1))
         if slowest != reported and slowest[2]:
             self.context.progress(*slowest)
         return slowest

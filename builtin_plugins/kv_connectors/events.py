@@ -54,9 +54,9 @@ class TierEvents:
     def stored(self, tier: str, key: bytes) -> None:
         """Record that a tier has a block."""
         with self._lock:
-            block_hash, kept = self._hashes.get(key), self._kept[tier]
-            if block_hash is not None and key not in kept:
-                kept.add(key)
+            block_hash, tier_keys = self._hashes.get(key), self._kept[tier]
+            if block_hash is not None and key not in tier_keys:
+                tier_keys.add(key)
                 self._changes.append((tier, True, block_hash))
 
     def removed(self, tier: str, keys: Sequence[bytes]) -> None:
@@ -67,9 +67,9 @@ class TierEvents:
                     self._remove(tier, key, block_hash)
 
     def _remove(self, tier: str, key: bytes, block_hash: bytes) -> None:
-        kept = self._kept[tier]
-        if key in kept:
-            kept.remove(key)
+        tier_keys = self._kept[tier]
+        if key in tier_keys:
+            tier_keys.remove(key)
             self._changes.append((tier, False, block_hash))
 
     def flush(self) -> None:

@@ -197,7 +197,7 @@ class StoresWorker(KVConnectorWorker):
         for hashes in metadata.used:
             self._loaders.submit(functools.partial(self._note_use, hashes))
         for peer in {renewal.transfer.peer for renewal in metadata.renewals}:
-            renewals = [one for one in metadata.renewals if one.transfer.peer == peer]
+            renewals = [renewal for renewal in metadata.renewals if renewal.transfer.peer == peer]
             self._peers.renew(peer, functools.partial(self._renew, peer, renewals))
         if self._in_step and not self.wants_layers:
             self._wait_for(0)

@@ -128,8 +128,10 @@ class StoresScheduler(KVConnectorScheduler):
         self._saved.clear()
         self._jobs = Jobs()
         received = [msgspec.convert(data, Handshake) for data in handshakes]
-        if all(one.peers is not None for one in received):
-            self._peers = sorted(set.intersection(*(set(one.peers or ()) for one in received)))
+        if all(handshake.peers is not None for handshake in received):
+            self._peers = sorted(
+                set.intersection(*(set(handshake.peers or ()) for handshake in received))
+            )
 
     def check_request(self, request: EngineCoreRequest) -> None:
         """Check the parameters of a transfer; remember to renew what waits for it.
@@ -184,10 +186,10 @@ class StoresScheduler(KVConnectorScheduler):
         self._jobs.lookups.append(Lookup(self._serial, list(hashes)))
 
     def _is_loading(self, block_hash: bytes, request_id: str) -> bool:
-        found = self._loading.get(block_hash)
-        if found is None or found[0] == request_id:
+        loading = self._loading.get(block_hash)
+        if loading is None or loading[0] == request_id:
             return False
-        if self._context.clock() > found[1]:
+        if self._context.clock() > loading[1]:
             del self._loading[block_hash]
             return False
         return True
@@ -223,8 +225,8 @@ class StoresScheduler(KVConnectorScheduler):
         if failed and self._jobs.loads:  # which no plan has taken
             self._jobs.loads = [job for job in self._jobs.loads if job.request_id != request_id]
         for block_hash in self._hashes_of.pop(request_id, ()):
-            found = self._loading.get(block_hash)
-            if found is not None and found[0] == request_id:
+            loading = self._loading.get(block_hash)
+            if loading is not None and loading[0] == request_id:
                 del self._loading[block_hash]
             if failed:
                 self._saved.pop(block_hash, None)
@@ -366,7 +368,7 @@ class StoresScheduler(KVConnectorScheduler):
             self._end_offer(secret, block_hash)
 
     def _end_offer(self, secret: bytes, block_hash: bytes) -> None:
-        running = next((one for one in self._running.values() if one.secret == secret), None)
+        running = next((offer for offer in self._running.values() if offer.secret == secret), None)
         if running is not None:
             running.offers_all = False
             if block_hash in running.offered:

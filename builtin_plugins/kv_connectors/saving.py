@@ -135,8 +135,8 @@ class Saver:
             self._changed = True
 
         def keep_in_others() -> None:
-            kept = [tier.keep(key, buffer.views) for tier in others]
-            if not (is_kept or any(kept)):
+            results = [tier.keep(key, buffer.views) for tier in others]
+            if not (is_kept or any(results)):
                 self._not_saved([block_hash])
             self._saved(buffer, self._pool)
 
@@ -161,7 +161,7 @@ class Saver:
 
     def _no_room(self, hashes: Sequence[bytes], secret: bytes, hint: str) -> None:
         with self._lock:
-            is_known = any(secret == one for one, _ in self._unoffered)
+            is_known = any(secret == known for known, _ in self._unoffered)
         if not is_known:
             self._report(f"no room to offer the blocks of a prompt to another engine: {hint}")
         self._not_saved(hashes, secret)  # a caller that waits for them finds the reason

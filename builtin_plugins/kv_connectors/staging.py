@@ -162,11 +162,11 @@ class CacheBlocks:
     @torch.inference_mode()  # as the cache may have been allocated, in another thread
     def write(self, block_id: int, layers: range, buffer: Buffer) -> None:
         """Copy a buffer into a block of the cache."""
-        for layer, found in zip(layers, buffer.layers, strict=True):
+        for layer, array in zip(layers, buffer.layers, strict=True):
             start = 0
             for view in self._caches[layer]:
                 end = start + view.shape[1]
-                view[block_id] = found[start:end]
+                view[block_id] = array[start:end]
                 start = end
 
 

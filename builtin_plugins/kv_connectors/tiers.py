@@ -136,31 +136,31 @@ class Tier:
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether the store reports that it has it."""
 
-        def answers(found: Any) -> list[bool]:
-            if not isinstance(found, Sequence) or isinstance(found, str | bytes):
-                raise _BadAnswerError(f"{shown(found)} for {len(keys)} keys")
-            answered = [bool(one) for one in itertools.islice(found, len(keys) + 1)]
+        def answers(result: Any) -> list[bool]:
+            if not isinstance(result, Sequence) or isinstance(result, str | bytes):
+                raise _BadAnswerError(f"{shown(result)} for {len(keys)} keys")
+            answered = [bool(is_stored) for is_stored in itertools.islice(result, len(keys) + 1)]
             if len(answered) != len(keys):
-                raise _BadAnswerError(f"{shown(found)} for {len(keys)} keys")
+                raise _BadAnswerError(f"{shown(result)} for {len(keys)} keys")
             return answered
 
-        found = self._call("lookup", lambda: self.store.lookup(keys), answers)
-        if found is None:
+        answer = self._call("lookup", lambda: self.store.lookup(keys), answers)
+        if answer is None:
             return [False] * len(keys)
-        hits = sum(found)
+        hits = sum(answer)
         self._count(hits=hits, misses=len(keys) - hits)
-        return found
+        return answer
 
     def failure(self) -> str | None:
         """Ask the store for a block that is not there; return why that failed."""
         failures: list[str] = []
-        asked = Tier(
+        probe = Tier(
             self.store,
             CircuitBreaker(1, self._timeout),
             self._timeout,
             lambda _name, message: failures.append(message),
         )
-        asked.lookup([bytes(_KEY_BYTES)])
+        probe.lookup([bytes(_KEY_BYTES)])
         return failures[0] if failures else None
 
     def load(self, key: bytes, views: BlockBuffer) -> bool:
@@ -347,14 +347,14 @@ def merge_lookups(
     keys: Sequence[bytes], lookups: Iterable[Callable[[Sequence[bytes]], Sequence[bool]]]
 ) -> list[bool]:
     """Return for each key whether any store has it; each is asked for what those before lack."""
-    found = [False] * len(keys)
+    results = [False] * len(keys)
     for lookup in lookups:
-        missing = [index for index, has in enumerate(found) if not has]
+        missing = [index for index, has in enumerate(results) if not has]
         if not missing:
             break
         for index, has in zip(missing, lookup([keys[i] for i in missing]), strict=True):
-            found[index] = has
-    return found
+            results[index] = has
+    return results
 
 
 class Tiers:
@@ -372,8 +372,8 @@ class Tiers:
 
     def lookup(self, keys: Sequence[bytes]) -> int:
         """Return how many leading keys some store has."""
-        found = merge_lookups(keys, [tier.lookup for tier in self._tiers])
-        return found.index(False) if False in found else len(keys)
+        results = merge_lookups(keys, [tier.lookup for tier in self._tiers])
+        return results.index(False) if False in results else len(keys)
 
     def load(self, key: bytes, views: BlockBuffer) -> bool:
         """Load a block from the nearest store that has it, and keep it in those before."""

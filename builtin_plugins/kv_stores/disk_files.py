@@ -41,8 +41,8 @@ def file_system_bytes(path: Path) -> int:
     """
     while not path.exists() and path != path.parent:
         path = path.parent
-    found = os.statvfs(path)
-    return found.f_blocks * found.f_frsize
+    status = os.statvfs(path)
+    return status.f_blocks * status.f_frsize
 
 
 def open_folder(path: str | Path, within: int | None = None) -> int:
@@ -96,13 +96,13 @@ def _open(path: str | Path, flags: int, within: int | None) -> int:
 
 def _checked(descriptor: int, path: str | Path, mode: int) -> int:
     """Return a descriptor; close it if others can use what it is of."""
-    found = os.fstat(descriptor)
-    actual = stat.S_IMODE(found.st_mode)
+    status = os.fstat(descriptor)
+    actual = stat.S_IMODE(status.st_mode)
     wrong = None
-    if mode == 0o600 and not stat.S_ISREG(found.st_mode):
+    if mode == 0o600 and not stat.S_ISREG(status.st_mode):
         wrong = "is not a file"
-    elif found.st_uid != os.geteuid():
-        wrong = f"belongs to user {found.st_uid}, and not to this process's, {os.geteuid()}"
+    elif status.st_uid != os.geteuid():
+        wrong = f"belongs to user {status.st_uid}, and not to this process's, {os.geteuid()}"
     elif actual & ~mode & 0o777:
         wrong = f"has mode {actual:04o}: others may use it; `chmod {mode:o}` would do"
     if wrong is None:

@@ -162,12 +162,14 @@ class SlabIndex:
         matches = ((rows >> np.uint64(32)) == (hashes >> np.uint64(32))[:, None]) & (places >= 0)
         columns = matches.argmax(axis=1)[:, None]
         slots = np.take_along_axis(places, columns, axis=1)[:, 0]
-        found = np.take_along_axis(matches, columns, axis=1)[:, 0] & (slots < self.slots)
-        slots[~found] = 0
-        found &= (self._sequence_array[slots] != 0) & (self._key_array[slots] == items).all(axis=1)
-        (hits,) = found.nonzero()
+        is_present = np.take_along_axis(matches, columns, axis=1)[:, 0] & (slots < self.slots)
+        slots[~is_present] = 0
+        is_present &= (self._sequence_array[slots] != 0) & (self._key_array[slots] == items).all(
+            axis=1
+        )
+        (hits,) = is_present.nonzero()
         self._time_array[slots[hits]] = time.time_ns() - hits
-        return [bool(one) for one in found.tolist()]
+        return [bool(present) for present in is_present.tolist()]
 
     def sequence(self, slot: int) -> int:
         """Return the sequence of the block in a slot; 0 if there is none."""

@@ -58,11 +58,11 @@ class MemoryStore(KVStore):
         A block is of use only with those before it, so the last ones are to be replaced first.
         """
         with self._lock:
-            found = [key in self._keys for key in keys]
-            for key, is_there in zip(reversed(keys), reversed(found), strict=True):
+            results = [key in self._keys for key in keys]
+            for key, is_there in zip(reversed(keys), reversed(results), strict=True):
                 if is_there:
                     self._keys.move_to_end(key)
-        return found
+        return results
 
     def store(self, key: bytes, buffer: BlockBuffer) -> bool:
         """Copy a block, in the place of the one that was not used for longest."""

@@ -25,12 +25,12 @@ def regular_file(path: Path, where: str) -> Path:
     try:
         if path.is_file():
             return path
-        found = "something else, a directory or a pipe for example" if path.exists() else None
+        kind = "something else, a directory or a pipe for example" if path.exists() else None
     except (OSError, ValueError) as cause:  # the name is too long, for example
         raise ModelError(f"{where}: expected a file, got an invalid path: {cause}") from cause
-    if found is None:
+    if kind is None:
         raise ModelError(f"{where} cannot be read: No such file or directory")
-    raise ModelError(f"{where}: expected a regular file, got {found}")
+    raise ModelError(f"{where}: expected a regular file, got {kind}")
 
 
 def refuse_missing(files: ModelFiles, names: Iterable[str]) -> None:

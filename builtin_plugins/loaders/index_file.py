@@ -48,8 +48,8 @@ def former_names(
     """
     may_differ = [name for name in names if name.startswith((_VISION, *_BODIES))]
     present = read_present() if may_differ else ()
-    found = {name: former_name(name, present) for name in may_differ if name not in present}
-    return {name: former for name, former in found.items() if former is not None}
+    former = {name: former_name(name, present) for name in may_differ if name not in present}
+    return {name: former for name, former in former.items() if former is not None}
 
 
 def former_name(name: str, present: Container[str]) -> str | None:
@@ -87,10 +87,10 @@ def scheme_of(hf: Mapping[str, Any], where: str) -> str | None:
         return method.lower().replace("-", "_")
     # Of transformers, of MLX, and of early llm-compressor.
     for name in ("quantization_config", "quantization", "compression_config"):
-        if (found := hf.get(name)) is not None:
+        if (settings := hf.get(name)) is not None:
             raise ModelError(
                 f"{where}/config.json: {name}: safetensors that are quantised without a "
                 f"quant_method are not supported, expected none (bfloat16, float16 or float32 "
-                f"weights), a quant_method such as awq, or a .gguf file; got {short(found)}"
+                f"weights), a quant_method such as awq, or a .gguf file; got {short(settings)}"
             )
     return None

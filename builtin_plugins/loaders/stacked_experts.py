@@ -111,8 +111,8 @@ def stacked_places(
         present: names of the tensors in the files.
         form: form of the stacked tensors.
     """
-    found = {name: _place(name, present, form) for name in names if name not in present}
-    return {name: place for name, place in found.items() if place is not None}
+    places = {name: _place(name, present, form) for name in names if name not in present}
+    return {name: place for name, place in places.items() if place is not None}
 
 
 def _place(name: str, present: Container[str], form: StackedLayout) -> ExpertLocation | None:
@@ -177,12 +177,15 @@ class StackedExperts:
         for (tensors, expert), owners in together.items():
             parts = [self._of_expert(tensor, expert) for tensor in tensors]
             for name, place in owners.items():
-                own = [place.of(part, shapes[name]) for part in parts]
-                if len(own) > 1:
-                    yield name, self._stored(name, shapes[name], own)
+                expert_parts = [place.of(part, shapes[name]) for part in parts]
+                if len(expert_parts) > 1:
+                    yield name, self._stored(name, shapes[name], expert_parts)
                     continue
-                cut = needed_part(name, own[0].shape, shapes, cuts)
-                yield name, (own[0] if cut is None else cut.of(own[0])).contiguous()
+                cut = needed_part(name, expert_parts[0].shape, shapes, cuts)
+                yield (
+                    name,
+                    (expert_parts[0] if cut is None else cut.of(expert_parts[0])).contiguous(),
+                )
 
     def formats(
         self,
@@ -207,13 +210,15 @@ class StackedExperts:
             for tensor in place.tensors:
                 self._check(tensor, outlines[tensor].shape, place.expert)
             parts = [outlines[tensor][place.expert] for tensor in place.tensors]
-            own = [place.of(part, shapes[name]) for part in parts]
-            size = sum(part.nbytes for part in own)
-            if len(own) > 1:
-                stored = self._stored(name, shapes[name], own)
+            expert_parts = [place.of(part, shapes[name]) for part in parts]
+            size = sum(part.nbytes for part in expert_parts)
+            if len(expert_parts) > 1:
+                stored = self._stored(name, shapes[name], expert_parts)
                 formats[name] = WeightFormat(stored.scheme, size, True, stored)
             else:
-                formats[name] = WeightFormat(str(own[0].dtype).removeprefix("torch."), size)
+                formats[name] = WeightFormat(
+                    str(expert_parts[0].dtype).removeprefix("torch."), size
+                )
         return formats
 
     def _of_expert(self, tensor: str, expert: int) -> torch.Tensor:

@@ -135,12 +135,12 @@ class LatentHeads:
             return
         by_head = tensor.reshape(len(self._keys), -1, self._sizes.latent)
         for keys, values, matrix in zip(self._keys, self._values, by_head, strict=True):
-            for part, own in (
+            for part, part_tensor in (
                 (keys, matrix[: self._sizes.nope].T),
                 (values, matrix[self._sizes.nope :]),
             ):
                 (own_name,) = part.shapes()
-                part.load(own_name, own)
+                part.load(own_name, part_tensor)
 
     def quantizable(self) -> list[str]:
         """Return the names of the matrices, where each is stored; one of all is cut as numbers."""
@@ -246,10 +246,10 @@ class DeepseekV3(MixtureAfterDense):
 
     def _check_selection(self) -> None:
         for name, expected in (("scoring_func", [self.scoring]), ("topk_method", self.selections)):
-            found = self._hf.get(name)
-            if found is not None and found not in expected:
+            value = self._hf.get(name)
+            if value is not None and value not in expected:
                 raise self._fields.error(
-                    name, f"expected {' or '.join(map(repr, expected))}, got {short(found)}"
+                    name, f"expected {' or '.join(map(repr, expected))}, got {short(value)}"
                 )
         if (every := self._hf.get("moe_layer_freq", 1)) != 1:
             raise self._fields.error("moe_layer_freq", f"expected 1, got {short(every)}")
@@ -300,13 +300,13 @@ class DeepseekV3(MixtureAfterDense):
         my_values = range(mine.start * sizes.value, mine.stop * sizes.value)
         query_up = q_norm = None
         if sizes.query is None:
-            queries, own = (f"{attention}.q_proj", q_rows), my_q
+            queries, row_range = (f"{attention}.q_proj", q_rows), my_q
             if bias:
                 raise self._fields.error(
                     "attention_bias", "expected false where q_lora_rank is null, got True"
                 )
         else:
-            queries, own = (f"{attention}.q_a_proj", sizes.query), range(sizes.query)
+            queries, row_range = (f"{attention}.q_a_proj", sizes.query), range(sizes.query)
             q_norm = RMSNorm(f"{attention}.q_a_layernorm", sizes.query, _LATENT_EPS, context)
             query_up = Linear(
                 [(f"{attention}.q_b_proj", q_rows)], sizes.query, context, row_ranges=[my_q]
@@ -319,7 +319,7 @@ class DeepseekV3(MixtureAfterDense):
                 self._hidden,
                 context,
                 bias=bias,
-                row_ranges=[own, range(latent)],
+                row_ranges=[row_range, range(latent)],
             ),
             output=Linear(
                 [(f"{attention}.o_proj", self._hidden)],

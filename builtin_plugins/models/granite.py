@@ -50,8 +50,8 @@ class Granite(Llama):
         self._logits_scaling = self._fields.number("logits_scaling", 1.0)
         self._attention_multiplier = self._fields.number("attention_multiplier", 1.0)
 
-    def _too_small(self, what: str) -> ModelError:
-        expected = f"expected a number {what} is finite in float32"
+    def _too_small(self, requirement: str) -> ModelError:
+        expected = f"expected a number {requirement} is finite in float32"
         return self._fields.error("residual_multiplier", f"{expected}, got {self._multiplier()}")
 
     def _multiplier(self) -> float:

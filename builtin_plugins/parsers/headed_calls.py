@@ -276,8 +276,8 @@ class MistralParser(FormatParser):
     def _call(self, tool: str, schema: Mapping[str, Any]) -> Format:
         call_id: list[Format] = []
         if "[CALL_ID]" in self.context.tokenizer.special_tokens:
-            found = self.sequence("[CALL_ID]", RegexFormat(pattern="[a-zA-Z0-9]{9}"))
-            call_id = [OptionalFormat(content=found)]
+            format = self.sequence("[CALL_ID]", RegexFormat(pattern="[a-zA-Z0-9]{9}"))
+            call_id = [OptionalFormat(content=format)]
         return self.sequence(tool, *call_id, "[ARGS]", arguments_format(tool, schema))
 
 

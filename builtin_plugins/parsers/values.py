@@ -42,10 +42,10 @@ def text_without(
         patterns: regular expressions, of which it has no match either.
     """
     escaped = [re.escape(marker).replace("\\\n", r"\n") for marker in markers]
-    found = [one.replace("/", r"\/") for one in (*escaped, *patterns)]
-    if not found:
+    excluded = [expression.replace("/", r"\/") for expression in (*escaped, *patterns)]
+    if not excluded:
         return RegexFormat(pattern=f"(?:{pattern}){re.escape(end)}")
-    source = f"/{pattern}/ & ~/(?s:.*)(?:{'|'.join(found)})(?s:.*)/"
+    source = f"/{pattern}/ & ~/(?s:.*)(?:{'|'.join(excluded)})(?s:.*)/"
     return GrammarFormat(grammar=f"start: TEXT\nTEXT: ({source}) {in_lark(end)}\n")
 
 
@@ -199,12 +199,12 @@ class LiteralGrammar(ABC):
             case "string":
                 return self.string(schema)
             case "integer" | "number":
-                given = {key: schema[key] for key in _KEYWORDS["number"] if key in schema}
-                if not {"minimum", "exclusiveMinimum"} & given.keys():
-                    given["minimum"] = -_LARGEST
-                if not {"maximum", "exclusiveMaximum"} & given.keys():
-                    given["maximum"] = _LARGEST
-                return self.json({"type": kind, **given})
+                limits = {key: schema[key] for key in _KEYWORDS["number"] if key in schema}
+                if not {"minimum", "exclusiveMinimum"} & limits.keys():
+                    limits["minimum"] = -_LARGEST
+                if not {"maximum", "exclusiveMaximum"} & limits.keys():
+                    limits["maximum"] = _LARGEST
+                return self.json({"type": kind, **limits})
             case "boolean":
                 return f"{self.literals['true']} | {self.literals['false']}"
             case "null":

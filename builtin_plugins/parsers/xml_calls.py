@@ -184,11 +184,11 @@ class Glm45(TagCalls):
         elements: list[str | Format] = [tool, line]
         for parameter in parameters_of(tool, schema):
             self.check_key(tool, parameter.name)
-            values = either([one for _, one in self.values(tool, parameter, schema)])
-            found = self.sequence(
+            values = either([value for _, value in self.values(tool, parameter, schema)])
+            argument = self.sequence(
                 f"<arg_key>{parameter.name}</arg_key>", line, "<arg_value>", values, line
             )
-            elements.append(found if parameter.is_required else OptionalFormat(content=found))
+            elements.append(argument if parameter.is_required else OptionalFormat(content=argument))
         return self.sequence(*elements)
 
 

@@ -96,8 +96,10 @@ class _Groups(Quantization):
         short = columns - whole
         for part, width in ((weight[:, :whole], self.group_size), (weight[:, whole:], short)):
             if count := part.shape[1] // max(width, 1):
-                found = self.quantize_groups(part.reshape(rows * count, width))
-                parts.append([tensor.reshape(rows, count * tensor.shape[1]) for tensor in found])
+                quantized = self.quantize_groups(part.reshape(rows * count, width))
+                parts.append(
+                    [tensor.reshape(rows, count * tensor.shape[1]) for tensor in quantized]
+                )
         codes, scales, offsets = (torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
         return codes, scales, offsets
 

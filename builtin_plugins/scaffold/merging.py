@@ -56,8 +56,8 @@ def conflict_line(text: str) -> int | None:
 
 
 def _hunks(base: Lines, side: Lines) -> list[Hunk]:
-    found = SequenceMatcher(None, base, side, autojunk=False).get_opcodes()
-    return [hunk for tag, *hunk in found if tag != "equal"]  # type: ignore[misc]  # four numbers
+    opcodes = SequenceMatcher(None, base, side, autojunk=False).get_opcodes()
+    return [hunk for tag, *hunk in opcodes if tag != "equal"]  # type: ignore[misc]  # four numbers
 
 
 def _regions(hunks: list[Hunk]) -> Iterator[tuple[int, int]]:

@@ -69,11 +69,11 @@ def check_form(spec: PackageSpec, where: str) -> None:
             f"{where}: expected at most {_LONGEST} letters, digits, '-', '_' and '.', the first "
             f"one a letter, the last one a letter or digit, got {name!r}"
         )
-    for what, own in (("module", spec.module), ("class", spec.class_name)):
-        if keyword.iskeyword(own):
+    for kind, identifier in (("module", spec.module), ("class", spec.class_name)):
+        if keyword.iskeyword(identifier):
             raise RequestError(
-                f"{where}: expected another name than {name!r}: a package cannot have the {what} "
-                f"{own!r}, which is a word of Python"
+                f"{where}: expected another name than {name!r}: a package cannot have the {kind} "
+                f"{identifier!r}, which is a word of Python"
             )
 
 

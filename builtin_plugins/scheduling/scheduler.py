@@ -137,9 +137,9 @@ class DefaultScheduler(Scheduler):
         """Measure how fast prompts are computed, before the step counts as computed."""
         requests = self._tracker.requests
         num_tokens = sum(
-            max(min(number, one.num_prompt_tokens - one.num_computed_tokens), 0)
+            max(min(number, request.num_prompt_tokens - request.num_computed_tokens), 0)
             for request_id, number in step.tokens.items()
-            if (one := requests.get(request_id)) is not None
+            if (request := requests.get(request_id)) is not None
         )
         self._prefill_rate.record(step.now, num_tokens)
 

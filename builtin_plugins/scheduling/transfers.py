@@ -26,10 +26,10 @@ def match_external(
     needs_all = params.prompt_logprobs is not None or params.routed_experts
     if transfers is None or request.skip_transfer or needs_all or params.skip_reading_prefix_cache:
         return 0, False
-    found, asynchronous = transfers.get_num_new_matched_tokens(request, prefix.num_tokens)
-    if found is None:
+    num_matched, asynchronous = transfers.get_num_new_matched_tokens(request, prefix.num_tokens)
+    if num_matched is None:
         return None, False
-    end = min(prefix.num_tokens + found, request.num_tokens - 1)
+    end = min(prefix.num_tokens + num_matched, request.num_tokens - 1)
     while (whole := request.source.whole_prefix(end)) < end:
         end = whole // tracker.cache.block_size * tracker.cache.block_size
     external = end - prefix.num_tokens

@@ -229,8 +229,8 @@ class TestKeys:
 
     def test_tcp_needs_keys_also_on_this_machine(self, tmp_path):
         assert self.tcp(tmp_path, secret_key_file=None) == (
-            "plugin.p2p.secret_key_file: expected a file, for tcp://127.0.0.1:9 has no other "
-            "protection; ipc:///PATH needs none"
+            "plugin.p2p.secret_key_file: expected a file, got none. tcp://127.0.0.1:9 has no other "
+            "protection; use ipc:///PATH to listen without keys"
         )
         message = self.tcp(tmp_path, public_keys={"c": PUBLIC})
         assert message == "plugin.p2p.public_keys: expected one of 'b', at tcp://127.0.0.1:9"

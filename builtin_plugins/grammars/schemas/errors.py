@@ -36,11 +36,11 @@ def located(
     end = time.monotonic() + _MAX_SECONDS
     for path, schema in reversed(list(_parts(root))):
         try:
-            found = error_of(SchemaWriter(root, is_inline=True).document(schema))
+            error = error_of(SchemaWriter(root, is_inline=True).document(schema))
         except ValueError as cause:
-            found = str(cause)
-        if found and _NO_VALUE not in found:
-            message = f"{path}: {found}" if path else found
+            error = str(cause)
+        if error and _NO_VALUE not in error:
+            message = f"{path}: {error}" if path else error
             break
         if time.monotonic() > end:
             break

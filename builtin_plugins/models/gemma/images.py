@@ -171,8 +171,12 @@ class Gemma3WithImages(Gemma3):
     def _layers(self) -> list[PackedLayer]:
         if not self.context.parallel.is_first:
             return super()._layers()
-        own: list[PackedLayer] = [*self._tower.layers(), self._soft_norm, self._projection]
-        return [*own, *super()._layers()]
+        vision_layers: list[PackedLayer] = [
+            *self._tower.layers(),
+            self._soft_norm,
+            self._projection,
+        ]
+        return [*vision_layers, *super()._layers()]
 
 
 def _stored(name: str) -> str:

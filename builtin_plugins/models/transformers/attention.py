@@ -153,8 +153,8 @@ def use(model: PreTrainedModel, implementation: str) -> None:
 
 
 def _configs(model: PreTrainedModel, name: str) -> list[Any]:
-    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    return [config for config in found if hasattr(config, name)]
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    return [config for config in configs if hasattr(config, name)]
 
 
 @contextlib.contextmanager
@@ -231,8 +231,8 @@ class Specs:
         sinks = self._sinks_of(path, module, arguments.get("s_aux"), heads)
         for name in sorted(arguments.keys() - _KNOWN):
             if isinstance(arguments[name], torch.Tensor):
-                what = "a tensor besides keys and values"
-                raise self.refused(path, what, f"{name} {list(arguments[name].shape)}")
+                problem = "a tensor besides keys and values"
+                raise self.refused(path, problem, f"{name} {list(arguments[name].shape)}")
         if k.shape != (1, kv_heads, tokens, size) or v.shape[:3] != (1, kv_heads, tokens):
             shapes = f"queries {list(q.shape)}, keys {list(k.shape)}, values {list(v.shape)}"
             raise self.refused(path, "other tokens than those of the step", shapes)
@@ -270,24 +270,26 @@ class Specs:
         """Refuse a layer without a window whose earlier tokens the cache of transformers drops."""
         index = getattr(module, "layer_idx", len(self._cached))
         cached = self._cached[index : index + 1]
-        kept = getattr(cached[0], "sliding_window", None) if cached else None
-        if kept is not None and kept < self._longest:
-            what = "a cache of fewer tokens than its masks show"
-            raise self.refused(path, what, f"sliding_window {kept}")
+        cache_window = getattr(cached[0], "sliding_window", None) if cached else None
+        if cache_window is not None and cache_window < self._longest:
+            problem = "a cache of fewer tokens than its masks show"
+            raise self.refused(path, problem, f"sliding_window {cache_window}")
 
     def _sinks_of(
-        self, path: str, module: nn.Module, given: torch.Tensor | None, heads: int
+        self, path: str, module: nn.Module, sinks: torch.Tensor | None, heads: int
     ) -> Callable[[], torch.Tensor] | None:
         """Return how the sinks of a layer are read; None if it has none.
 
         Raises:
             ModelError: they are no parameter of the module, or not one number for each head.
         """
-        if given is None:
+        if sinks is None:
             return None
-        names = [name for name, own in module.named_parameters(recurse=False) if own is given]
-        if not names or given.shape != (heads,):
-            numbers = f"{list(given.shape)} numbers for {heads} heads"
+        names = [
+            name for name, parameter in module.named_parameters(recurse=False) if parameter is sinks
+        ]
+        if not names or sinks.shape != (heads,):
+            numbers = f"{list(sinks.shape)} numbers for {heads} heads"
             raise self.refused(path, "sinks (s_aux) that are no parameter of the layer", numbers)
         return lambda: getattr(module, names[0])
 
@@ -310,16 +312,16 @@ class Specs:
             ModelError: it is of another kind than the expected one.
         """
         place = mask.untyped_storage().data_ptr() if isinstance(mask, torch.Tensor) else 0
-        own: tuple[str, int | None, Any] = ("made by the model itself", None, mask)
-        kind, window, _ = self._masks.get(place, own)
+        default: tuple[str, int | None, Any] = ("made by the model itself", None, mask)
+        kind, window, _ = self._masks.get(place, default)
         if kind != expected:
             raise self.refused(path, "attention_mask", kind)
         return None if window is None else int(window)
 
-    def refused(self, path: str, what: str, value: Any) -> ModelError:
+    def refused(self, path: str, problem: str, value: Any) -> ModelError:
         """Return the error of a layer that needs something else."""
         return ModelError(
-            f"model: {self._name}, layer {path}: {what}: {value}: cannot be kept by attention "
+            f"model: {self._name}, layer {path}: {problem}: {value}: cannot be kept by attention "
             "over blocks, so that it cannot run through transformers"
         )
 
@@ -343,7 +345,9 @@ def shows(function: Callable[..., Any], pairs: Sequence[tuple[int, int, bool]]) 
     """Return whether a mask shows a query those keys, and hides the others, of (query, key)."""
     zero = torch.tensor(0)
     try:
-        found = [bool(function(zero, zero, torch.tensor(q), torch.tensor(k))) for q, k, _ in pairs]
+        visible = [
+            bool(function(zero, zero, torch.tensor(q), torch.tensor(k))) for q, k, _ in pairs
+        ]
     except (IndexError, RuntimeError):
         return False
-    return found == [expected for *_, expected in pairs]
+    return visible == [expected for *_, expected in pairs]

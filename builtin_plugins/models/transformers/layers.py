@@ -37,9 +37,9 @@ class _Absent(torch.Tensor):
 
     @staticmethod
     def of(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> _Absent:
-        found = torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Absent)
-        found._device = device
-        return found
+        tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Absent)
+        tensor._device = device
+        return tensor
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # torch's own cannot be written
@@ -54,8 +54,8 @@ class _Absent(torch.Tensor):
         Raises:
             WeightReadError: always.
         """
-        given = [*args, *(kwargs or {}).values()]
-        raise WeightReadError(next(x for x in given if isinstance(x, cls)))
+        values = [*args, *(kwargs or {}).values()]
+        raise WeightReadError(next(x for x in values if isinstance(x, cls)))
 
 
 class _Called(nn.Module):
@@ -186,7 +186,9 @@ class TiedHead:
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Load one of them."""
-        self.linear.load(next(own for own, of in self._stored.items() if of == name), tensor)
+        self.linear.load(
+            next(stored_name for stored_name, of in self._stored.items() if of == name), tensor
+        )
 
     def packed(self) -> dict[str, torch.Tensor] | None:
         """Return the packed matrix and the bias."""
@@ -267,8 +269,8 @@ class Plain:
 
 def cut(tensor: torch.Tensor, cuts: Mapping[str, Cut], name: str) -> torch.Tensor:
     """Return the part of a tensor that this rank has."""
-    found: torch.Tensor = cuts[name].of(tensor) if name in cuts else tensor
-    return found
+    part: torch.Tensor = cuts[name].of(tensor) if name in cuts else tensor
+    return part
 
 
 @dataclass(frozen=True)
@@ -305,13 +307,13 @@ def read_norm(module: nn.Module) -> Norm | None:
     trial = torch.randn(len(weight), generator=generator)
     try:
         with torch.inference_mode():
-            found = torch.func.functional_call(module, {"weight": trial}, (x,))
+            result = torch.func.functional_call(module, {"weight": trial}, (x,))
     except (RuntimeError, TypeError):  # it takes something else
         return None
     normalised = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     for offset in (0.0, 1.0):
-        if found.shape == x.shape and torch.allclose(
-            found, normalised * (trial + offset), rtol=1e-4, atol=1e-5
+        if result.shape == x.shape and torch.allclose(
+            result, normalised * (trial + offset), rtol=1e-4, atol=1e-5
         ):
             return Norm(len(weight), eps, offset, weight.dtype)
     return None

@@ -94,8 +94,8 @@ def _read(folder: Path, name: str, limit: int) -> bytes:
             data = start + opened.read(status.st_size + 1 - len(start))
     except (OSError, ValueError) as error:
         pickles = [file.with_suffix(suffix) for suffix in (".bin", ".pt")]
-        found = next((other.name for other in pickles if other.exists()), None)
-        hint = f"; {found} is a pickle, which is never read" if found else ""
+        pickle_name = next((other.name for other in pickles if other.exists()), None)
+        hint = f"; {pickle_name} is a pickle, which is never read" if pickle_name else ""
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelError(f"{file}: cannot be read: {reason}{hint}") from None
     if len(data) != status.st_size:

@@ -83,14 +83,14 @@ class Progress(msgspec.Struct):
     unknown: list[str] = []
 
 
-def requested_lora(given: Mapping[str, Any]) -> LoRARequest:
+def requested_lora(fields: Mapping[str, Any]) -> LoRARequest:
     """Return an adapter as a program states it.
 
     Raises:
         RequestError: it is not one.
     """
     try:
-        lora = msgspec.convert(given, LoRARequest)
+        lora = msgspec.convert(fields, LoRARequest)
     except msgspec.ValidationError as error:
         raise RequestError(f"lora: {error}") from None
     if not lora.name:

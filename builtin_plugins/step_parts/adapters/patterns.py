@@ -48,8 +48,8 @@ class ModulePatterns(Generic[Value]):
         """Return the value of a module, or the default if no key matches."""
         parts = module.split(".")
         ends = [".".join(parts[start:]) for start in range(len(parts))]
-        found = [self._names[end] for end in (*ends, f"^{module}") if end in self._names]
-        first = min(found, default=len(self._values))
+        indices = [self._names[end] for end in (*ends, f"^{module}") if end in self._names]
+        first = min(indices, default=len(self._values))
         for index, expression in self._expressions:
             if index > first:
                 break

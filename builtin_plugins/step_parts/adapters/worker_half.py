@@ -164,19 +164,19 @@ class _Rows:
 
     def __init__(self, step: StepAdapters, rows: StepRows, device: torch.device) -> None:
         """List them; a request of scale 0.0 has none."""
-        own: list[int] = []
+        slots: list[int] = []
         scaled: list[int] = []
         places: list[int] = []
         factors: list[float] = []
         for name, (start, end) in zip(rows.request_ids, pairwise(rows.starts), strict=True):
             slot, scale = step.requests.get(name, _NONE), step.scales.get(name, 1.0)
             count = end - start
-            own += [slot if scale == 1.0 else _NONE] * count
+            slots += [slot if scale == 1.0 else _NONE] * count
             if scale not in (0.0, 1.0):
                 scaled += [slot] * count
                 places += range(start, end)
                 factors += [scale] * count
-        self._plain = torch.tensor(own, dtype=torch.int64).to(device)
+        self._plain = torch.tensor(slots, dtype=torch.int64).to(device)
         self._places = torch.tensor(places, dtype=torch.int64).to(device) if scaled else None
         self._scaled = torch.tensor(scaled, dtype=torch.int64).to(device)
         self._factors = torch.tensor(factors, dtype=torch.float32).unsqueeze(1).to(device)

@@ -47,9 +47,9 @@ class TokenChain:
             end = max(feature.offset + feature.length for feature in source.features)
             self._content = np.zeros(end, dtype=np.uint64)
             for feature in source.features:
-                own = np.arange(feature.length, dtype=np.uint64) + np.uint64(1)
+                marks = np.arange(feature.length, dtype=np.uint64) + np.uint64(1)
                 at = slice(feature.offset, feature.offset + feature.length)
-                self._content[at] = _mixed(own ^ np.uint64(_hash_of(feature.identifier)))
+                self._content[at] = _mixed(marks ^ np.uint64(_hash_of(feature.identifier)))
 
         if source.prompt_embeds is not None:
             self._mix_embeddings(source)

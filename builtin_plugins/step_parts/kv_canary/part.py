@@ -90,8 +90,8 @@ class CanaryFindings(RequestFilter, RequestLifecycle, PlanData, StepObserver):
         self._invalid |= dict.fromkeys(result.invalid_block_ids, self._last_step)
         ended: dict[str, RequestFault] = {}
         for report in result.part_reports.get(self._name, {}).values():
-            found = msgspec.msgpack.decode(report, type=dict[str, Finding])
-            for request_id, finding in found.items():
+            findings = msgspec.msgpack.decode(report, type=dict[str, Finding])
+            for request_id, finding in findings.items():
                 is_known = plan.step <= self._invalid.get(finding.block_id, 0)
                 if request_id in self._live and not is_known:
                     _log.error("KV canary, step %d: %s", plan.step, finding.text)

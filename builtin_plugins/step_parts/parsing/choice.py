@@ -46,8 +46,8 @@ class ConfiguredParsers:
 
     def find(self, kind: str, name: str) -> type[OutputParser] | None:
         """Return the class of a parser; None if it is not enabled."""
-        found: Any = self.components.find(kind, name)
-        cls: type[OutputParser] | None = found
+        component: Any = self.components.find(kind, name)
+        cls: type[OutputParser] | None = component
         return cls
 
     def create(self, kind: str, name: str, arguments: Any = None) -> OutputParser:

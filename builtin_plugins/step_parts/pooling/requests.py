@@ -151,11 +151,11 @@ class PooledRequests(FrontendHalf):
             RequestError: its pooler is not enabled, or is not one for its task; it gives arguments
                 to a component that it does not use; or it is a pair that does not pool.
         """
-        given = request.params.plugin_args
+        arguments = request.params.plugin_args
         if request.second_type_start is not None:
             _check_types(request)
         if (params := request.pooling_params) is None:
-            for path, _ in self._named(given, KIND) if given else ():
+            for path, _ in self._named(arguments, KIND) if arguments else ():
                 raise RequestError(f"{path}: expected none, for the request does not pool")
             if request.second_type_start is not None:
                 raise RequestError(
@@ -167,7 +167,7 @@ class PooledRequests(FrontendHalf):
         per_token = params.task in OF_TOKENS
         name = params.pooler or ("all" if per_token else self._model.pooler or "last")
         cls = self._class_of(name, params)
-        self._check_arguments(given, name)
+        self._check_arguments(arguments, name)
         if params.task in PAIRED and params.dimensions is not None:
             raise RequestError(
                 f'dimensions: expected none for the task "{params.task}", got {params.dimensions}'
@@ -184,26 +184,26 @@ class PooledRequests(FrontendHalf):
             request.params, max_tokens=1, skip_reading_prefix_cache=cls.needs_all
         )
 
-    def _check_arguments(self, given: Mapping[str, Any], pooler: str) -> None:
+    def _check_arguments(self, arguments: Mapping[str, Any], pooler: str) -> None:
         """Check that a request that pools gives arguments to nothing but what it uses.
 
         Raises:
             RequestError: they are for another pooler, or for what makes or reads an answer.
         """
-        for path, name in self._named(given, KIND):
+        for path, name in self._named(arguments, KIND):
             if name != pooler:
                 raise RequestError(f"{path}: expected none, for the request's pooler is {pooler!r}")
         for kind in _OF_ANSWERS:
-            for path, _ in self._named(given, kind):
+            for path, _ in self._named(arguments, kind):
                 raise RequestError(
                     f"{path}: expected none, for the request pools, and {kind} are for those that "
                     f"generate"
                 )
 
-    def _named(self, given: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:
-        for name in self._components.enabled(kind) if given else ():
+    def _named(self, arguments: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:
+        for name in self._components.enabled(kind) if arguments else ():
             for key in (name, f"{kind}/{name}"):
-                if key in given:
+                if key in arguments:
                     yield f"plugin_args.{key}", name
 
     def _check_pair(self, request: EngineCoreRequest, params: PoolingParams) -> None:
@@ -257,8 +257,8 @@ class PooledRequests(FrontendHalf):
         if params.pooler or self._model.pooler:
             self._components.check_name(KIND, name, "pooler")
         enabled = self._components.enabled(KIND)
-        if name in enabled and (found := self._class(name)).per_token == per_token:
-            return found
+        if name in enabled and (pooler := self._class(name)).per_token == per_token:
+            return pooler
         fitting = [known for known in enabled if self._class(known).per_token == per_token]
         hint = "" if name in enabled else self._hint(name)
         raise RequestError(

@@ -72,5 +72,5 @@ class PromptEmbeddings(StepPart):
 
     def _width(self) -> int | None:
         config = self.context.model_config
-        found = [] if config is None else [config.hf.get(name) for name in _WIDTHS]
-        return next((size for size in found if type(size) is int), None)
+        widths = [] if config is None else [config.hf.get(name) for name in _WIDTHS]
+        return next((size for size in widths if type(size) is int), None)

@@ -106,7 +106,10 @@ class Drafting(DraftVerification, WorkerStep, WorkerMemory):
 
     def memory(self) -> Mapping[str, int]:
         """Return the bytes that the speculators are going to allocate."""
-        return {f"speculator {name}": one.memory() for name, one in self._speculators.items()}
+        return {
+            f"speculator {name}": speculator.memory()
+            for name, speculator in self._speculators.items()
+        }
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:
         """Take the limits of drafts, and new requests."""
@@ -180,8 +183,8 @@ class Drafting(DraftVerification, WorkerStep, WorkerMemory):
             The number of drafts.
         """
         self._failing.discard(name)
-        found = self._speculators[name].propose(tuple(requests), budget)
-        for token in itertools.chain.from_iterable(found):
+        proposals = self._speculators[name].propose(tuple(requests), budget)
+        for token in itertools.chain.from_iterable(proposals):
             if not 0 <= token < self._vocab_size:
                 expected = f"token ids from 0 to {self._vocab_size - 1}"
                 self._failed(name, f"propose() returned {token}, expected {expected}", None)
@@ -190,7 +193,7 @@ class Drafting(DraftVerification, WorkerStep, WorkerMemory):
             self._report.failed += [request.request_id for request in requests]
             return 0
         left = budget
-        for request, drafts in zip(requests, found, strict=True):
+        for request, drafts in zip(requests, proposals, strict=True):
             if drafts := list(drafts[:left]):
                 left -= len(drafts)
                 self._report.drafts[request.request_id] = drafts

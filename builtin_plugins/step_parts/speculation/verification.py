@@ -24,7 +24,9 @@ class DraftVerification:
         """
         if step.in_turn:
             return _verify_in_turn(step)
-        rows = [(index, n) for index, own in enumerate(step.drafts) for n in range(1 + len(own))]
+        rows = [
+            (index, n) for index, drafts in enumerate(step.drafts) for n in range(1 + len(drafts))
+        ]
         tokens = iter(step.sample(rows))
         accepted = []
         for drafts in step.drafts:

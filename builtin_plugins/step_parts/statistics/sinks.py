@@ -91,16 +91,16 @@ class Sinks:
             PluginError: a sink cannot be built.
         """
         before, names = self._sinks, then.enabled(KIND)
-        kept = {
+        unchanged = {
             name
             for name in names
             if name in before and now.identity(KIND, name) == then.identity(KIND, name)
         }
-        built = build(then, [name for name in names if name not in kept])
-        if not built and len(kept) == len(before):
+        built = build(then, [name for name in names if name not in unchanged])
+        if not built and len(unchanged) == len(before):
             return None
         after = {name: built.get(name) or before[name] for name in names}
-        gone = [sink for name, sink in before.items() if name not in kept]
+        gone = [sink for name, sink in before.items() if name not in unchanged]
 
         def switch(is_new: bool) -> None:
             self._sinks = after if is_new else before

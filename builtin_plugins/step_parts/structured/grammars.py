@@ -260,8 +260,8 @@ class GrammarManager(
         """Return the faults of a plan's requests whose grammar could not go on."""
         if not self._faults:
             return {}
-        found = self._faults.keys() & plan.num_scheduled_tokens.keys()
-        return {name: self._faults.pop(name) for name in found}
+        names = self._faults.keys() & plan.num_scheduled_tokens.keys()
+        return {name: self._faults.pop(name) for name in names}
 
     def ended(self, request_id: str) -> None:
         """Forget a request."""

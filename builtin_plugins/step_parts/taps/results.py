@@ -147,7 +147,9 @@ class TapResults(RequestFilter, RequestLifecycle, BlockKey, PlanData, StepObserv
         self._readings.pop(request_id, None)
 
 
-def _keep(reading: _Reading, found: list[TapValues], first: int, count: int, certain: int) -> None:
+def _keep(
+    reading: _Reading, values_read: list[TapValues], first: int, count: int, certain: int
+) -> None:
     """Keep the values of positions that were not read before.
 
     Args:
@@ -157,7 +159,7 @@ def _keep(reading: _Reading, found: list[TapValues], first: int, count: int, cer
         certain: tokens of the step before the first draft.
     """
     reading.num_draft_bytes = 0
-    for values in found:
+    for values in values_read:
         rows = np.frombuffer(values.data, values.dtype).reshape(values.shape)[:count]
         start = max(reading.next_position.get(values.key, 0), first)
         rows = rows[start - first :]

@@ -117,7 +117,7 @@ class TraceRecorder(AdmissionGate, RequestLifecycle, PlanData, StepObserver, Out
         """Record what a plan does with each request; return data if the workers are to read it."""
         computed = plan.num_computed_tokens()
         resumed = {new.source.request_id for new in plan.new_requests if new.resumed}
-        is_used, asked = False, Asked()
+        is_used, counts = False, Asked()
         for request_id, traced in self._traced.items():
             request, number = traced.request, plan.num_scheduled_tokens.get(request_id, 0)
             if request.status is RequestStatus.FINISHED:
@@ -145,8 +145,8 @@ class TraceRecorder(AdmissionGate, RequestLifecycle, PlanData, StepObserver, Out
             traced.is_preempted = False
             is_used |= bool(number)
             if number and traced.num_candidates is not None:
-                asked[request_id] = traced.num_candidates
-        return msgspec.msgpack.encode(asked) if is_used else None
+                counts[request_id] = traced.num_candidates
+        return msgspec.msgpack.encode(counts) if is_used else None
 
     def masked(self, plan: SchedulerOutput, masks: Mapping[Source, GrammarBitmask]) -> None:
         """Record whose masks the requests of a step have."""
@@ -161,10 +161,10 @@ class TraceRecorder(AdmissionGate, RequestLifecycle, PlanData, StepObserver, Out
     ) -> Mapping[str, RequestFault]:
         """Take the records of a step's positions, and which drafts were accepted."""
         for report in result.part_reports.get(self._name, {}).values():
-            found = msgspec.msgpack.decode(report, type=Report)
-            for request_id, positions in found.items():
+            records = msgspec.msgpack.decode(report, type=Report)
+            for request_id, positions in records.items():
                 if (traced := self._traced.get(request_id)) is not None:
-                    traced.positions |= {one.position: one.record for one in positions}
+                    traced.positions |= {reading.position: reading.record for reading in positions}
         for request_id in plan.num_scheduled_tokens.keys() & self._traced.keys():
             traced = self._traced[request_id]
             if (fault := result.faults.get(request_id)) is not None:

@@ -1,4 +1,4 @@
-"""The plan of a step for attention in torch: what is attended together, and what it reads.
+"""The plan of a step for attention in torch: groups of sequences and their inputs.
 
 Sequences of similar size are attended together, padded to the same numbers of queries and keys. A
 prefix that several sequences share is attended once for all of them (as in Juravsky et al.,
@@ -146,7 +146,7 @@ class AttentionPlan:
     """The attention plan of a step; layers with the same window share indices and masks."""
 
     def __init__(self, step: AttentionStep, dtype: torch.dtype) -> None:
-        """`dtype` is that of the queries and of the masks."""
+        """`dtype`: dtype of the queries and of the masks."""
         self.slots = step.slots
         self._step = step
         self._dtype = dtype

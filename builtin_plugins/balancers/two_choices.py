@@ -57,7 +57,7 @@ class TwoChoices(LoadBalancer):
         self._sessions: dict[str, tuple[int, int]] = {}  # rank, length of the last prompt
 
     def choose(self, request: EngineCoreRequest, engines: Sequence[EngineView]) -> int:
-        """Return the index of one of three engines: two at random, and that of the session."""
+        """Return the index of the engine: two random ones and the engine of the session compete."""
         num_engines, draw = len(engines), self._draw
         chosen, other = int(draw() * num_engines), int(draw() * (num_engines - 1))
         other += other >= chosen

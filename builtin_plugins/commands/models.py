@@ -1,4 +1,4 @@
-"""`hardpoint models`: what can be run, what one model is and needs, and those in the cache."""
+"""`hardpoint models`: list the supported models, describe a model, list the cached ones."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class PromptLine:
 
 
 class LineFile:
-    """A file of lines, of which one is in memory at a time.
+    """A file of lines, read line by line.
 
     Attributes:
         name: its path, for messages.

@@ -1,4 +1,4 @@
-"""The meeting of a group's ranks on one host, where they exchange what they need to share memory.
+"""A meeting of a group's ranks on one host, to exchange the names of shared memory.
 
 The communicator "shared_memory" is built in it. A rank that cannot take part gives all others its
 error, so that `auto` chooses the same communicator in every rank.

@@ -32,7 +32,7 @@ class SharedMemoryCommunicator(Communicator):
     devices = ("cpu",)
 
     class Options(plugins.Options):
-        """Sizes of what is allocated at start.
+        """Sizes of the memory allocated at start.
 
         Attributes:
             chunk_bytes: the pieces in which large tensors are exchanged; each rank has two.

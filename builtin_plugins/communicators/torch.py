@@ -101,14 +101,14 @@ class TorchCommunicator(Communicator):
             group.abort()
 
     def close(self) -> None:
-        """Leave the group; what was sent and not received is lost."""
+        """Leave the group; messages not yet received are lost."""
         with self._lock:
             self._failure = self._failure or "it was closed"
             self._group = None
 
     @contextmanager
     def _running(self, call: str, x: torch.Tensor) -> Iterator[GlooGroup | NcclGroup]:
-        """Return the group; a failure of one call is that of all further ones, in all ranks."""
+        """Return the group; after a failed call, all further calls fail in all ranks."""
         group = self._group
         if self._failure is not None or group is None:
             raise CommunicationAbortedError(self._message(call))

@@ -82,7 +82,7 @@ def check_limits(structured: StructuredOutputs) -> None:
 
 
 def is_lark(grammar: str) -> bool:
-    """Return whether a grammar is in the syntax of Lark; what is not has to be GBNF."""
+    """Return whether a grammar has the syntax of Lark; otherwise it has to be GBNF."""
     # As llguidance finds it, whose own pattern is quadratic in the number of empty lines.
     return _LARK.search(grammar) is not None
 

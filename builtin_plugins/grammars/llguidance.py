@@ -1,4 +1,4 @@
-"""llguidance: grammars whose masks are made as they are needed."""
+"""Grammar backend llguidance: masks are computed on demand."""
 
 from __future__ import annotations
 

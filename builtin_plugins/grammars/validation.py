@@ -136,7 +136,7 @@ class _Keywords:
             yield _wrong(f"{value!r} is none of the values of the enum")
 
     def _format(self, validator: Any, name: Any, value: Any, schema: Any) -> Iterator[Any]:  # noqa: ARG002
-        """Check one that grammars enforce; any other is an annotation."""
+        """Check a format that grammars enforce; any other format is an annotation."""
         import regex  # noqa: PLC0415 - as above
 
         known = FORMATS.get(name) if isinstance(name, str) and isinstance(value, str) else None

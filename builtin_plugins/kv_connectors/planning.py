@@ -1,4 +1,4 @@
-"""The scheduler half of the connector "stores": decides what to look up, load and save."""
+"""The scheduler half of the connector "stores": decide which blocks to look up, load and save."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Running:
 
 @dataclass(slots=True)
 class _Incoming:
-    """A request whose prompt another engine has computed, until its blocks are loaded.
+    """A request with a prompt computed by another engine, until its blocks are loaded.
 
     Attributes:
         renew_at: when to renew the offers.
@@ -88,7 +88,7 @@ class _Incoming:
 
 
 class StoresScheduler(KVConnectorScheduler):
-    """Asks the workers what is stored, and lets them load and save; calls no store itself."""
+    """Scheduler half: ask the workers for stored blocks, loads and saves; call no store itself."""
 
     def __init__(
         self, connector: KVConnectorContext, context: KVSchedulerContext, *, loads_in_step: bool
@@ -123,7 +123,7 @@ class StoresScheduler(KVConnectorScheduler):
         self._saved: OrderedDict[bytes, None] = OrderedDict()
 
     def set_handshakes(self, handshakes: Sequence[Any]) -> None:
-        """Take the peers that all workers can reach; forget what earlier workers had to do."""
+        """Set the peers that all workers can reach; forget the tasks of earlier workers."""
         self._queries.clear()
         self._saved.clear()
         self._jobs = Jobs()
@@ -134,7 +134,7 @@ class StoresScheduler(KVConnectorScheduler):
             )
 
     def check_request(self, request: EngineCoreRequest) -> None:
-        """Check the parameters of a transfer; remember to renew what waits for it.
+        """Check the parameters of a transfer; remember to renew the offers it waits for.
 
         Raises:
             RequestError: they are wrong.
@@ -197,7 +197,7 @@ class StoresScheduler(KVConnectorScheduler):
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        """Load what was matched into the blocks."""
+        """Load the matched prefix into the blocks."""
         request_id = request.request_id
         self._admitted[request_id] = request
         matched = self._matched.pop(request_id, None)
@@ -221,7 +221,7 @@ class StoresScheduler(KVConnectorScheduler):
                 self._loading[block_hash] = request_id, until
 
     def load_ended(self, request_id: str, failed: bool) -> None:
-        """Let others look for what was loaded; what failed may be stored again."""
+        """Let others look up the loaded blocks; blocks that failed may be stored again."""
         if failed and self._jobs.loads:  # which no plan has taken
             self._jobs.loads = [job for job in self._jobs.loads if job.request_id != request_id]
         for block_hash in self._hashes_of.pop(request_id, ()):
@@ -302,7 +302,7 @@ class StoresScheduler(KVConnectorScheduler):
                 self._remember(block_hash)
 
     def _note_use(self, request: Request, num_blocks: int) -> None:
-        """Let stores keep the first blocks of a request longer than those that come after them.
+        """Let stores keep the first blocks of a request longer than the later ones.
 
         A block that was stored before its successors would otherwise be replaced first, and they
         are of no use without it.
@@ -312,7 +312,7 @@ class StoresScheduler(KVConnectorScheduler):
             self._jobs.used.append(list(hashes[:num_blocks]))
 
     def _renew(self) -> None:
-        """Renew what is offered, here and in other engines, while requests need it."""
+        """Renew offers, here and in other engines, while requests need them."""
         now = self._context.clock()
         for running in self._running.values():
             if running.secret is not None and running.offered and now > running.renew_at:
@@ -379,7 +379,7 @@ class StoresScheduler(KVConnectorScheduler):
             self._saved.pop(block_hash, None)
 
     def plan_lost(self, metadata: Jobs) -> None:
-        """Ask again; what was to be saved is saved when it is computed again.
+        """Ask again; the saves of the lost plan follow when its blocks are computed again.
 
         Answers to earlier lookups may be lost as well. Loads are given up.
         """

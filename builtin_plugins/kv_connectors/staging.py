@@ -37,7 +37,7 @@ HEADER_BYTES = 128
 
 
 class BadBlockError(Exception):
-    """A block is not what was asked for; the message gives the reason."""
+    """A block is not the requested one; the message gives the reason."""
 
 
 def read_mac_key(file: str | None, path: str) -> bytes:
@@ -62,7 +62,7 @@ def read_mac_key(file: str | None, path: str) -> bytes:
 
 
 def write_header(buffer: BlockBuffer, key: bytes, generation: int, secret: bytes = b"") -> None:
-    """Write the header of a block whose layers are in the buffer.
+    """Write the header of a block after its layers are in the buffer.
 
     Args:
         buffer: the header, then the layers.

@@ -67,7 +67,7 @@ class CircuitBreaker:
                 self._trying.discard(method)
 
     def failed(self, method: str) -> bool:
-        """Record one that did not; return whether the store is left out from now on."""
+        """Record a failure; return whether the store is left out from now on."""
         with self._lock:
             was_open = self._is_open
             self._counts[method] += 1
@@ -77,12 +77,12 @@ class CircuitBreaker:
 
 
 class _BadAnswerError(Exception):
-    """A store has returned what it must not; the message describes it."""
+    """A store has returned an invalid result; the message describes it."""
 
 
 @dataclass(eq=False, slots=True)
 class _TierCall:
-    """A call that has not returned, or whose future is not done.
+    """A call that has not returned, or has a pending future.
 
     Attributes:
         began: when, on the monotonic clock.
@@ -248,11 +248,11 @@ class Tier:
         self._call(method, lambda: getattr(self.store, method)(*args), lambda _: True)
 
     def note_use(self, keys: Sequence[bytes]) -> None:
-        """Let the store see that blocks are of use, those of one request in order."""
+        """Notify the store that blocks are of use, in the order of a request."""
         self._call("lookup", lambda: self.store.lookup(keys), lambda _: True)
 
     def end(self, method: str) -> None:
-        """Call `drain` or `close`, whatever has happened before; no step reports what fails."""
+        """Call `drain` or `close` despite earlier failures; no step reports a failure of it."""
         try:
             getattr(self.store, method)()
         except BaseException as cause:
@@ -294,7 +294,7 @@ class Tier:
         return result
 
     def _result(self, result: Any, call: _TierCall) -> Any:
-        """Return the result of a future; one that is not done in time keeps its call."""
+        """Return the result of a future; a future that takes too long keeps its call."""
         if not isinstance(result, Future):
             return result
         try:
@@ -346,7 +346,7 @@ def _checked_size(size: Any) -> int | None:
 def merge_lookups(
     keys: Sequence[bytes], lookups: Iterable[Callable[[Sequence[bytes]], Sequence[bool]]]
 ) -> list[bool]:
-    """Return for each key whether any store has it; each is asked for what those before lack."""
+    """Return for each key whether any store has it; ask each store for the keys still missing."""
     results = [False] * len(keys)
     for lookup in lookups:
         missing = [index for index, has in enumerate(results) if not has]
@@ -361,7 +361,7 @@ class Tiers:
     """All stores, nearest first."""
 
     def __init__(self, tiers: Sequence[Tier], secret: bytes = b"") -> None:
-        """There is at least one; `secret` is that of authentication codes."""
+        """Require at least one tier; `secret`: secret of the authentication codes."""
         self._secret = secret
         self._tiers = list(tiers)
         self._generations = itertools.count(time.time_ns())
@@ -376,7 +376,7 @@ class Tiers:
         return results.index(False) if False in results else len(keys)
 
     def load(self, key: bytes, views: BlockBuffer) -> bool:
-        """Load a block from the nearest store that has it, and keep it in those before."""
+        """Load a block from the nearest store that has it, and keep it in all nearer ones."""
         for index, tier in enumerate(self._tiers):
             if tier.load(key, views):
                 for nearer in self._tiers[:index]:

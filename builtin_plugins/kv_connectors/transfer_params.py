@@ -1,4 +1,4 @@
-"""The `kv_transfer_params` of requests whose prompt one engine computes for another one."""
+"""The `kv_transfer_params` of disaggregated prefill: one engine computes the prompt for another."""
 
 from __future__ import annotations
 

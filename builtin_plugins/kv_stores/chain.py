@@ -18,7 +18,7 @@ from hardpoint.plugins.kv_store import BlockBuffer
 
 
 class ChainStore(KVStore):
-    """Loads a block from the nearest store that has it, and keeps it in those before.
+    """Loads a block from the nearest store that has it, and keeps it in all nearer ones.
 
     The connector "stores" does the same with several `kv_connector.stores`, checks each block
     before it is kept elsewhere, and has statistics of each. A chain is for other connectors, or for

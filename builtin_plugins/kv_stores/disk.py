@@ -168,7 +168,7 @@ class DiskStore(KVStore):
             return True
 
     def _is_right(self, slot: int, sequence: int, buffer: Sequence[memoryview]) -> bool:
-        """Return whether a block is the one that was stored, as it is found out once.
+        """Return whether a block is equal to the stored one; it is checked once.
 
         A power failure leaves damaged blocks, and all engines have ended then.
         """
@@ -180,7 +180,7 @@ class DiskStore(KVStore):
         return is_right
 
     def store(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
-        """Write a block, in the place of the one that was not used for longest.
+        """Write a block over the least recently used one.
 
         Nothing is written if the same bytes are there already.
         """
@@ -231,7 +231,7 @@ class DiskStore(KVStore):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the blocks of this size that are there, those of all engines together."""
+        """Bytes of the stored blocks of this size, of all engines together."""
         with self._call() as is_ready:
             is_there = is_ready and not (self.slab.is_deleted or self.slab.is_cut)
             return self._index.used * self.context.block_bytes if is_there else 0

@@ -26,7 +26,7 @@ class RefusedError(Exception):
 
 
 class DamagedError(RefusedError):
-    """A file is not what it should be, but may be replaced."""
+    """A file has invalid contents, but may be replaced."""
 
 
 class LockTimeoutError(RefusedError):
@@ -95,7 +95,7 @@ def _open(path: str | Path, flags: int, within: int | None) -> int:
 
 
 def _checked(descriptor: int, path: str | Path, mode: int) -> int:
-    """Return a descriptor; close it if others can use what it is of."""
+    """Return a descriptor; close it if other users can use its file."""
     status = os.fstat(descriptor)
     actual = stat.S_IMODE(status.st_mode)
     wrong = None
@@ -122,7 +122,7 @@ class FileLocks:
         self._descriptor = descriptor
 
     def try_lock(self, number: int, *, shared: bool = False) -> bool:
-        """Lock, or change a lock's kind; return whether no one else has one that forbids it."""
+        """Lock, or change the kind of a lock; return False if another lock forbids it."""
         try:
             self._set(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, number)
         except (BlockingIOError, PermissionError):

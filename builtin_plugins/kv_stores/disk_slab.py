@@ -221,7 +221,7 @@ class Slab:
         return self.index.slots < self.capacity
 
     def grow(self) -> None:
-        """Allocate some more slots; the caller is the one that may change the index.
+        """Allocate more slots; only the caller may change the index.
 
         Raises:
             LockTimeoutError: others are opening, growing or removing slabs.

@@ -341,7 +341,7 @@ class PeerToPeerStore(PeerKVStore):
 
 
 def _batches(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """Yield what there is for each key, as many at a time as a message may have keys."""
+    """Yield available blocks for each key, in batches of the largest size of a message."""
     for start in range(0, len(items), KEYS_PER_MESSAGE):
         yield items[start : start + KEYS_PER_MESSAGE]
 

@@ -157,7 +157,7 @@ class SocketPlace:
             self._descriptor = None
 
     def release(self) -> None:
-        """Remove the socket and the lock; what follows the first time does nothing."""
+        """Remove the socket and the lock; further calls do nothing."""
         if self._descriptor is not None:
             self._file.unlink(missing_ok=True)
         self._unlock()

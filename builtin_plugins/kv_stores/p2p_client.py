@@ -56,7 +56,7 @@ class PeerExchange:
         self.payload: zmq.Frame | None = None
 
     def advance(self, connected_by: float, until: float) -> bool:
-        """Send and receive what can be now; return whether the exchange has ended."""
+        """Send and receive without waiting; return whether the exchange has ended."""
         try:
             if not self.is_sent:
                 self.socket.send_multipart(self._frames, zmq.NOBLOCK)
@@ -150,7 +150,7 @@ class PeerClient:
             self._changed.notify_all()
 
     def notify(self, question: Question) -> None:
-        """Send what has no answer, if there is room for it; wait for nothing."""
+        """Send a message without an answer if there is room for it; never wait."""
         with self._changed:
             self._check_open()
             if self._notifier is None:

@@ -59,7 +59,7 @@ def fingerprint(paths: Iterable[Path]) -> str | None:
 
 
 def refuse_pickle(name: str, where: str) -> None:
-    """Refuse a file whose format is a pickle, by its name.
+    """Reject a pickle file, by its name.
 
     Raises:
         ModelError: it is one.
@@ -141,7 +141,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def refusing_damage(where: str) -> Iterator[None]:
-    """Turn what libraries raise over a damaged file into a ModelError."""
+    """Turn errors of libraries over a damaged file into a ModelError."""
     try:
         yield
     except (HardpointError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):

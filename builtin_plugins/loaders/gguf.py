@@ -108,7 +108,7 @@ class GGUFLoader(WeightLoader):
     def cut_weights(
         self, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
     ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-        """Yield the same, of those in `cuts` the part that is needed.
+        """Yield the same weights, of cut weights only the needed part.
 
         No more is read than the blocks that the part touches, and of permuted matrices the heads.
         Of blocks that the part divides, the whole rows are yielded.
@@ -170,7 +170,7 @@ class GGUFLoader(WeightLoader):
 
     @cached_property
     def _paths(self) -> list[Path]:
-        """The file, and the further parts of one that is split.
+        """The file, and the further parts of a split file.
 
         Raises:
             ModelError: it is not the first part, or its name has another form.
@@ -285,7 +285,7 @@ class GGUFLoader(WeightLoader):
             )
 
     def _fields(self) -> dict[str, Any]:
-        """Return the config's fields that metadata has, and those that follow from them.
+        """Return the config's fields from metadata, and fields derived from them.
 
         Fields are checked whose invalid values would silently give a different model.
         """
@@ -390,7 +390,7 @@ class GGUFLoader(WeightLoader):
         return {**self._architecture.yarn, **stated}
 
     def _eos(self) -> list[int]:
-        """Return the tokens that end an answer: those that metadata names, then others by text."""
+        """Return the tokens that end an answer: first from metadata, then by text."""
         keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
         ids = [i for key in keys for i in token_ids(self._file.value(key), key, self._source)]
         texts = self._file.strings("tokenizer.ggml.tokens")
@@ -406,5 +406,5 @@ class GGUFLoader(WeightLoader):
 
 
 def _of(number: int, count: int) -> tuple[str, str]:
-    """Return the number of a part and that of all, as names of files have them."""
+    """Return the number of a part and the number of all parts, from a file name."""
     return f"{number:05}", f"{count:05}"

@@ -67,7 +67,7 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
         self._data = np.asarray(mapped)  # slices of the memory map itself are slow and large
 
     def give_back(self, part: np.ndarray[Any, Any]) -> None:
-        """Give the system the memory of a part; what is used again is read again.
+        """Give the system the memory of a part; it is read again on the next use.
 
         A part of another file is left alone.
         """

@@ -49,7 +49,7 @@ DTYPES = {_KINDS.F32: "float32", _KINDS.F16: "float16", _KINDS.BF16: "bfloat16"}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, of which nothing has been read.
+    """A tensor in a file, before anything is read.
 
     Attributes:
         label: names file and tensor in messages.

@@ -40,7 +40,7 @@ def read_index(folder: Path) -> dict[str, str]:
 def former_names(
     names: Iterable[str], read_present: Callable[[], Container[str]]
 ) -> dict[str, str]:
-    """Return the names that weights have in files, of those that have others there.
+    """Return the names of weights in files, for weights with other names there.
 
     Args:
         names: names of weights.
@@ -65,7 +65,7 @@ def former_name(name: str, present: Container[str]) -> str | None:
 
 
 def module_of(name: str) -> str:
-    """Return the name of a tensor's module, also of one that belongs to its weight."""
+    """Return the name of a tensor's module, also for a tensor that belongs to a weight."""
     module, below, _ = name.partition(".weight.")
     return module if below else name.rpartition(".")[0]
 

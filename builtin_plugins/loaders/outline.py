@@ -1,4 +1,4 @@
-"""A model of which there are config.json and the index of its weights, but no weights."""
+"""A model with a config.json and the index of its weights, but without weights."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class SafetensorsLoader(WeightLoader):
     def cut_weights(
         self, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
     ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-        """Yield the same, of those in `cuts` the part that is needed; no more of them is read.
+        """Yield the same weights, of cut weights only the needed part; read no more of them.
 
         Matrices that are quantised are yielded whole, once all of their tensors are there.
 
@@ -184,7 +184,7 @@ class SafetensorsLoader(WeightLoader):
         return formats
 
     def _refuse_codes(self, missing: Sequence[str]) -> None:
-        """Refuse weights in whose place there are others, as of matrices that are quantised."""
+        """Reject weights with codes in their place, as of quantized matrices."""
         modules = {module_of(name): name for name in missing if last_of(name) == "weight"}
         for stored in sorted(self._present):
             if (name := modules.get(module_of(stored))) and last_of(stored) != "bias":
@@ -197,7 +197,7 @@ class SafetensorsLoader(WeightLoader):
         )
 
     def _former_names(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-        """Return the names of weights in the files, of those that had other names before."""
+        """Return the earlier names of weights in the files."""
         return former_names(shapes, lambda: self._present)
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Experts of safetensors checkpoints whose matrices are stacked in one tensor per layer.
+"""Experts of safetensors checkpoints with stacked matrices, one tensor per layer.
 
 gpt-oss has `X.experts.gate_up_proj` [experts, hidden, 2 * width], the columns of gate and up in
 turn, and `X.experts.down_proj` [experts, width, hidden]; with `_bias`, [experts, rows]. In MXFP4
@@ -78,7 +78,7 @@ class ExpertLocation:
         return len(self.tensors) > 1
 
     def of(self, stacked: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return it of what a stacked tensor has of the expert.
+        """Return the matrix from the expert's part of a stacked tensor.
 
         Args:
             stacked: the part of the expert.
@@ -104,7 +104,7 @@ class ExpertLocation:
 def stacked_places(
     names: Iterable[str], present: Container[str], form: StackedLayout
 ) -> dict[str, ExpertLocation]:
-    """Return the places of those weights that are stacked.
+    """Return the places of the stacked weights.
 
     Args:
         names: names of weights.
@@ -155,7 +155,7 @@ class StackedExperts:
                 self._shard_of |= dict.fromkeys(file.keys(), shard)
 
     def places(self, names: Iterable[str]) -> dict[str, ExpertLocation]:
-        """Return the places of those weights that are stacked."""
+        """Return the places of the stacked weights."""
         return stacked_places(names, self._shard_of, self._form)
 
     def read(
@@ -164,7 +164,7 @@ class StackedExperts:
         shapes: Mapping[str, Sequence[int]],
         cuts: Mapping[str, Cut],
     ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-        """Yield weights, cut; those that are quantised whole.
+        """Yield weights, cut; quantized weights are whole.
 
         What tensors have of an expert is read once, for all weights that it has.
 

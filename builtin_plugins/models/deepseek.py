@@ -53,7 +53,7 @@ class LatentSizes:
 
     @classmethod
     def of(cls, fields: ConfigFields) -> LatentSizes:
-        """Return those of a config.
+        """Return the sizes of a config.
 
         Raises:
             ModelError: one is missing, or is not what it should be.
@@ -119,7 +119,7 @@ class LatentHeads:
         self._owners = {name: part for part in self._matrices for name in part.shapes()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the matrices of this rank's heads, or that of the one of all."""
+        """Return the shapes of the matrices of this rank's heads, or of the matrix of all heads."""
         return weight_shapes(self._matrices) if self._by_head else {self._name: self._whole}
 
     def cuts(self) -> dict[str, Cut]:
@@ -129,7 +129,7 @@ class LatentHeads:
         return {self._name: Cut(0, self._rows.start, self._rows.stop)}
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Load one matrix, or those of all heads."""
+        """Load the matrix of one head, or of all heads."""
         if self._by_head:
             self._owners[name].load(name, tensor)
             return
@@ -160,7 +160,7 @@ class LatentHeads:
             matrix.load_packed(tensors)
 
     def queries(self, q: torch.Tensor, out: torch.Tensor) -> None:
-        """Write to out [rows, heads, latent] what latents are multiplied by, for q [..., nope]."""
+        """Write to out [rows, heads, latent] the factors of latents, for q [..., nope]."""
         for head, keys in enumerate(self._keys):
             out[:, head] = keys(q[:, head])
 
@@ -171,7 +171,7 @@ class LatentHeads:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentLayer(DecoderLayer):
-    """A decoder layer whose `qkv` gives latents, or queries and a latent.
+    """A decoder layer with a `qkv` product of latents, or of queries and a latent.
 
     Attributes:
         query_up: queries from their latent; None if `qkv` gives them.
@@ -220,7 +220,7 @@ class DeepseekV3(MixtureAfterDense):
         super().__init__(context)
 
     def attention_scale(self) -> float:
-        """Return that of a head's key, times the square of YaRN's factor (arXiv:2309.00071)."""
+        """Return the scale of head keys, times the square of YaRN's factor (arXiv:2309.00071)."""
         scale = 1.0 / math.sqrt(self._sizes.nope + self._sizes.rope)
         fields = self._fields
         rope = fields.rope_parameters()

@@ -11,7 +11,7 @@ from .llama import Llama
 
 
 class Granite(Llama):
-    """Multiplies the embedding, the scores of attention and the logits, and what layers add.
+    """Granite: scales the embedding, the scores of attention, the logits and the residual branches.
 
     The hidden states here are those of the model, divided by `residual_multiplier` m: a layer then
     adds its results as they are. The norms divide by the size of the hidden states again, so that

@@ -1,4 +1,4 @@
-"""The format of Gemma 4: a channel of thoughts, and calls whose arguments are almost JSON."""
+"""The format of Gemma 4: a channel of thoughts, and calls with almost JSON arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls whose name comes before their arguments, with special tokens between."""
+"""Tool calls with the name before the arguments, with special tokens between."""
 
 # ruff: noqa: RUF001 - the markers of DeepSeek are written so
 
@@ -309,7 +309,7 @@ class _MistralName(ToolName):
 
 
 class _MistralId(ToolName):
-    """The id of the call whose name came before."""
+    """The id of a call, after its name."""
 
     is_start = False
     ends_at = "{"

@@ -100,7 +100,7 @@ class Llama3Json(Json):
     _arguments = "parameters"
 
     def states(self) -> Mapping[str, ParserState]:
-        """Return those of `json`, and the marker that may come first."""
+        """Return the states of `json`, and the marker that may come first."""
         states, marker = super().states(), {"<|python_tag|>": "call"}
         return {
             **states,

@@ -1,4 +1,4 @@
-"""Formats whose calls are JSON between two markers: rows of a table, and what reads them."""
+"""Formats with calls as JSON between two markers: rows of a table, and their reader."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ class Cohere(JsonSections):
     answers = {f"<|START_{name}|>": f"<|END_{name}|>" for name in ("RESPONSE", "TEXT")}
 
     def markers(self) -> ReasoningMarkers:
-        """Return the tokens of reasoning, and the one that begins an answer."""
+        """Return the tokens of reasoning, and the token that begins an answer."""
         special = self.context.tokenizer.special_tokens
         begin = next((begin for begin in self.answers if begin in special), "")
         prefix = self.encoded(begin)[0] if begin else ()

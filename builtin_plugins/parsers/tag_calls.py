@@ -109,7 +109,7 @@ class TagCalls(FormatParser):
         return {**states, "content": ParserState(Content, content), **self.call_states(content)}
 
     def call_states(self, content: Mapping[str, str]) -> dict[str, ParserState]:
-        """Return the states of a call, and of the content behind it, whose moves are given."""
+        """Return the states of a call, and of the content behind it, for the given moves."""
         tags, ends = self.tags, self.sections.values()
         over, cut = dict.fromkeys(ends, "behind"), dict.fromkeys(ends, "after")
         value = dict(zip(tags.value_ends, ("parameters", "end", "key"), strict=True))
@@ -384,7 +384,7 @@ class _CallEnd(Body):
 
 
 class After(AfterCall):
-    """Content behind a call whose end tag is missing."""
+    """Content behind a call without an end tag."""
 
     def open(self, events: list[OutputEvent]) -> None:
         """End the call."""
@@ -392,7 +392,7 @@ class After(AfterCall):
 
 
 def begin_call(output: OpenOutput, events: list[OutputEvent]) -> None:
-    """Begin the call whose name is known."""
+    """Begin a call after its name."""
     output.begin_call(events)
     output.notes["separator"], output.notes["keys"] = "{", set()
 

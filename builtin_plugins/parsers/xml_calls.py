@@ -1,4 +1,4 @@
-"""Formats whose calls have a tag for each parameter: rows that `tag_calls` reads."""
+"""Formats of calls with a tag for each parameter: rows for `tag_calls`."""
 
 # ruff: noqa: RUF001, RUF002 - the markers of DeepSeek and Step are written so
 
@@ -92,7 +92,7 @@ class MiniMaxM2(TagCalls):
 
 
 class DeepSeekV32(TagCalls):
-    """DeepSeek-V3.2 and V4: a section of calls, whose tags state which values are text.
+    """DeepSeek-V3.2 and V4: a section of calls; tags state which values are text.
 
     A call is `<｜DSML｜invoke name="NAME">`, then for each parameter
     `<｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter>`. A value with
@@ -140,7 +140,7 @@ class Step3(TagCalls):
     )
 
     def call_states(self, content: Mapping[str, str]) -> dict[str, ParserState]:
-        """Return those of `TagCalls`, with the tokens around a call."""
+        """Return the states of `TagCalls`, with the tokens around a call."""
         states = super().call_states(content)
         call, end = states["call"], states["end"]
         return {

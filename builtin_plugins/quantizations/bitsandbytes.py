@@ -122,17 +122,17 @@ class BitsAndBytes(StoredScheme):
         shape: tuple[int, int],  # noqa: ARG002
         stored: QuantizedWeight | None = None,  # noqa: ARG002
     ) -> int:
-        """Return 1: numbers, and codes of which a row has one scale, can be cut anywhere."""
+        """Return 1: numbers, and codes with one scale per row, can be cut anywhere."""
         return 1
 
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:
-        """Return the bytes of codes of int8 and their scales; None of what is dequantised."""
+        """Return the bytes of int8 codes and their scales; None if they are dequantized."""
         if not self.context.config or self._bits == 4:
             return None
         return shape[0] * (shape[1] + 4)
 
     def _num_blocks(self, stored: QuantizedWeight) -> int:
-        """Return the number of blocks: that of the tensor, if it can be, else the most common."""
+        """Return the number of blocks: of the tensor, if possible, or else the most common one."""
         rows, columns = stored.shape
         counts = [-(-rows * columns // size) for size in _BLOCKS]
         absmax = stored.tensors.get("absmax")

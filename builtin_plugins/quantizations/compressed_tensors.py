@@ -56,7 +56,7 @@ class CompressedTensors(StoredScheme):
         self._fitting(stored)
 
     def read(self, stored: QuantizedWeight) -> QuantizedMatrix:
-        """Return codes with scales and, where there are zeros, offsets; or what they stand for.
+        """Return codes with scales and, if there are zeros, offsets; or dequantized numbers.
 
         Raises:
             ValueError: a tensor is missing, or its dtype, shape or content is wrong.

@@ -178,7 +178,7 @@ class GPTQ(StoredScheme):
         )
 
     def read(self, stored: QuantizedWeight) -> QuantizedMatrix:
-        """Return codes with scales and, where zeros differ, offsets; or what they stand for.
+        """Return codes with scales and, if zeros differ, offsets; or dequantized numbers.
 
         Raises:
             ValueError: a tensor is missing, or its dtype, shape or content is wrong.
@@ -249,7 +249,7 @@ _WHOLE = 16
 
 
 class AutoRound(GPTQ):
-    """Checkpoints that AutoRound writes under its own name, packed as those of GPTQ are.
+    """Checkpoints that AutoRound writes under its own name, packed as in GPTQ.
 
     Layers that it left as they were have plain weights.
     """

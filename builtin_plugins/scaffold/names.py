@@ -1,4 +1,4 @@
-"""The names of a new package: what they may be, and what is made of them."""
+"""The names of a new package: their rules, and names derived from them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_kind(kind: str, kinds: Sequence[str]) -> None:
 
 
 def check_form(spec: PackageSpec, where: str) -> None:
-    """Raise if a name, which comes from `where`, is that of no package, module and class."""
+    """Raise if a name, which comes from `where`, fits no package, module or class."""
     name = spec.name
     if not _NAME.fullmatch(name) or len(name) > _LONGEST:
         raise RequestError(
@@ -78,7 +78,7 @@ def check_form(spec: PackageSpec, where: str) -> None:
 
 
 def check_name(spec: PackageSpec, components: Iterable[ComponentInfo]) -> None:
-    """Raise if a name cannot be that of a package, a module and a plugin.
+    """Raise if a name cannot be the name of a package, a module and a plugin.
 
     Args:
         spec: inputs with the name.

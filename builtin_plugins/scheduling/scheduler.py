@@ -269,7 +269,7 @@ class DefaultScheduler(Scheduler):
         return step.admission_stopped or wait_reasons.not_planned_yet()
 
     def update_drafts(self, draft_token_ids: Mapping[str, Sequence[int]]) -> None:
-        """Set the drafts of running requests whose known tokens but the last are computed."""
+        """Set the drafts of running requests with all known tokens but the last computed."""
         for request_id, drafts in draft_token_ids.items():
             request = self._tracker.running.get(request_id)
             if request is not None and request.num_tokens - request.num_computed_tokens == 1:

@@ -98,7 +98,7 @@ class RequestTracker:
             request.record_event(EngineCoreEventType.QUEUED, self.context.clock())
 
     def pop_expired(self, now: float) -> Iterator[SchedulerRequest]:
-        """Yield the live requests whose deadline has passed, each once."""
+        """Yield the live requests after their deadline, each once."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, order, request_id = heapq.heappop(self._deadlines)
             request = self.requests.get(request_id)

@@ -106,7 +106,7 @@ def _finish_transfer(tracker: RequestTracker, request_id: str, transfer: str) ->
 
 
 def _skip_transfer(tracker: RequestTracker, invalid: frozenset[int], step: PlannedStep) -> None:
-    """Mark the requests of a step whose load failed, also those that were preempted since.
+    """Mark the requests of a step with a failed load, also if preempted since.
 
     Another request may have their blocks by now; loading again would fail again.
     """
@@ -117,7 +117,7 @@ def _skip_transfer(tracker: RequestTracker, invalid: frozenset[int], step: Plann
 
 
 def _recompute_invalid(tracker: RequestTracker, invalid: frozenset[int], now: float) -> None:
-    """Reset all requests that hold a block whose load failed; valid blocks stay cached.
+    """Reset all requests with a block of a failed load; valid blocks stay cached.
 
     They compute what is missing locally; it is not looked up again.
     """

@@ -58,7 +58,7 @@ def no_blocks(needed: int, available: int, reserved: int, states: int | None) ->
 
 
 def of_states(states: int | None) -> str:
-    """Return how many of the free blocks are for states, which may be what is lacking."""
+    """Return how many of the free blocks are for states, which may be lacking."""
     return "" if states is None else f" ({states} for states of layers)"
 
 

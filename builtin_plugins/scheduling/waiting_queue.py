@@ -115,7 +115,7 @@ class WaitingQueue:
         return list(self._groups)
 
     def in_order(self, group: Hashable) -> Iterator[SchedulerRequest]:
-        """Yield the requests of a group in order, except those removed in the meantime."""
+        """Yield the requests of a group in order, except requests removed in the meantime."""
         for chunk in tuple(self._groups[group]):
             for request in tuple(chunk.requests):
                 if request in self:

@@ -1,4 +1,4 @@
-"""Drafts what a smaller model writes, drawn with the noise of the request itself."""
+"""Speculator with a draft model, sampled with the noise of the request itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts what followed the newest tokens most often, in the request and in earlier outputs."""
+"""Suffix speculator: drafts the most frequent continuation in the request and earlier outputs."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ class Outputs:
         return len(self._outputs)
 
     def append(self, output: Output, tokens: Sequence[int]) -> None:
-        """Append tokens to an output; one that was removed begins again with them."""
+        """Append tokens to an output; a removed output begins again with them."""
         if not tokens or not self._max_requests:
             return
         with self._changing(output.scope) as tree:

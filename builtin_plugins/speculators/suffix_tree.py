@@ -1,4 +1,4 @@
-"""A tree of the suffixes of token sequences: what followed some tokens before, and how often."""
+"""A suffix tree of token sequences, with counts of continuations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NODE_BYTES, _SEQUENCE_BYTES = 320, 1024
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """Some tokens that follow those of its parent, the same at each of its places.
+    """Some tokens that follow the parent's tokens, the same at each of its places.
 
     Attributes:
         count: places where the tokens from the root to here stand.

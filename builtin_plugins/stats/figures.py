@@ -85,7 +85,7 @@ class Total:
         self._last = self.value = 0.0
 
     def follow(self, now: float) -> None:
-        """Add what the total has grown; one that is smaller than before has started again."""
+        """Add the growth of the total; a smaller total than before has started again."""
         self.value += now - self._last if now >= self._last else now
         self._last = now
 
@@ -107,7 +107,7 @@ class TierFigures:
         return bool(self._tiers)
 
     def follow(self, tiers: Mapping[str, KVTierStats]) -> None:
-        """Read totals; those of a tier that is missing start again."""
+        """Read totals; totals of a missing tier start again."""
         for name in tiers:
             if name not in self._tiers:
                 self._tiers[name] = {field: Total() for field in self._TOTALS}
@@ -187,7 +187,7 @@ class EngineFigures:
             self._add_finished(stats)
 
     def read(self, report: EngineReport) -> None:
-        """Read what is known of the engine, where there are several."""
+        """Read the state of the engine, if there are several."""
         self.restarts, self.resumes = report.restarts, report.num_resumes
         if report.sleep_level is not None:
             self.sleep_level = report.sleep_level

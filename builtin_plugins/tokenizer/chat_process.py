@@ -23,7 +23,7 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def compile_template(source: str) -> Template:
-    """Compile a template for a sandbox with what transformers offers to chat templates."""
+    """Compile a template for a sandbox with the functions that transformers offers to templates."""
     from jinja2 import TemplateError, nodes  # noqa: PLC0415
     from jinja2.exceptions import SecurityError  # noqa: PLC0415
     from jinja2.ext import Extension, loopcontrols  # noqa: PLC0415
@@ -106,7 +106,7 @@ def _variables(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adapted(messages: list[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
-    """Return messages whose calls have another form, which a template wants by its error.
+    """Return messages with calls in another form, as the error of the template asks for.
 
     Mistral's templates want ids of nine characters, and those of DeepSeek's R1 and V3.1 join
     arguments to a text.

@@ -196,7 +196,7 @@ def _from_tiktoken(
 def _add_tokens(
     tokenizer: FastTokenizer, path: Path, config: Mapping[str, Any], others: tuple[str, ...]
 ) -> None:
-    """Add the tokens that the folder names, and those of its class.
+    """Add the tokens that the folder names, and the tokens of its class.
 
     Raises:
         ModelError: a token cannot have its id.

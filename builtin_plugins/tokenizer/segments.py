@@ -1,4 +1,4 @@
-"""Token ids of texts with special tokens, such as conversations, whose segments are kept.
+"""Token ids of texts with special tokens, such as conversations, cached by segment.
 
 A tokenizer finds its special tokens in the text first, and tokenises what is between them apart. So
 the tokens of a text are those of its segments one after the other, where each but the first begins
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 
 class SegmentCache:
-    """Tokenises texts by segments, and keeps the ids of those that were used last.
+    """Tokenizes texts by segments, and caches the ids of recently used ones.
 
     Safe in any thread.
 

@@ -123,7 +123,7 @@ class TransformersTokenizer(Tokenizer):
 
     @property
     def chat_templates(self) -> Mapping[str, str]:
-        """The operator's template, or those of the model."""
+        """The operator's template, or the templates of the model."""
         return self._templates
 
     @property
@@ -238,7 +238,7 @@ _END_MARK = "<the final message ends here>"
 
 
 def _with_end_mark(messages: Any) -> Any:
-    """Return messages whose last one, of the assistant, ends with a mark.
+    """Return messages with an end mark after the last one, of the assistant.
 
     Raises:
         RequestError: the last one is no text of the assistant.

@@ -144,7 +144,7 @@ _BYTES = {ord(character): byte for character, byte in byte_of_character().items(
 
 
 def _from_byte_alphabet(text: str) -> str:
-    """Decode a token in GPT-2's alphabet; one that has other characters too is plain text."""
+    """Decode a token in GPT-2's alphabet; a token with other characters is plain text."""
     if text.isascii():  # characters of the alphabet stand for themselves
         return text
     try:

@@ -1,4 +1,4 @@
-"""Typed questions: what a request holds, how a model reads them, and what their answers are."""
+"""Typed questions: fields of a request, their text for a model, and their answers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Question(Strict, tag_field="type"):
         raise NotImplementedError
 
     def lines(self) -> list[str]:
-        """Return the meanings of the labels, a line each; none for those without one."""
+        """Return the meanings of the labels, a line each; none for labels without a meaning."""
         raise NotImplementedError
 
     def answer(self, probabilities: Sequence[float], mass: float) -> Answer:

@@ -1,4 +1,4 @@
-"""`hardpoint simulate`: what other settings would do to the requests of a trace."""
+"""`hardpoint simulate`: simulate the requests of a trace with other settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keywords of JSON schemas that grammars lack, as cases of which a value has to fit one.
+"""Keywords of JSON schemas that grammars lack, as alternatives: a value has to fit a case.
 
 `oneOf`, `not`, `if`, dependencies, `contains` and `uniqueItems` restrict a value in ways for which
 a grammar has no rules of its own. Where they come down to a few cases of keywords that it has,
@@ -59,7 +59,7 @@ class Cases:
         }
 
     def of(self, keyword: str, view: View, base: Sequence[Schema]) -> Iterator[list[Case]]:
-        """Yield lists of cases, of each of which a value that fits the keyword fits one.
+        """Yield lists of cases; a value that fits the keyword fits a case of each list.
 
         Args:
             keyword: the keyword.
@@ -76,7 +76,7 @@ class Cases:
             raise ValueError(f"{_EXPECTED[keyword]}, not {cause}") from cause
 
     def product(self, lists: Sequence[Sequence[Case]], base: Sequence[Schema]) -> list[Case]:
-        """Return the cases of several lists together, without those that no value fits.
+        """Return the combined cases of several lists, without cases that no value fits.
 
         Raises:
             ValueError: there are too many.

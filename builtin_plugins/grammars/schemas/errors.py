@@ -1,4 +1,4 @@
-"""Where in a JSON schema an error of llguidance is, and what would be right there."""
+"""Locate an error of llguidance in a JSON schema, and suggest a correction."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def located(
 
 
 def _parts(root: Schema) -> Iterator[tuple[str, Schema]]:
-    """Yield the first parts of a schema and their paths, those around others before them."""
+    """Yield the first parts of a schema and their paths, outer parts before inner ones."""
     level: list[tuple[str, Schema]] = [("", root)]
     count = 0
     while level:

@@ -72,7 +72,7 @@ class Facts:
     def __init__(
         self, schemas: Sequence[Schema], views: Views, spend: Callable[[int], None]
     ) -> None:
-        """`spend`: counts what is read."""
+        """`spend`: counts the parts read."""
         self.never = False
         self.types = TYPES
         self.values: dict[str, Any] | None = None
@@ -203,7 +203,7 @@ class Proofs:
         return Facts(schemas, self.views, self.spend)
 
     def spend(self, steps: int) -> None:
-        """Count what is read: a small document may have any number of alternatives.
+        """Count the parts read: a small document may have any number of alternatives.
 
         Raises:
             ValueError: it is too much.

@@ -65,7 +65,7 @@ class Negations:
         self._proofs = proofs
 
     def others(self, schema: Schema, context: Sequence[Schema], depth: int = 0) -> list[Schema]:
-        """Return schemas, one or more of which a value fits just if it does not fit a given one.
+        """Return alternatives: a value fits one or more of them just if it does not fit a schema.
 
         Args:
             schema: the given one.

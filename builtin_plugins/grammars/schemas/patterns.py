@@ -83,7 +83,7 @@ def not_starting(text: str) -> str:
 
 
 def quotable(pattern: str) -> str:
-    """Return an expression of which llguidance takes no string that it does not match.
+    """Return an expression with which llguidance accepts no string without a match.
 
     In JSON strings, its classes of all control characters take a quote and a backslash, too. So
     those that have not both take no NUL.

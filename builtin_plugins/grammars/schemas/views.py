@@ -95,7 +95,7 @@ View = Made
 
 
 class Views:
-    """The views of one document's schemas, and what its references refer to."""
+    """Views of a document's schemas, and targets of its references."""
 
     def __init__(self, root: Schema) -> None:
         """`root`: its outermost schema."""

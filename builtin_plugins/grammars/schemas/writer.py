@@ -187,7 +187,7 @@ class SchemaWriter:
     def _cases_of(
         self, name: str, view: View, context: Sequence[Schema], base: View, path: str
     ) -> list[list[Case]]:
-        """Return the cases of one keyword; those of branches that are apart become an `anyOf`."""
+        """Return the cases of a keyword; disjoint branches become an `anyOf`."""
         try:
             case_lists = list(self._cases.of(name, view, context))
         except ValueError as cause:
@@ -321,7 +321,7 @@ class SchemaWriter:
         self._inside.discard(id(target))
 
     def _enters(self, schema: Schema) -> bool:
-        """Return whether what a reference refers to is not being written; it is from now on."""
+        """Return whether the target of a reference is not being written yet; mark it as such."""
         target = id(self._views.target(schema))
         is_new = target not in self._inside
         self._inside.add(target)

@@ -1,4 +1,4 @@
-"""The attention interface of transformers, whose calls go to the attention of a step."""
+"""The attention interface of transformers; its calls go to the attention of a step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AttentionLayer:
     sinks: Callable[[], torch.Tensor] | None = field(default=None, repr=False)
 
     def load_sinks(self) -> None:
-        """Write the loaded sinks of the module to those of the spec."""
+        """Write the loaded sinks of the module to the sinks of the spec."""
         if self.sinks is not None and self.spec.sinks is not None:
             self.spec.sinks.copy_(self.sinks())
 
@@ -102,7 +102,7 @@ class Observer(Protocol):
 
 
 class _Observers(threading.local):
-    """Observers of the steps of a thread, of which the last one counts."""
+    """Observers of the steps of a thread; the last one counts."""
 
     def __init__(self) -> None:
         self.stack: list[Observer] = []
@@ -184,10 +184,10 @@ def observing(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
 
 
 class Specs:
-    """Observes what each layer needs of attention, and refuses what a `KVSpec` has no word for."""
+    """Observes the attention of each layer, and rejects features without a field in `KVSpec`."""
 
     def __init__(self, model: PreTrainedModel, step: SharedStep, max_model_len: int) -> None:
-        """`step` is what the layers will share."""
+        """`step`: the step that the layers will share."""
         self.layers: list[AttentionLayer] = []
         self.num_calls = 0
         self._step, self._longest = step, max_model_len
@@ -197,7 +197,7 @@ class Specs:
         self._masks: dict[int, tuple[str, int | None, torch.Tensor]] = {}
 
     def mask(self, mask: torch.Tensor, function: Callable[..., Any], window: int | None) -> None:
-        """Note what a mask is: causal, with a window, or another one."""
+        """Record the kind of a mask: causal, with a window, or another one."""
         kind = self.kind_of(function, window)
         self._masks[mask.untyped_storage().data_ptr()] = (kind, window, mask)
 
@@ -267,7 +267,7 @@ class Specs:
         return list(DynamicCache(config=self._config).layers) if has_layers else []
 
     def check_unbounded(self, path: str, module: nn.Module) -> None:
-        """Refuse a layer without a window whose earlier tokens the cache of transformers drops."""
+        """Reject a layer without a window if the cache of transformers drops earlier tokens."""
         index = getattr(module, "layer_idx", len(self._cached))
         cached = self._cached[index : index + 1]
         cache_window = getattr(cached[0], "sliding_window", None) if cached else None
@@ -342,7 +342,7 @@ def _is_causal(function: Callable[..., Any], window: int | None) -> bool:
 
 
 def shows(function: Callable[..., Any], pairs: Sequence[tuple[int, int, bool]]) -> bool:
-    """Return whether a mask shows a query those keys, and hides the others, of (query, key)."""
+    """Return whether a mask shows or hides each pair (query, key) as stated."""
     zero = torch.tensor(0)
     try:
         visible = [

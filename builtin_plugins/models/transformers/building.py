@@ -268,7 +268,7 @@ def _refuse_own_positions(part: PreTrainedModel, name: str) -> None:
 
 
 def _unwrap_layers(model: PreTrainedModel) -> None:
-    """Call the layers without what transformers does around calls for training and for old names.
+    """Call the layers without transformers' wrappers for training and for old names.
 
     It takes a few percent of a step of one token.
     """

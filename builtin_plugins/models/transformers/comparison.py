@@ -1,4 +1,4 @@
-"""A step with attention as backends get it, compared with that of transformers itself."""
+"""Compare attention through our backends with attention of transformers itself."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def compare(
 
 
 def check_classes(actual: torch.Tensor, expected: torch.Tensor, context: ModelContext) -> None:
-    """Compare the logits of classes with those of transformers.
+    """Compare the logits of classes with the logits of transformers.
 
     Raises:
         ModelError: they differ: a head reads something besides the vector of a prompt.
@@ -110,7 +110,7 @@ def _check(shares: torch.Tensor, limit: float, than: str, context: ModelContext)
 
 
 class _Compared:
-    """Compares the attention of each layer with that of its own module, in float32."""
+    """Compares the attention of each layer with its own module, in float32."""
 
     def __init__(self, model: PreTrainedModel, attention: Attention) -> None:
         self._name, self._attention = type(model).__name__, attention

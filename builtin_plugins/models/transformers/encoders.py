@@ -1,4 +1,4 @@
-"""Encoders of transformers, and their heads that classify: tokens see those after them, too."""
+"""Encoders of transformers with bidirectional attention, and their classification heads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _both_ways = functools.partial(comparison.attend, both_ways=True)
 
 
 class SpecsBothWays(Specs):
-    """Observes what each layer needs of attention within a sequence; it has no cache."""
+    """Observes the attention of each layer within a sequence, without a cache."""
 
     def kind_of(self, function: Callable[..., Any], window: int | None) -> str:
         """Return the kind of a mask, by its function and the largest distance stated."""
@@ -39,7 +39,7 @@ class SpecsBothWays(Specs):
         return _BOTH_WAYS if is_one else "neither of all tokens nor of those near"
 
     def attended(self, module: nn.Module, *args: Any) -> torch.Tensor:
-        """Add a layer; one that is shared is called several times.
+        """Add a layer; a shared layer is called several times.
 
         Raises:
             ModelError: it needs something that cannot be kept.
@@ -246,7 +246,7 @@ class ClassifierThroughTransformers(EncoderThroughTransformers):
         return Hidden(hidden, self._pooling(hidden))
 
     def _dry_head(self) -> None:
-        """Look at what the first matrix after the body reads.
+        """Run the head, and observe the input of its first matrix.
 
         Raises:
             ModelError: it is not what requests pool.

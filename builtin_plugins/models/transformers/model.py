@@ -49,12 +49,12 @@ class ThroughTransformers(Model):
 
     @classmethod
     def implementation(cls, architecture: str) -> str | None:
-        """Return the name of this plugin, or of that of encoders, for classes of transformers."""
+        """Return the name of this plugin, or of the encoder plugin, for classes of transformers."""
         return plugin_of(architecture)
 
     @classmethod
     def media_format(cls, config: ModelConfig, files: ModelFiles | None) -> MediaFormat | None:
-        """Return the format of images of the families whose images are read; None for others.
+        """Return the image format of a supported family; None for others.
 
         Raises:
             ModelError: the files of the model have no token of images.
@@ -62,7 +62,7 @@ class ThroughTransformers(Model):
         return images_of(config, files)
 
     def __init__(self, context: ModelContext) -> None:
-        """Build the modules, and observe what their attention needs.
+        """Build the modules, and observe their attention.
 
         Raises:
             ModelError: they cannot run over a KV cache of blocks, naming layer, what and value.
@@ -335,7 +335,7 @@ def _kinds(layer: nn.Module) -> list[str]:
 
 
 class Hidden:
-    """The result of a model's body: last hidden states, and nothing of what else there may be."""
+    """The result of a model's body: the last hidden states, and nothing else."""
 
     def __init__(self, hidden: torch.Tensor, pooled: Any = ()) -> None:
         self.last_hidden_state, self.pooler_output = hidden, pooled

@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor of a checkpoint is in the one that is made of it and others.
+    """Location of a checkpoint's tensor in the combined tensor.
 
     Attributes:
         index: in the first dimension, where they are stacked; None where they are not.
@@ -67,7 +67,7 @@ class TensorLocation:
 
 @dataclass
 class Conversion:
-    """Tensors of a checkpoint of which one tensor of the model is made.
+    """Tensors of a checkpoint that are converted to one tensor of the model.
 
     Attributes:
         sources: their shapes, by name.

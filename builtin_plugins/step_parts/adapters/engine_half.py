@@ -98,7 +98,7 @@ class AdapterSlots(
             self._set_alias(LoRARequest(name, index + 1, path, content))
 
     def workers_started(self) -> Mapping[str, RequestFault]:
-        """Let workers read what the configuration names or, after a sleep, what requests run with.
+        """Let workers read configured adapters or, after a sleep, the adapters of live requests.
 
         Returns:
             Requests whose adapter a rank cannot read again.
@@ -265,7 +265,7 @@ class AdapterSlots(
             self._remove_unused()
 
     def _resolve(self, loras: Sequence[Mapping[str, Any]]) -> list[str | None]:
-        """Return the content of adapters; None of one that has to be loaded first.
+        """Return the content of adapters; None if an adapter has to be loaded first.
 
         Raises:
             RequestError: one is not known.

@@ -326,7 +326,7 @@ def load_adapter(
 
 
 def _layers(names: Iterable[str]) -> dict[str, str]:
-    """Return layers by their names without what wraps a text model; no ambiguous ones."""
+    """Return layers by their names without prefixes of the text model; no ambiguous ones."""
     listed: dict[str, list[str]] = {}
     for name in names:
         listed.setdefault(_in_text_model(name), []).append(name)
@@ -334,7 +334,7 @@ def _layers(names: Iterable[str]) -> dict[str, str]:
 
 
 def _in_text_model(module: str) -> str:
-    """Return the name of a module from `layers.` on, if what is before it only wraps a text model.
+    """Return the name of a module from `layers.` on, if only a wrapper of a text model precedes it.
 
     Towers of images and sound have layers of the same names, and stay apart.
     """

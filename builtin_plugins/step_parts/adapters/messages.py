@@ -1,4 +1,4 @@
-"""The messages between the halves of adapters, as msgpack, and those of programs."""
+"""Messages between the halves of adapters, as msgpack, and messages of programs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Ask(msgspec.Struct, tag=True):
 
 
 class Keep(msgspec.Struct, tag=True):
-    """Keep what was read, and forget contents that are not used any more."""
+    """Keep the adapters read, and forget unused contents."""
 
     ticket: int
     forgotten: list[str]

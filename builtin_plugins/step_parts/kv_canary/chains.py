@@ -158,7 +158,7 @@ class KnownChains:
             self._past.popitem(last=False)
 
     def describe(self, entry: int, chain: TokenChain, position: int) -> str:
-        """Return whose keys and values an entry stands for, in place of those of a position."""
+        """Return the owner of an entry, found instead of the expected position."""
         if entry == NEVER_WRITTEN:
             return "none: they were never written"
         if (owner := self._rejected.get(entry)) is not None:

@@ -137,7 +137,7 @@ class CanaryWorker(WorkerStep, HiddenStates, ForwardWrapper, CacheObserver):
             entries[:, slots] = values
 
     def hidden(self, hidden: torch.Tensor, rows: StepRows) -> None:  # noqa: ARG002
-        """Compare what the attention has read with what is planned.
+        """Compare the reads of the attention with the plan.
 
         Raises:
             RuntimeError: the step has other sequences than the plan.
@@ -155,7 +155,7 @@ class CanaryWorker(WorkerStep, HiddenStates, ForwardWrapper, CacheObserver):
                     self._check(sequence, group, table[row], lens[row])
 
     def _check(self, sequence: _Sequence, group: int, table: Ints, length: int) -> None:
-        """Compare the entries of a sequence with those that the plan implies.
+        """Compare the entries of a sequence with the entries that the plan implies.
 
         Args:
             sequence: as planned.

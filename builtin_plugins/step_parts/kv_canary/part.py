@@ -1,4 +1,4 @@
-"""The KV canary as a step part: ends the requests whose keys and values are not their own."""
+"""The KV canary as a step part: fails requests with wrong keys and values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = logging.getLogger("hardpoint")
 
 
 class KVCanary(StepPart):
-    """Checks in each step whose keys and values the blocks of requests have; `debug.kv_canary`.
+    """Checks in each step that blocks hold the right keys and values; `debug.kv_canary`.
 
     The rank that samples checks its cache; the others have the same block tables.
     """

@@ -50,7 +50,7 @@ _MOST_EVENTS = 1 << 16
 
 
 class TransferWorker(BlockAccess, WorkerStep, LayerWrapper):
-    """Calls the connector's worker half; collects what happens in each step.
+    """Calls the connector's worker half; collects the events of each step.
 
     A half that cannot end its loads, or take the KV cache, is closed and not called again.
     """

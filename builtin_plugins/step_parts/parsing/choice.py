@@ -95,7 +95,7 @@ class ConfiguredParsers:
         return by_kind
 
     def _fitting(self, kind: str) -> str | None:
-        """Return the name of the parser whose markers the model's chat template has; None: no such.
+        """Return the name of the parser with the markers of the model's chat template, or None.
 
         Raises:
             PluginConflictError: several distributions offer it, and no setting chooses one.

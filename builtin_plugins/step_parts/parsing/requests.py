@@ -33,7 +33,7 @@ class RequestParsers:
 
     @property
     def components(self) -> list[OutputParser]:
-        """The latest ones, but for those of one request alone."""
+        """The latest parsers, except parsers of one request alone."""
         chosen = (parser for _, parser in self._chosen.values())
         return list(dict.fromkeys([*self._shared.components, *chosen]))
 

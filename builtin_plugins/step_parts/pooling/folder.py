@@ -86,7 +86,7 @@ class ModelPooling:
     token_types: bool = False
 
     def prompt(self, name: str | None, purpose: str | None = None) -> str:
-        """Return the text before those that are embedded; see `PooledResults.call`.
+        """Return the text before embedded texts; see `PooledResults.call`.
 
         Raises:
             RequestError: there is no prompt of that name.

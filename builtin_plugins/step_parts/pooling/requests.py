@@ -1,4 +1,4 @@
-"""Pooling in the frontend and the engine: which requests pool, how, and what they come to."""
+"""Pooling in the frontend and the engine: requests, their poolers and their results."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ class PooledReader(OutputReader):
 
 
 class PooledRequests(FrontendHalf):
-    """Checks the parameters of requests that pool, and fills in those of the model."""
+    """Checks the parameters of pooling requests, and fills in the defaults of the model."""
 
     prompt_keys = _PAIR
     for_fields = _POOLING_FIELDS
     for_parameters = ("plugin_args",)  # of poolers, which other requests are not to have
 
     def __init__(self, components: ComponentFactory, model: ModelPooling) -> None:
-        """Look poolers up in `components`; `model` has what requests leave open."""
+        """Look up poolers in `components`; `model` has the defaults of requests."""
         self._components, self._model = components, model
 
     def output_format(
@@ -185,7 +185,7 @@ class PooledRequests(FrontendHalf):
         )
 
     def _check_arguments(self, arguments: Mapping[str, Any], pooler: str) -> None:
-        """Check that a request that pools gives arguments to nothing but what it uses.
+        """Check that a pooling request has arguments only for components that it uses.
 
         Raises:
             RequestError: they are for another pooler, or for what makes or reads an answer.
@@ -282,7 +282,7 @@ class PooledResults(RequestFilter, PlanData, StepObserver, ProgramCalls):
     for_fields = _POOLING_FIELDS
 
     def __init__(self, name: str, poolers: Collection[str], model: ModelPooling) -> None:
-        """`poolers`: names of those that are enabled."""
+        """`poolers`: names of the enabled poolers."""
         self._name, self._poolers, self._model = name, frozenset(poolers), model
         self.tasks = TASKS
         if model.labels:
@@ -345,7 +345,7 @@ class PooledResults(RequestFilter, PlanData, StepObserver, ProgramCalls):
         plan: SchedulerOutput,  # noqa: ARG002
         result: ModelRunnerOutput,
     ) -> Mapping[str, RequestFault]:
-        """Read the vectors of prompts that are complete; return those that could not be pooled."""
+        """Read the vectors of complete prompts; return the prompts that could not be pooled."""
         faults: dict[str, RequestFault] = {}
         for data in result.part_reports.get(self._name, {}).values():  # of the rank that samples
             report = msgspec.msgpack.decode(data, type=PoolingReport)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Pooler:
-    """A pooler, and what calls it."""
+    """A pooler, and its guard."""
 
     pooler: Pooler
     calls: ComponentCalls
@@ -88,7 +88,7 @@ class PoolingWorker(WorkerStep, HiddenStates):
         self._report = PoolingReport()
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
-        """Start the new requests that pool, those again that were preempted."""
+        """Start the new pooling requests; start preempted ones again."""
         for new in plan.new_requests:
             if (params := new.source.pooling_params) is not None:
                 self._start(new, params)
@@ -134,7 +134,7 @@ class PoolingWorker(WorkerStep, HiddenStates):
         return self._poolers[name]
 
     def hidden(self, hidden: torch.Tensor, rows: StepRows) -> None:
-        """Give each request its hidden states; finish those whose prompt is complete."""
+        """Give each request its hidden states; finish complete prompts."""
         for index, name in enumerate(rows.request_ids):
             first, end = rows.starts[index : index + 2]
             prompt = self._prompts[name]
@@ -148,7 +148,7 @@ class PoolingWorker(WorkerStep, HiddenStates):
             self._report_pooled()
 
     def _finish(self, name: str, prompt: _PooledPrompt, state: PromptPooler) -> None:
-        """Keep the result of a prompt, which is reported with those of the same step."""
+        """Keep the result of a prompt, to be reported with the other results of the step."""
         pooled = self._called(name, "finish", prompt, state.finish)
         if prompt.state is None:
             return

@@ -84,7 +84,7 @@ class EmbeddedPrompts(RequestFilter, RequestLifecycle, BlockKey, PlanData):
         return msgspec.msgpack.encode((places, hashlib.sha256(content).digest()))
 
     def _positions(self, request: EngineCoreRequest) -> Positions:
-        """Return the positions of embeddings; those of the latest mixed prompt are kept."""
+        """Return the positions of embeddings; the latest mixed prompt is cached."""
         mask, latest = request.prompt_is_token_ids, self._latest
         if mask is None:
             return positions_of(request)

@@ -21,7 +21,7 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
 class PromptEmbeddings(StepPart):
-    """Prompts of which some or all positions have an embedding instead of a token id.
+    """Prompts with embeddings instead of token ids at some or all positions.
 
     A fault ends the requests that have some.
     """

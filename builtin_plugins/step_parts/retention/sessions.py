@@ -274,7 +274,7 @@ class RetainedSessions(
     # Calls of programs
 
     def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Answer a call of a program: "release" ends what a session retains.
+        """Answer a call of a program: "release" ends the retention of a session.
 
         Returns:
             "accepted", or "missing" if no session of the salt has that name.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class DraftVerification:
-    """Accepts the drafts of each request up to the first one that is wrong.
+    """Accepts the drafts of each request up to the first wrong one.
 
     A sampled token depends on logits, seed and position only. So a draft is right if it equals the
     token that is sampled at its position.

@@ -135,7 +135,7 @@ def build_sinks(
     faults: FaultCounter | None,
     fields: Mapping[str, Any],
 ) -> dict[str, StatSink]:
-    """Build sinks, guarded; if one fails, close those before it.
+    """Build sinks, guarded; if a sink fails, close the sinks before it.
 
     Args:
         components: build them.
@@ -158,7 +158,7 @@ def build_sinks(
 
 
 def call_all(sinks: Iterable[StatSink], method: str, *args: Any) -> list[Any]:
-    """Call a method of all sinks; return the results of those that did not fail.
+    """Call a method of all sinks; return the results of the calls that succeeded.
 
     Raises:
         PluginFaultError: a sink whose faults end the engine failed; all were called.

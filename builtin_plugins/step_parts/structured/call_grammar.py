@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def constrain_calls(
     request: EngineCoreRequest, calls: ToolCalls, takes_tags: Callable[[str | None], bool]
 ) -> None:
-    """Fill in the grammar of a request whose calls have to keep to one.
+    """Fill in the grammar of a request with constrained calls.
 
     A form of the answer is of its text: with a required call, there is none; otherwise the answer
     is a call or such a text.

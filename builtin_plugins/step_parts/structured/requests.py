@@ -90,7 +90,7 @@ class StructuredRequests(FrontendHalf):
             )
 
     def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
-        """Fill in the grammar of a request whose calls have to keep to one.
+        """Fill in the grammar of a request with constrained calls.
 
         Raises:
             RequestError: the parser of calls gives no such grammar.

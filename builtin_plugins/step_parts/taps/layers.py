@@ -71,7 +71,7 @@ class _FailedError(Exception):
 
 
 class TapsInLayers(WorkerStep, ResidualStream):
-    """Calls the taps of a step's requests, and reports what they read."""
+    """Calls the taps of a step's requests, and reports their readings."""
 
     only_users = True
 
@@ -147,7 +147,7 @@ class TapsInLayers(WorkerStep, ResidualStream):
         delta: torch.Tensor,
         rows: StepRows,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Call the taps of a layer after one of its branches; return what they change."""
+        """Call the taps of a layer after one of its branches; return their changes."""
         if self._rows is not rows:
             self._rows, self._calls = rows, dict(self._calls_of(rows))
         before, added = residual, delta
@@ -160,7 +160,7 @@ class TapsInLayers(WorkerStep, ResidualStream):
         return (residual, delta) if is_changed else None
 
     def _calls_of(self, rows: StepRows) -> Iterator[tuple[tuple[str, TapSite], _TapCall]]:
-        """Yield the calls of a step, those of a tap after those of the taps before it."""
+        """Yield the calls of a step, in the order of the taps."""
         places = {name: index for index, name in enumerate(rows.request_ids)}
         users: dict[tuple[str, TapSite], list[tuple[str, Any]]] = {}
         for name in rows.request_ids:
@@ -269,7 +269,7 @@ class TapsInLayers(WorkerStep, ResidualStream):
         return [(places, result)]
 
     def _check_form(self, key: str, request_ids: Sequence[str], result: torch.Tensor) -> None:
-        """Check that numbers can be joined with those of the same requests in steps before.
+        """Check that values can be joined with values of the same requests in earlier steps.
 
         New requests are compared with the last ones: if their form differs, the tap is called for
         each request alone, which gives the form of each.

@@ -115,7 +115,7 @@ class Taps:
 
 
 class TappedRequests(FrontendHalf):
-    """Checks requests that use taps, and includes what these read in their outputs."""
+    """Checks requests with taps, and includes the readings in their outputs."""
 
     for_parameters = ("plugin_args",)
 

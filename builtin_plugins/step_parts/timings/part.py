@@ -17,7 +17,7 @@ from hardpoint.plugins.step_part import (
 
 
 class Timings(StepPart):
-    """Gives the timings of requests whose `include` names it: `part_figures["timings"]`.
+    """Gives the timings of requests with "timings" in `include`: `part_figures["timings"]`.
 
     A fault of it costs timings, and no request.
     """

@@ -119,5 +119,5 @@ class LogitsReader(WorkerStep):
 
 
 def _real(drafts: Sequence[int]) -> list[int]:
-    """Return the drafts before the first one that does not exist."""
+    """Return the drafts before the first missing one."""
     return list(takewhile(lambda token: token != SchedulerOutput.NO_DRAFT, drafts))

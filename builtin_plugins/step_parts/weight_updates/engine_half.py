@@ -147,7 +147,7 @@ class VersionedRequests(EngineHalf):
         return all(msgspec.msgpack.decode(answer, type=bool) for answer in answers)
 
     def _use(self, update: UseArguments) -> Future[bool]:
-        """Let all workers use what is prepared, once no step is under way.
+        """Let all workers use the prepared weights, once no step is under way.
 
         Raises:
             RequestError: an unknown mode, or one that this engine cannot do.
@@ -178,7 +178,7 @@ class VersionedRequests(EngineHalf):
         return True
 
     def _drop(self, arguments: DropArguments) -> bool:  # noqa: ARG002
-        """Forget what is prepared; a `use` that waits fails."""
+        """Forget the prepared weights; a waiting `use` fails."""
         self._between.give_up(self._name, _GIVEN_UP)
         self._forget_prepared()
         return True
@@ -232,7 +232,7 @@ class VersionedRequests(EngineHalf):
         self._live.pop(request_id, None)
 
     def publish(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
-        """Add the versions of tokens to outputs whose client does not have them yet."""
+        """Add the versions of tokens to outputs with a client that does not have them yet."""
         for output in (output for message in outputs.values() for output in message.outputs):
             live = self._live.get(output.request_id)
             if live is None:
@@ -255,6 +255,6 @@ class VersionedRequests(EngineHalf):
         live.stale, live.is_reported = None, False
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """Add the version of the weights, unless they are those of the model's files."""
+        """Add the version of the weights, unless they come from the model's files."""
         if self.is_active:
             stats.weight_version = self._version

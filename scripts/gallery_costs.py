@@ -24,7 +24,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from hardpoint.replicas.remote.comparison import processor_facts
+from hardpoint.toolkit.processor import processor_facts
 from hardpoint.testing.checking.enabling import RUN_KINDS
 
 ROOT = Path(__file__).resolve().parent.parent

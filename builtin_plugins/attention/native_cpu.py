@@ -40,12 +40,12 @@ class NativePlan:
     def for_layer(self, spec: KVSpec) -> tuple[int, bool]:
         """Return the address of a layer's plan, and whether its work takes long."""
         key = _key(spec)
-        found = self._plans.get(key)
-        if found is None:
+        entry = self._plans.get(key)
+        if entry is None:
             plan = self._make(spec)
             is_long = int(plan[_WORK]) * spec.head_size > 64 * _LONG_WORK
-            found = self._plans[key] = (plan, plan.ctypes.data, is_long)
-        return found[1:]
+            entry = self._plans[key] = (plan, plan.ctypes.data, is_long)
+        return entry[1:]
 
     def _make(self, spec: KVSpec) -> np.ndarray:
         step = self._step

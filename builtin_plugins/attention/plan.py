@@ -1,4 +1,4 @@
-"""The plan of a step for attention in torch: what is attended together, and what it reads.
+"""The plan of a step for attention in torch: groups of sequences and their inputs.
 
 Sequences of similar size are attended together, padded to the same numbers of queries and keys. A
 prefix that several sequences share is attended once for all of them (as in Juravsky et al.,
@@ -146,7 +146,7 @@ class AttentionPlan:
     """The attention plan of a step; layers with the same window share indices and masks."""
 
     def __init__(self, step: AttentionStep, dtype: torch.dtype) -> None:
-        """`dtype` is that of the queries and of the masks."""
+        """`dtype`: dtype of the queries and of the masks."""
         self.slots = step.slots
         self._step = step
         self._dtype = dtype
@@ -181,15 +181,15 @@ class AttentionPlan:
         merged = np.flatnonzero(np.repeat(shares, counts))
         targets = np.cumsum(np.where(shares, counts, 0)) - counts
         layout = _QueryLayout(begins, targets, own_starts)
-        own = self._groups(np.flatnonzero(single & shares), window, layout)
-        own += self._groups(np.flatnonzero(~single & shares), window, layout)
+        suffixes = self._groups(np.flatnonzero(single & shares), window, layout)
+        suffixes += self._groups(np.flatnonzero(~single & shares), window, layout)
         return WindowPlan(
             decodes,
             chunks,
             self._index(merged),
             None,
-            own,
-            tuple(self._prefix(*found, targets) for found in prefixes),
+            suffixes,
+            tuple(self._prefix(*prefix, targets) for prefix in prefixes),
         )
 
     def _find_prefixes(self, window: int | None) -> list[tuple[IntArray, int, int]]:
@@ -233,10 +233,10 @@ class AttentionPlan:
         # sequence is read.
         offsets = np.minimum(np.arange(queries), counts[:, None] - 1)
         rows = layout.begins[sequences][:, None] + offsets
-        own = (totals - counts)[:, None] + offsets
-        high = own if step.sees is None else step.sees[rows]
+        positions = (totals - counts)[:, None] + offsets
+        high = positions if step.sees is None else step.sees[rows]
         window = self._max_seq_len if window is None else window
-        low = np.maximum(layout.own_starts[sequences][:, None], own + (1 - window))
+        low = np.maximum(layout.own_starts[sequences][:, None], positions + (1 - window))
         first, last = low[:, 0] // size, (totals - 1) // size
         origin = first * size
         skip = int((low[:, 0] - origin).min())
@@ -423,7 +423,7 @@ def _shared_prefixes(
     Returns:
         (sequences, first column, last column + 1) of each; one that continues another comes later.
     """
-    found = []
+    prefixes = []
     # Sequences that share the columns before `depth`, of which those before `done` were found.
     waiting = [(np.flatnonzero(visible), 0, 0)]
     while waiting:
@@ -438,9 +438,9 @@ def _shared_prefixes(
             end = end if equal.all() else depth + int(equal.argmin())
             pays = (len(members) - 1) * (end - done) * block_size >= _SHARED_TOKENS
             if pays:
-                found.append((members, done, end))
+                prefixes.append((members, done, end))
             waiting.append((members, end if pays else done, end))
-    return found
+    return prefixes
 
 
 def _equal(sequences: IntArray, blocks: IntArray) -> Iterator[IntArray]:

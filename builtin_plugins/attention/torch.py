@@ -109,7 +109,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
 
     @property
     def shares_values(self) -> bool:
-        """Unless they are codes, of which keys are rotated and values are not."""
+        """True unless the values are codes: codes of keys are rotated, codes of values are not."""
         return not self._is_coded
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         )
 
     def block_views(self, cache: Cache) -> list[torch.Tensor]:
-        """Return the bytes of keys, those of values, and those of their scales."""
+        """Return the bytes of keys, of values, and of their scales."""
         return [part.view(len(part), -1).view(torch.uint8) for part in cache]
 
     def plan(self, step: AttentionStep) -> AttentionPlan:
@@ -254,7 +254,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
     def _visible(
         self, cache: Cache, group: PaddedSequences, k: torch.Tensor, v: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        """Return the keys and values of a group; those of the step if it reads no others."""
+        """Return the keys and values of a group, from the step itself if it reads no others."""
         if group.blocks is None:
             return [side[group.rows][None] for side in (k, v)]
         return self._gather_group(cache, group)
@@ -426,11 +426,11 @@ def _attend_summed(
     if spec.softcap is not None or folded[0].device.type != "cpu":
         return _attend_plainly(spec, folded, mask)
     # What scaled_dot_product_attention runs on a CPU; it returns the sums as well.
-    found: tuple[torch.Tensor, torch.Tensor]
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    result: tuple[torch.Tensor, torch.Tensor]
+    result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *folded, attn_mask=mask, scale=spec.scale
     )
-    return found
+    return result
 
 
 def _attend_plainly(
@@ -479,7 +479,7 @@ def _attend_plainly(
 
 
 def _zeroed_pages(size: int) -> torch.Tensor:
-    """Return zeroed memory on the CPU, uint8 [size], whose pages are allocated on use."""
+    """Return zeroed memory on the CPU, uint8 [size]. Pages are allocated on use."""
     # numpy asks the system for zeroed pages, which cost nothing until they are touched; torch.zeros
     # would write them all. On Linux it asks for huge ones too: a gather reads from all over them.
     pages = np.zeros(size + _ALIGNMENT, np.uint8)

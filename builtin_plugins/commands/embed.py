@@ -69,10 +69,10 @@ def _embed(
     prompt_name: str | None,
     output: IO[str],
 ) -> None:
-    found = generator.embed([text for _, text in texts], params, prompt_name)
-    for (name, _), one in zip(texts, found, strict=True):
-        tokens = len(one.prompt_token_ids)
-        line = {"id": name, "prompt_tokens": tokens, "embedding": one.outputs.tolist()}
+    results = generator.embed([text for _, text in texts], params, prompt_name)
+    for (name, _), result in zip(texts, results, strict=True):
+        tokens = len(result.prompt_token_ids)
+        line = {"id": name, "prompt_tokens": tokens, "embedding": result.outputs.tolist()}
         output.write(line_of(line).decode())
     output.flush()
 

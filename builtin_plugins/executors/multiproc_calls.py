@@ -40,7 +40,7 @@ class CallSender(ABC):
         """Return the descriptors that a worker's process needs."""
 
     def started(self) -> None:  # noqa: B027 - optional on purpose
-        """Close what only the workers need, once all have it."""
+        """Close the workers' ends once all workers have theirs."""
 
     @abstractmethod
     def _write(self, data: bytes) -> None:
@@ -170,7 +170,7 @@ class RingSender(CallSender):
         self._ring = BroadcastRing.create(_RING_BYTES, count)
 
     def descriptors(self, rank: int) -> list[int]:  # noqa: ARG002
-        """Return that of the memory, the same for all."""
+        """Return the descriptor of the memory, the same for all."""
         return [self._ring.fileno()]
 
     def _write(self, data: bytes) -> None:

@@ -181,8 +181,10 @@ class RankProcesses:
         if not reported:
             return
         missing = self._parallel.world_size - len(reported)
-        total = sum(one.total for one in reported) + missing * max(one.total for one in reported)
-        done = total if ended else min(sum(one.done for one in reported), total - 1)
+        total = sum(progress.total for progress in reported) + missing * max(
+            progress.total for progress in reported
+        )
+        done = total if ended else min(sum(progress.done for progress in reported), total - 1)
         progress(reported[0].what, done, total)
 
     # The thread
@@ -296,8 +298,8 @@ class RankProcesses:
             return error
         with self._lock:
             errors = [call.failure() for call in self._calls.values() if call.failures]
-        own = (other for other in errors if not isinstance(other, CommunicationAbortedError))
-        return next(own, error)
+        causes = (other for other in errors if not isinstance(other, CommunicationAbortedError))
+        return next(causes, error)
 
     # End
 

@@ -93,7 +93,7 @@ class PendingCall:
             self.future.set_result(result)
 
     def failure(self) -> Exception:
-        """Return the first error that a rank raised by itself, with those of others in a note."""
+        """Return the first error raised by a rank itself, with the other errors in a note."""
         (_, error), *others = sorted(
             self.failures.items(), key=lambda item: isinstance(item[1], CommunicationAbortedError)
         )

@@ -73,5 +73,5 @@ class RayWorker:
         """Wait until the actor ends, in the group "watch"; then the call fails in the engine."""
         threading.Event().wait()
 
-    def _on_progress(self, what: str, done: int, total: int) -> None:
-        self._progress = (what, done, total)
+    def _on_progress(self, stage: str, done: int, total: int) -> None:
+        self._progress = (stage, done, total)

@@ -1,4 +1,4 @@
-"""llguidance: grammars whose masks are made as they are needed."""
+"""Grammar backend llguidance: masks are computed on demand."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 def _reason(message: str) -> str:
     message = message.partition("<backtrace>")[0]
     reason = " ".join(message.partition("\n   1 | ")[0].split())
-    found = _PLACE.match(reason)
-    reason = reason[found.end() :] if found and found[2] else reason
+    match = _PLACE.match(reason)
+    reason = reason[match.end() :] if match and match[2] else reason
     # What is wrong stands at the end, after a copy of the text.
     return reason if len(reason) <= _LONGEST else f"{reason[:100]} ... {reason[100 - _LONGEST :]}"

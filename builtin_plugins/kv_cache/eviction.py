@@ -39,7 +39,7 @@ class LeastRecentlyUsed(EvictionPolicy):
     dropped = taken
 
     def evict(self, count: int) -> Sequence[int]:
-        """Remove and return `count` candidates, the oldest of those that are not retained first."""
+        """Remove and return `count` candidates, first the oldest ones that are not retained."""
         until, now = self.context.blocks.retained_until, self.context.clock()
         chosen: list[int] = []
         while self._retained and len(chosen) < count:

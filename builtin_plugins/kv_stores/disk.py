@@ -143,9 +143,9 @@ class DiskStore(KVStore):
             OSError: it cannot be read; it is dropped, so that it is stored again.
         """
         with self._call() as is_ready:
-            if not is_ready or self._is_gone() or (found := self._index.find(key)) is None:
+            if not is_ready or self._is_gone() or (entry := self._index.find(key)) is None:
                 return False
-            slot, sequence = found
+            slot, sequence = entry
             try:
                 is_read = self.slab.read(slot, buffer)
                 if self._is_gone():
@@ -168,7 +168,7 @@ class DiskStore(KVStore):
             return True
 
     def _is_right(self, slot: int, sequence: int, buffer: Sequence[memoryview]) -> bool:
-        """Return whether a block is the one that was stored, as it is found out once.
+        """Return whether a block is equal to the stored one; it is checked once.
 
         A power failure leaves damaged blocks, and all engines have ended then.
         """
@@ -180,7 +180,7 @@ class DiskStore(KVStore):
         return is_right
 
     def store(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
-        """Write a block, in the place of the one that was not used for longest.
+        """Write a block over the least recently used one.
 
         Nothing is written if the same bytes are there already.
         """
@@ -231,7 +231,7 @@ class DiskStore(KVStore):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the blocks of this size that are there, those of all engines together."""
+        """Bytes of the stored blocks of this size, of all engines together."""
         with self._call() as is_ready:
             is_there = is_ready and not (self.slab.is_deleted or self.slab.is_cut)
             return self._index.used * self.context.block_bytes if is_there else 0
@@ -272,10 +272,10 @@ class DiskStore(KVStore):
         with self._changing() as may_change:
             if not may_change:
                 return None
-            found = self._index.find(key)
-            if found is not None and self._index.checksum(found[0]) == checksum:
-                self._index.touch(found[0])
-                self._checked[found[0]] = 0  # somebody may have found it damaged
+            entry = self._index.find(key)
+            if entry is not None and self._index.checksum(entry[0]) == checksum:
+                self._index.touch(entry[0])
+                self._checked[entry[0]] = 0  # somebody may have found it damaged
                 return -1
             slot = self._free_slot()
             if slot is not None:
@@ -360,7 +360,7 @@ class DiskStore(KVStore):
         self._store_at = time.monotonic() + _RETRY_SECONDS
         self._report("write", f"no block is saved: {cause}")
 
-    def _report(self, what: str, message: str) -> None:
-        if what not in self._reported:
-            self._reported.add(what)
+    def _report(self, problem: str, message: str) -> None:
+        if problem not in self._reported:
+            self._reported.add(problem)
             self.context.report_fault(f"plugin.{self.name}.path: {message}")

@@ -58,14 +58,14 @@ class MemoryStore(KVStore):
         A block is of use only with those before it, so the last ones are to be replaced first.
         """
         with self._lock:
-            found = [key in self._keys for key in keys]
-            for key, is_there in zip(reversed(keys), reversed(found), strict=True):
+            results = [key in self._keys for key in keys]
+            for key, is_there in zip(reversed(keys), reversed(results), strict=True):
                 if is_there:
                     self._keys.move_to_end(key)
-        return found
+        return results
 
     def store(self, key: bytes, buffer: BlockBuffer) -> bool:
-        """Copy a block, in the place of the one that was not used for longest."""
+        """Copy a block over the least recently used one."""
         with self._lock:
             place = self._places.enter_free()
             dropped = None
@@ -252,7 +252,7 @@ class _Memory:
         self._pinned = True
 
     def close(self) -> None:
-        """Return it; what follows the first time does nothing."""
+        """Return the memory; further calls do nothing."""
         if self._pinned:
             _cudart().cudaHostUnregister(self.array.ctypes.data)
             self._pinned = False

@@ -159,10 +159,10 @@ class PeerToPeerStore(PeerKVStore):
         path, file = f"plugin.{self.name}.secret_key_file", self.options.secret_key_file
         if file is not None:
             return read_key_pair(file, path)
-        if found := next(filter(is_tcp, addresses), None):
+        if address := next(filter(is_tcp, addresses), None):
             raise ConfigError(
-                f"{path}: expected a file, for {found} has no other protection; ipc:///PATH needs "
-                f"none"
+                f"{path}: expected a file, got none. {address} has no other protection; use "
+                "ipc:///PATH to listen without keys"
             )
         return None
 
@@ -230,13 +230,13 @@ class PeerToPeerStore(PeerKVStore):
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which blocks are here or at a peer; all peers are asked at the same time."""
-        found = [key in self._pool for key in keys]
-        missing = [index for index, is_there in enumerate(found) if not is_there]
+        results = [key in self._pool for key in keys]
+        missing = [index for index, is_there in enumerate(results) if not is_there]
         for some in _batches(missing):
             where = self._look_up([keys[index] for index in some])
             for index, client in zip(some, where, strict=True):
-                found[index] = client is not None
-        return found
+                results[index] = client is not None
+        return results
 
     def _look_up(self, keys: Sequence[bytes]) -> list[PeerClient | None]:
         clients, question = list(self._clients.values()), Has(list(keys))
@@ -251,9 +251,9 @@ class PeerToPeerStore(PeerKVStore):
             if len(flags) == len(keys):
                 where = [client if flag else old for flag, old in zip(flags, where, strict=True)]
         with self._lock:
-            for key, found in zip(keys, where, strict=True):
-                if found is not None:
-                    self._where[key] = found
+            for key, peer in zip(keys, where, strict=True):
+                if peer is not None:
+                    self._where[key] = peer
                     self._where.move_to_end(key)
             while len(self._where) > _MOST_REMEMBERED:
                 self._where.popitem(last=False)
@@ -341,7 +341,7 @@ class PeerToPeerStore(PeerKVStore):
 
 
 def _batches(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """Yield what there is for each key, as many at a time as a message may have keys."""
+    """Yield available blocks for each key, in batches of the largest size of a message."""
     for start in range(0, len(items), KEYS_PER_MESSAGE):
         yield items[start : start + KEYS_PER_MESSAGE]
 

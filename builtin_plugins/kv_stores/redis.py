@@ -31,7 +31,7 @@ _NOT_WRITABLE = ("MISCONF", "NOREPLICAS")
 
 
 class RedisStore(KVStore):
-    """Keeps blocks in a Redis server, or one that speaks its protocol, for many engines.
+    """Keeps blocks in a Redis server, or a compatible server, for many engines.
 
     How much the server keeps, and what it drops first, is its own configuration: `maxmemory` and
     `maxmemory-policy allkeys-lru`.
@@ -254,7 +254,7 @@ class RedisStore(KVStore):
         return True
 
     def close(self) -> None:
-        """Close the connections; those that are in use, once they are not."""
+        """Close the connections; connections in use are closed after their use."""
         self._closed = True
         self._pool.disconnect(inuse_connections=False)
 
@@ -284,7 +284,7 @@ def _import_library() -> Any:
 
 
 def _check_url(url: str) -> None:
-    """Check what the library would pass over: it takes any text for a number of a database.
+    """Check the database number: the library would accept any text.
 
     Raises:
         ValueError: it is no URL of a server. The message does not repeat it, since a password may

@@ -529,7 +529,7 @@ _WITH_WINDOW = {
 def architecture_of(
     name: str, has_experts: bool, has_window: bool = False, by_sigmoid: bool = False
 ) -> Architecture:
-    """Return one of `ARCHITECTURES`, or another one whose files are called the same.
+    """Return an entry of `ARCHITECTURES`, or an entry with the same name in files.
 
     Those of Mixtral are called "llama" and have experts, those of Mistral "llama" and those of
     OLMo 3 "olmo2" and have a window, those of DeepSeek-V3 "deepseek2" and choose experts by a

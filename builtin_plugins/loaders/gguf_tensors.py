@@ -49,7 +49,7 @@ DTYPES = {_KINDS.F32: "float32", _KINDS.F16: "float16", _KINDS.BF16: "bfloat16"}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, of which nothing has been read.
+    """A tensor in a file, before anything is read.
 
     Attributes:
         label: names file and tensor in messages.
@@ -117,8 +117,8 @@ class StoredTensor:
         first, last = cut.start // self._block, -(-cut.stop // self._block)
         part = self.data[..., first * self._width : last * self._width]
         start = cut.start - first * self._block
-        found = self._dequantize(np.ascontiguousarray(part))
-        return found[..., start : start + cut.stop - cut.start]
+        numbers = self._dequantize(np.ascontiguousarray(part))
+        return numbers[..., start : start + cut.stop - cut.start]
 
     @property
     def _scheme(self) -> str | None:
@@ -169,8 +169,8 @@ class StoredTensor:
     def _dequantize(self, data: np.ndarray[Any, Any]) -> torch.Tensor:
         with refusing_damage(self.label):
             array = gguf.quants.dequantize(_with_long_rows(data), self.kind)
-            own = array.flags.writeable and array.base is None
-            flat = torch.from_numpy(array if own else array.copy())
+            is_owned = array.flags.writeable and array.base is None
+            flat = torch.from_numpy(array if is_owned else array.copy())
         return flat.reshape(*data.shape[:-1], -1)
 
 

@@ -1,4 +1,4 @@
-"""A model of which there are config.json and the index of its weights, but no weights."""
+"""A model with a config.json and the index of its weights, but without weights."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ class OutlineLoader(WeightLoader):
             if name not in quantized
         }
         if quantized and config.quantization is not None:
-            rest = self._total_size() - sum(found.num_bytes for found in formats.values())
+            rest = self._total_size() - sum(
+                stored_format.num_bytes for stored_format in formats.values()
+            )
             share = rest / sum(sizes[name] for name in quantized)
             if not 0 < share <= 1:
                 raise ModelError(
@@ -126,8 +128,8 @@ class OutlineLoader(WeightLoader):
         quantized = {name for name, place in stacked.items() if place.has_codes}
         for name, shape in shapes.items():
             module, _, last = former.get(name, name).rpartition(".")
-            found = parts.get(module, set()) - {"bias"}
-            if last == "weight" and len(shape) == 2 and found not in (set(), {"weight"}):
+            suffixes = parts.get(module, set()) - {"bias"}
+            if last == "weight" and len(shape) == 2 and suffixes not in (set(), {"weight"}):
                 quantized.add(name)
         stored = (name for name in shapes if name not in quantized and name not in stacked)
         refuse_missing(

@@ -64,7 +64,7 @@ class RequestCallables(LogitsProcessor):
         return arguments
 
     def start(self, request: LogitsRequest) -> list[RequestProcessor]:
-        """Return a processor per callable, of which each completion of a request has its own."""
+        """Return a processor per callable, a separate one for each completion of a request."""
         prompt = prompt_of(request)
         return [
             RequestProcessor(prompt, call, call_signature(call)).copy()

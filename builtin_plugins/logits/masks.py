@@ -98,7 +98,7 @@ class MinTokens(SparseLogitsProcessor):
 
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
-        """Raise ValueError for a request whose allowed tokens are all stop tokens."""
+        """Raise ValueError if all allowed tokens of a request are stop tokens."""
         allowed = context.params.allowed_token_ids
         if arguments.min_tokens and allowed and set(allowed) <= set(context.stop_token_ids):
             raise ValueError(

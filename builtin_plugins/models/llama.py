@@ -158,7 +158,7 @@ class Llama(Model):
 
     @property
     def kv_variant(self) -> str:
-        """That of the rotary embeddings."""
+        """The variant of the rotary embeddings."""
         return " ".join(dict.fromkeys(rope.variant for rope in self._ropes if rope is not None))
 
     def windows(self) -> list[int | None]:
@@ -487,7 +487,7 @@ class Mistral(Llama):
 
 
 def neighbours_in_halves(heads: torch.Tensor, size: int) -> torch.Tensor:
-    """Return heads [tokens, heads, head_size] in the order of which `Ops.rotate` rotates halves.
+    """Return heads [tokens, heads, head_size] in the order of `Ops.rotate` for halves.
 
     Of the first `size` elements, those at even places come first. Scores are the same, as long as
     queries and keys have one order.

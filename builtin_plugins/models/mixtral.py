@@ -25,7 +25,7 @@ class Mixture(Llama):
 
     @property
     def routed_experts(self) -> tuple[int, int]:
-        """All layers, also those that have no experts."""
+        """All layers, also layers without experts."""
         return self._num_layers, self._fields.whole("num_experts_per_tok")
 
     def run_mlp(self, index: int, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -97,7 +97,7 @@ class MixtureAfterDense(Mixture):
         return self._fields.number("routed_scaling_factor", 1.0)
 
     def read_groups(self, experts: ExpertsConfig, *, least: int) -> tuple[int, int]:
-        """Return the number of groups of experts, and of those of a token.
+        """Return the number of groups of experts, and the number of groups per token.
 
         Args:
             experts: the experts.

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3 (OLMo Team): Llama with norms of what attention and the MLP return."""
+"""OLMo 2 and 3 (OLMo Team): Llama with norms after attention and the MLP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .llama import LAYER_TYPES, DecoderLayer, Llama
 
 
 class Olmo2(Llama):
-    """OLMo 2 (2024): the results of attention and the MLP are normalised, not what they get.
+    """OLMo 2 (2024): the results of attention and the MLP are normalized, not their inputs.
 
     q and k are normalised too, over all heads together.
     """
@@ -80,7 +80,7 @@ class Olmo3(Olmo2, TypedLayers):
 
 
 class _PartialNorm(RMSNorm):
-    """A norm of which a rank has a part of the weight."""
+    """A norm with a part of the weight in each rank."""
 
     def __init__(
         self, name: str, size: int, mine: range, eps: float, context: ModelContext

@@ -1,4 +1,4 @@
-"""Operations recorded as CUDA graphs, and what stands for them where kernels are interpreted."""
+"""Operations recorded as CUDA graphs, and a replacement for interpreted kernels."""
 
 from __future__ import annotations
 

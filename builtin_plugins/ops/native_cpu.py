@@ -198,7 +198,7 @@ class NativeOps(Ops):
         adapters: torch.Tensor,
         scales: torch.Tensor,
     ) -> None:
-        """Add what low-rank adapters change to y, in place.
+        """Add the products of low-rank adapters to y, in place.
 
         Raises:
             ValueError: the shapes do not fit together, or rows are not contiguous.
@@ -299,7 +299,7 @@ class NativeOps(Ops):
         return self._gated(self._gelu_and_mul, x)
 
     def record(self, run: Callable[[], torch.Tensor]) -> RecordedCalls | None:
-        """Run, and return what repeats it, if kernels did all of the work."""
+        """Run, and return a function that repeats the work, if kernels did all of it."""
         with self._library.record() as recording, _Tensors() as tensors:
             result = run()
         if tensors.foreign:
@@ -515,7 +515,7 @@ class _Watched:
 
 
 class _Tensors(_Watched, TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """As `_Watched`, of what this thread runs."""
+    """As `_Watched`, for the operations of this thread."""
 
     # Its base has the method: torch wraps one of its own class, and imports its compiler to call
     # it, which takes seconds and a hundred megabytes.

@@ -33,7 +33,7 @@ class TorchOps(Ops):
         self._cosines = self._sines = torch.empty(0)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return W; on a CPU in oneDNN's blocked layout, whose bytes cannot be read."""
+        """Return W; on a CPU in oneDNN's blocked layout, with unreadable bytes."""
         # Packing was measured to be 1.2 to 2 times faster than F.linear in bfloat16 and float32,
         # with equal results; float16 has no packed form on most processors, bfloat16 on some.
         if weight.device.type == "cpu" and _can_pack(weight.dtype):
@@ -173,7 +173,7 @@ def _smallest_of_nuclei(logits: torch.Tensor, best: torch.Tensor, p: torch.Tenso
 def _smallest_of_nucleus(
     logits: torch.Tensor, weights: torch.Tensor, best: float, goal: int
 ) -> float:
-    """Return the largest logit at which the weights of those at least as large reach `goal`.
+    """Return the largest logit at which the weights of all at least as large reach `goal`.
 
     Args:
         logits: on a CPU, float32 [vocab].

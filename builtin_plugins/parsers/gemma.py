@@ -1,4 +1,4 @@
-"""The format of Gemma 4: a channel of thoughts, and calls whose arguments are almost JSON."""
+"""The format of Gemma 4: a channel of thoughts, and calls with almost JSON arguments."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class Gemma(FormatParser):
         def call(tool: str, schema: Mapping[str, Any]) -> Format:
             writer = _GemmaLiterals(tool, schema, quote)
             parameters = parameters_of(tool, schema)
-            found = writer.members(parameters, [writer.key(name) for name, _, _ in parameters])
-            return writer.grammar(f'{in_lark(f"call:{tool}{{")} {found} "}}"')
+            members = writer.members(parameters, [writer.key(name) for name, _, _ in parameters])
+            return writer.grammar(f'{in_lark(f"call:{tool}{{")} {members} "}}"')
 
         return self.tagged(
             "<|tool_call>",
@@ -168,8 +168,8 @@ class _Arguments(Body):
         self._word: list[str] = []
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
-        for found in _WORD.finditer(text):
-            self._add(found.group(), events)
+        for word in _WORD.finditer(text):
+            self._add(word.group(), events)
         return len(text)
 
     def _add(self, part: str, events: list[OutputEvent]) -> None:

@@ -73,7 +73,7 @@ class Harmony(FormatParser):
         }
 
     def markers(self) -> ReasoningMarkers:
-        """Return the usual headers of an analysis and of an answer, and what ends an analysis."""
+        """Return the usual headers of an analysis and of an answer, and the end of an analysis."""
         analysis, message, final = self.encoded("<|channel|>analysis<|message|>", _MESSAGE, _FINAL)
         usual = super().markers()
         return ReasoningMarkers(
@@ -123,7 +123,7 @@ class _Between(Between):
 
 
 class _Header(Body):
-    """A part of a message's header; the last one decides what the message is.
+    """A part of a message's header; the last one decides the kind of the message.
 
     What is longer than any header is content. So is text of a header without `<|message|>`, and the
     output has a warning.

@@ -1,4 +1,4 @@
-"""Tool calls whose name comes before their arguments, with special tokens between."""
+"""Tool calls with the name before the arguments, with special tokens between."""
 
 # ruff: noqa: RUF001 - the markers of DeepSeek are written so
 
@@ -279,8 +279,8 @@ class MistralParser(FormatParser):
     def _call(self, tool: str, schema: Mapping[str, Any]) -> Format:
         call_id: list[Format] = []
         if "[CALL_ID]" in self.context.tokenizer.special_tokens:
-            found = self.sequence("[CALL_ID]", RegexFormat(pattern="[a-zA-Z0-9]{9}"))
-            call_id = [OptionalFormat(content=found)]
+            format = self.sequence("[CALL_ID]", RegexFormat(pattern="[a-zA-Z0-9]{9}"))
+            call_id = [OptionalFormat(content=format)]
         return self.sequence(tool, *call_id, "[ARGS]", arguments_format(tool, schema))
 
 
@@ -312,7 +312,7 @@ class _MistralName(ToolName):
 
 
 class _MistralId(ToolName):
-    """The id of the call whose name came before."""
+    """The id of a call, after its name."""
 
     is_start = False
     ends_at = "{"

@@ -108,7 +108,7 @@ class Llama3Json(Json):
     _arguments = "parameters"
 
     def states(self) -> Mapping[str, ParserState]:
-        """Return those of `json`, and the marker that may come first."""
+        """Return the states of `json`, and the marker that may come first."""
         states, marker = super().states(), {"<|python_tag|>": "call"}
         return {
             **states,
@@ -143,16 +143,16 @@ class _TextWithCalls(TextWithCalls):
     head = re.compile(rf'(?:\[{_WS})?{_HEAD}(?P<tool>[^"\\\s]+)"')
 
     def begins(self, text: str, tools: Mapping[str, object]) -> bool:
-        found = "".join(text.split())
+        compact = "".join(text.split())
         for start in _STARTS:
-            if found.startswith(start):
-                name = found.removeprefix(start)
+            if compact.startswith(start):
+                name = compact.removeprefix(start)
                 if name.endswith('"'):
                     return self.head.fullmatch(text) is not None and (
                         not tools or name[:-1] in tools
                     )
                 return not tools or any(tool.startswith(name) for tool in tools)
-        return any(start.startswith(found) for start in _STARTS)
+        return any(start.startswith(compact) for start in _STARTS)
 
 
 class _Call(JsonCalls):

@@ -1,4 +1,4 @@
-"""Formats whose calls are JSON between two markers: rows of a table, and what reads them."""
+"""Formats with calls as JSON between two markers: rows of a table, and their reader."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class JsonSections(FormatParser):
     ) -> Format:
         """Return the grammar of calls, or of text with calls in it."""
         call = choice_of_calls(tools, self.call)
-        found = []
+        formats = []
         for begin, end in self.sections.items():
             if self.list_text is None:
                 calls: Format = self.sequence("\n", call, "\n")
@@ -98,10 +98,10 @@ class JsonSections(FormatParser):
                 first = first.removeprefix("[") if begin.endswith("[") else first
                 calls = self.sequence(first, repeated(call, between, parallel=parallel), last)
             several = parallel and self.list_text is None
-            found.append(
+            formats.append(
                 self.tagged(begin, calls, end, required=required, parallel=several, separator="\n")
             )
-        return found[0] if len(found) == 1 else any_tag(*found, parallel=False)
+        return formats[0] if len(formats) == 1 else any_tag(*formats, parallel=False)
 
     def call(self, tool: str, schema: Mapping[str, Any]) -> Format:
         """Return the grammar of a call."""
@@ -124,13 +124,13 @@ class _Answer(Content):
         self._space: list[str] = []  # at the end of the text
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
-        found = text.rstrip()
-        if found:
-            begun = found if self._has_begun else found.lstrip()
+        stripped = text.rstrip()
+        if stripped:
+            begun = stripped if self._has_begun else stripped.lstrip()
             events.append(ContentText("".join([*self._space, begun])))
             self._has_begun, self._space = True, []
         if self._has_begun:
-            self._space.append(text[len(found) :])
+            self._space.append(text[len(stripped) :])
         return len(text)
 
 
@@ -277,7 +277,7 @@ class Cohere(JsonSections):
     answers = {f"<|START_{name}|>": f"<|END_{name}|>" for name in ("RESPONSE", "TEXT")}
 
     def markers(self) -> ReasoningMarkers:
-        """Return the tokens of reasoning, and the one that begins an answer."""
+        """Return the tokens of reasoning, and the token that begins an answer."""
         special = self.context.tokenizer.special_tokens
         begin = next((begin for begin in self.answers if begin in special), "")
         prefix = self.encoded(begin)[0] if begin else ()

@@ -116,9 +116,9 @@ class Llama4Pythonic(Pythonic):
         return self._states_of({begin: "call", end: "content"})
 
     def _calls(self, calls: Format) -> Format:
-        found = super()._calls(calls)
+        formats = super()._calls(calls)
         begin, end = self.marks
-        return OrFormat(elements=[self.sequence(begin, found, end), found])
+        return OrFormat(elements=[self.sequence(begin, formats, end), formats])
 
 
 class Lfm2(Llama4Pythonic):
@@ -194,8 +194,8 @@ def _call(tool: str, schema: Mapping[str, Any]) -> Format:
                 f"got {name!r}"
             )
     writer = _PythonLiterals(tool, schema)
-    found = writer.members(parameters, [in_lark(f"{name}=") for name, _, _ in parameters])
-    return writer.grammar(f'{in_lark(f"{tool}(")} {found} ")"')
+    members = writer.members(parameters, [in_lark(f"{name}=") for name, _, _ in parameters])
+    return writer.grammar(f'{in_lark(f"{tool}(")} {members} ")"')
 
 
 class _PythonLiterals(LiteralGrammar):
@@ -204,12 +204,12 @@ class _PythonLiterals(LiteralGrammar):
 
     def string(self, schema: Mapping[str, Any]) -> str:
         wanted = {key: schema[key] for key in schema if key in _STRING_KEYWORDS}
-        found = self.json({"type": "string", **wanted})
+        rule = self.json({"type": "string", **wanted})
         if {"pattern", "format"} & wanted.keys():
-            return found
+            return rule
         count = length_pattern(schema).removeprefix("(?s:.").removesuffix(")")
         quoted = r"'([^'\\\x00-\x1f\x7f]|\\[\\'nrt])"
-        return f"{found} | /{quoted}{count}'/"
+        return f"{rule} | /{quoted}{count}'/"
 
     def constant(self, text: str) -> str:
         texts = dict.fromkeys([json.dumps(text, ensure_ascii=False), repr(text)])
@@ -288,8 +288,8 @@ class _PythonCalls(Body):
         """Take the bracket and the name of the first call; anything else is content."""
         assert self._head is not None
         head, known = self._head + text, len(self._head)
-        found = _HEAD.match(head[:_LONGEST_HEAD])
-        if found:
+        match = _HEAD.match(head[:_LONGEST_HEAD])
+        if match:
             self._head = None
             self._before = known
             taken = self._feed(head, head.index("[") + 1, events) - known

@@ -109,7 +109,7 @@ class TagCalls(FormatParser):
         return {**states, "content": ParserState(Content, content), **self.call_states(content)}
 
     def call_states(self, content: Mapping[str, str]) -> dict[str, ParserState]:
-        """Return the states of a call, and of the content behind it, whose moves are given."""
+        """Return the states of a call, and of the content behind it, for the given moves."""
         tags, ends = self.tags, self.sections.values()
         over, cut = dict.fromkeys(ends, "behind"), dict.fromkeys(ends, "after")
         value = dict(zip(tags.value_ends, ("parameters", "end", "key"), strict=True))
@@ -177,14 +177,18 @@ class TagCalls(FormatParser):
             )
 
     def _parameter(self, tool: str, parameter: Parameter, schema: Mapping[str, Any]) -> Format:
-        tags, found = self.tags, list[Format]()
+        tags, choices_by_mark = self.tags, list[Format]()
         values = self.values(tool, parameter, schema)
         for mark in dict.fromkeys(tags.marks):
-            choices = [one for is_text, one in values if tags.marks[not is_text] == mark]
+            choices = [value for is_text, value in values if tags.marks[not is_text] == mark]
             if choices:
                 head = f"{tags.key}{tags.quote}{parameter.name}{tags.quote}{mark}>"
-                found.append(self.sequence(head, either(choices), "\n"))
-        return either(found) if parameter.is_required else OptionalFormat(content=either(found))
+                choices_by_mark.append(self.sequence(head, either(choices), "\n"))
+        return (
+            either(choices_by_mark)
+            if parameter.is_required
+            else OptionalFormat(content=either(choices_by_mark))
+        )
 
     def values(
         self, tool: str, parameter: Parameter, root: Mapping[str, Any]
@@ -193,27 +197,27 @@ class TagCalls(FormatParser):
         tags = self.tags
         whole = resolved(parameter.schema, root)
         types = named_types(whole, root)
-        found: list[tuple[bool, Format]] = []
+        formats: list[tuple[bool, Format]] = []
         for schema in _alternatives(tool, whole, root):
             if "enum" in schema or "const" in schema:
-                found += self._constants(tool, schema, whole, root)
+                formats += self._constants(tool, schema, whole, root)
             elif not types or schema.get("type") == "string":
                 check_keywords(
                     tool, schema, {"type", "minLength", "maxLength", "format"} if types else ()
                 )
                 length = length_pattern(schema)
                 ends = tags.around.replace("\n", r"\n")
-                found.append((True, self._text(f"{ends}{length}{ends}")))
+                formats.append((True, self._text(f"{ends}{length}{ends}")))
             else:
                 if "string" in types:  # a text may be one of these values
                     allowed = set() if schema.get("type") in {"array", "object"} else {"type"}
                     check_keywords(tool, schema, allowed)
                 with_root = {key: root[key] for key in ("$defs", "definitions") if key in root}
                 value = JsonSchemaFormat(json_schema={**with_root, **schema})
-                found.append(
+                formats.append(
                     (False, self.sequence(tags.around, value, tags.around + tags.value_end))
                 )
-        return found
+        return formats
 
     def _text(self, pattern: str) -> Format:
         end, *others = self.tags.value_ends
@@ -380,7 +384,7 @@ class _CallEnd(Body):
 
 
 class After(AfterCall):
-    """Content behind a call whose end tag is missing."""
+    """Content behind a call without an end tag."""
 
     def open(self, events: list[OutputEvent]) -> None:
         """End the call."""
@@ -388,7 +392,7 @@ class After(AfterCall):
 
 
 def begin_call(output: OpenOutput, events: list[OutputEvent]) -> None:
-    """Begin the call whose name is known."""
+    """Begin a call after its name."""
     output.begin_call(events)
     output.notes["separator"], output.notes["keys"] = "{", set()
 

@@ -1,4 +1,4 @@
-"""Formats whose calls have a tag for each parameter: rows that `tag_calls` reads."""
+"""Formats of calls with a tag for each parameter: rows for `tag_calls`."""
 
 # ruff: noqa: RUF001, RUF002 - the markers of DeepSeek and Step are written so
 
@@ -96,7 +96,7 @@ class MiniMaxM2(TagCalls):
 
 
 class DeepSeekV32(TagCalls):
-    """DeepSeek-V3.2 and V4: a section of calls, whose tags state which values are text.
+    """DeepSeek-V3.2 and V4: a section of calls; tags state which values are text.
 
     A call is `<｜DSML｜invoke name="NAME">`, then for each parameter
     `<｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter>`. A value with
@@ -149,7 +149,7 @@ class Step3(TagCalls):
     )
 
     def call_states(self, content: Mapping[str, str]) -> dict[str, ParserState]:
-        """Return those of `TagCalls`, with the tokens around a call."""
+        """Return the states of `TagCalls`, with the tokens around a call."""
         states = super().call_states(content)
         call, end = states["call"], states["end"]
         return {
@@ -196,11 +196,11 @@ class Glm45(TagCalls):
         elements: list[str | Format] = [tool, line]
         for parameter in parameters_of(tool, schema):
             self.check_key(tool, parameter.name)
-            values = either([one for _, one in self.values(tool, parameter, schema)])
-            found = self.sequence(
+            values = either([value for _, value in self.values(tool, parameter, schema)])
+            argument = self.sequence(
                 f"<arg_key>{parameter.name}</arg_key>", line, "<arg_value>", values, line
             )
-            elements.append(found if parameter.is_required else OptionalFormat(content=found))
+            elements.append(argument if parameter.is_required else OptionalFormat(content=argument))
         return self.sequence(*elements)
 
 

@@ -15,7 +15,7 @@ cut into chunks makes no difference in any bit."""
 
 
 class Last(Pooler):
-    """The hidden state of the last token: what causal models are trained for."""
+    """The hidden state of the last token, as trained in causal models."""
 
     contract = 1
     needs_all = False

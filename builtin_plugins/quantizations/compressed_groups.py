@@ -47,7 +47,7 @@ class Weights(ABC):
 
     @abstractmethod
     def reading(self, columns: int) -> tuple[object, ...]:
-        """Return all that decides what tensors mean that pass `check`."""
+        """Return all settings that decide the meaning of tensors that pass `check`."""
 
     @abstractmethod
     def check(self, stored: QuantizedWeight) -> None:
@@ -71,7 +71,7 @@ class Weights(ABC):
 
     @abstractmethod
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:
-        """Return the bytes of codes, scales and offsets; None of what may be dequantised."""
+        """Return the bytes of codes, scales and offsets; None if they may be dequantized."""
 
     def rank(self, module: str) -> int:
         """Return how well a module fits the targets, the best first: name, pattern, class.
@@ -104,7 +104,7 @@ class Integers(Weights):
     reorders: bool
 
     def reading(self, columns: int) -> tuple[object, ...]:
-        """Return all that decides what tensors mean that pass `check`."""
+        """Return all settings that decide the meaning of tensors that pass `check`."""
         return self.bits, min(self.group or columns, columns)
 
     def check(self, stored: QuantizedWeight) -> None:
@@ -163,7 +163,7 @@ class Integers(Weights):
         return None if self.reorders else alignment(columns, self.group)
 
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:
-        """Return the bytes of codes, scales and offsets; None of what may be dequantised."""
+        """Return the bytes of codes, scales and offsets; None if they may be dequantized."""
         if self.reorders:
             return None
         return stored_bytes(shape, self.bits, self.group, not self.symmetric)
@@ -175,7 +175,7 @@ class Integers(Weights):
         return numbers.bitwise_xor(128).view(torch.int8)
 
     def _codes_of_bytes(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
-        """Return signed numbers, those of 4 bits with 8 added.
+        """Return signed numbers, 4-bit numbers with 8 added.
 
         Raises:
             ValueError: they have more bits.
@@ -203,7 +203,7 @@ class Floats(Weights):
     block: tuple[int, int] | None
 
     def reading(self, columns: int) -> tuple[object, ...]:  # noqa: ARG002
-        """Return all that decides what tensors mean that pass `check`."""
+        """Return all settings that decide the meaning of tensors that pass `check`."""
         return self.strategy, self.block
 
     def check(self, stored: QuantizedWeight) -> None:

@@ -35,12 +35,12 @@ class CompressedTensors(StoredScheme):
         Raises:
             ModelError: one of them quantises something else than weights, or is not supported.
         """
-        given = self.context.config
-        one_of(fields, "kv_cache_scheme", given.get("kv_cache_scheme"), [None])
-        one_of(fields, "transform_config", given.get("transform_config") or None, [None])
+        config = self.context.config
+        one_of(fields, "kv_cache_scheme", config.get("kv_cache_scheme"), [None])
+        one_of(fields, "transform_config", config.get("transform_config") or None, [None])
         sparsity = fields.table("sparsity_config").get("format", "dense")
         one_of(fields, "sparsity_config.format", sparsity, ["dense"])
-        form = given.get("format", FORMATS["int"][0])
+        form = config.get("format", FORMATS["int"][0])
         one_of(fields, "format", form, [*dict.fromkeys(_FORMATS), "mixed-precision"])
         groups = fields.table("config_groups")
         if not groups:
@@ -56,7 +56,7 @@ class CompressedTensors(StoredScheme):
         self._fitting(stored)
 
     def read(self, stored: QuantizedWeight) -> QuantizedMatrix:
-        """Return codes with scales and, where there are zeros, offsets; or what they stand for.
+        """Return codes with scales and, if there are zeros, offsets; or dequantized numbers.
 
         Raises:
             ValueError: a tensor is missing, or its dtype, shape or content is wrong.
@@ -125,8 +125,8 @@ def _read_group(name: str, group: Any) -> Weights:
     refuse_unknown(values, ("targets", "weights", "format", *_ACTIVATIONS), place)
     inner = ConfigFields(values, place)
     for activations in _ACTIVATIONS:
-        if given := values.get(activations):
-            _check_activations(inner, activations, given)
+        if settings := values.get(activations):
+            _check_activations(inner, activations, settings)
     weights = inner.table("weights")
     if not weights:
         raise inner.error("weights", f"expected a table, got {short(values.get('weights'))}")
@@ -148,16 +148,16 @@ def _read_targets(fields: ConfigFields, targets: Any) -> tuple[str, ...]:
     return tuple(targets)
 
 
-def _check_activations(fields: ConfigFields, name: str, given: Any) -> None:
+def _check_activations(fields: ConfigFields, name: str, settings: Any) -> None:
     """Check that activations may be left as they are.
 
     Raises:
         ModelError: their scales are stored, or they have another number of bits.
     """
-    is_dynamic = isinstance(given, dict) and given.get("dynamic") is True
-    if not is_dynamic or given.get("num_bits") != _BITS:
+    is_dynamic = isinstance(settings, dict) and settings.get("dynamic") is True
+    if not is_dynamic or settings.get("num_bits") != _BITS:
         raise fields.error(
             name,
             f"activations that are quantised are not supported, expected none, or eight bits that "
-            f"are dynamic, whose weights alone are read; got {short(given)}",
+            f"are dynamic, whose weights alone are read; got {short(settings)}",
         )

@@ -123,7 +123,7 @@ class IQ4_NL(Blocks):  # noqa: N801
 
 
 class IQ4_XS(Blocks):  # noqa: N801
-    """An outer scale, 8 scales of six bits less 32, and 256 codes like those of IQ4_NL."""
+    """An outer scale, 8 scales of six bits less 32, and 256 codes as in IQ4_NL."""
 
     contract = 1
     columns = 256
@@ -167,19 +167,19 @@ class Q4_K(Blocks):  # noqa: N801
     size = 144
 
     def split(self, blocks: torch.Tensor) -> AffineCodes:
-        """Return codes and what they are multiplied by and added to."""
+        """Return codes, factors and offsets."""
         return _with_minima(blocks, nibbles(blocks[..., 16:], 32).flatten(1), 4)
 
 
 class Q5_K(Blocks):  # noqa: N801
-    """The same with codes of five bits, whose highest bits come first."""
+    """The same with codes of five bits, highest bits first."""
 
     contract = 1
     columns = 256
     size = 176
 
     def split(self, blocks: torch.Tensor) -> AffineCodes:
-        """Return codes and what they are multiplied by and added to."""
+        """Return codes, factors and offsets."""
         codes = nibbles(blocks[..., 48:], 32).flatten(2, 3)  # [rows, blocks, 8, 32]
         high = blocks[..., 16:48]
         for index in range(8):
@@ -250,7 +250,7 @@ def nibbles(packed: torch.Tensor, run: int) -> torch.Tensor:
 
 
 def _five_bits(packed: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Return codes uint8 [rows, columns], whose fifth bits are in `high` [rows, blocks, 4]."""
+    """Return codes uint8 [rows, columns], with fifth bits from `high` [rows, blocks, 4]."""
     codes = nibbles(packed, 16).view(*packed.shape[:2], 4, 8)
     for index in range(8):
         codes[..., index] |= (high >> index & 1) << 4

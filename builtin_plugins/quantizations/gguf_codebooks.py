@@ -1,4 +1,4 @@
-"""Blocks of GGUF files (IQ2 and IQ3) whose codes name entries of a codebook, eight or four numbers.
+"""Blocks of GGUF files (IQ2 and IQ3) with codes for entries of a codebook, 8 or 4 numbers.
 
 An entry's numbers are few, and have signs apart: in memory a code of four bits stands for each.
 """
@@ -143,7 +143,7 @@ def _codebook(name: str) -> tuple[torch.Tensor, list[float]]:
 
 @functools.cache
 def _signs() -> torch.Tensor:
-    """Return the eight signs of each code of seven bits, of which an even number is set."""
+    """Return the eight signs of each code of seven bits, an even number of them set."""
     return torch.tensor(list(gguf.quants.IQ2_XXS.ksigns), dtype=torch.uint8)
 
 

@@ -110,11 +110,11 @@ class GPTQ(StoredScheme):
         Raises:
             ModelError: there are not four or eight bits, or it is another format.
         """
-        given = self.context.config
-        self._layout = _read_layout(fields, given)
-        one_of(fields, "pack_dtype", given.get("pack_dtype", "int32"), ["int32"])
-        name = "checkpoint_format" if given.get("checkpoint_format") else "format"
-        kind = given.get(name) or "gptq"
+        config = self.context.config
+        self._layout = _read_layout(fields, config)
+        one_of(fields, "pack_dtype", config.get("pack_dtype", "int32"), ["int32"])
+        name = "checkpoint_format" if config.get("checkpoint_format") else "format"
+        kind = config.get(name) or "gptq"
         one_of(fields, name, kind, ["gptq", "gptq_v2"])
         self._stores_less = kind == "gptq"
         self._rules = {
@@ -135,9 +135,9 @@ class GPTQ(StoredScheme):
         if pattern.startswith(_LEAVES):
             return None
         values = ConfigFields({pattern: rule}, f"{SOURCE}.dynamic").table(pattern)
-        place, given = f"{SOURCE}.dynamic.{pattern}", self.context.config
+        place, config = f"{SOURCE}.dynamic.{pattern}", self.context.config
         refuse_unknown(values, (*_LAYOUT, *GPTQ.neutral), place)
-        changed = {name: values.get(name, given.get(name)) for name in _LAYOUT}
+        changed = {name: values.get(name, config.get(name)) for name in _LAYOUT}
         return _read_layout(ConfigFields(changed, place), changed)
 
     def _layout_of(self, stored: QuantizedWeight) -> _Layout:
@@ -178,7 +178,7 @@ class GPTQ(StoredScheme):
         )
 
     def read(self, stored: QuantizedWeight) -> QuantizedMatrix:
-        """Return codes with scales and, where zeros differ, offsets; or what they stand for.
+        """Return codes with scales and, if zeros differ, offsets; or dequantized numbers.
 
         Raises:
             ValueError: a tensor is missing, or its dtype, shape or content is wrong.
@@ -225,16 +225,16 @@ _LAYOUT = ("bits", "group_size", "desc_act", "sym")
 """Fields of the config that a rule of `dynamic` can change."""
 
 
-def _read_layout(fields: ConfigFields, given: Mapping[str, Any]) -> _Layout:
+def _read_layout(fields: ConfigFields, config: Mapping[str, Any]) -> _Layout:
     """Return how matrices are stored.
 
     Raises:
         ModelError: there are not four or eight bits, or a field has another wrong value.
     """
-    one_of(fields, "bits", given.get("bits"), list(_ONES))
+    one_of(fields, "bits", config.get("bits"), list(_ONES))
     return _Layout(
-        bits=int(given["bits"]),
-        group=group_size(fields, "group_size", given.get("group_size")),
+        bits=int(config["bits"]),
+        group=group_size(fields, "group_size", config.get("group_size")),
         reorders=fields.flag("desc_act", False),
         symmetric=fields.flag("sym", True),
     )
@@ -249,7 +249,7 @@ _WHOLE = 16
 
 
 class AutoRound(GPTQ):
-    """Checkpoints that AutoRound writes under its own name, packed as those of GPTQ are.
+    """Checkpoints that AutoRound writes under its own name, packed as in GPTQ.
 
     Layers that it left as they were have plain weights.
     """
@@ -298,11 +298,11 @@ class AutoRound(GPTQ):
         Raises:
             ModelError: there are not four or eight bits, or it is packed in another way.
         """
-        given = self.context.config
-        packing = given.get("packing_format") or "auto_round:auto_gptq"
+        config = self.context.config
+        packing = config.get("packing_format") or "auto_round:auto_gptq"
         one_of(fields, "packing_format", packing, ["auto_round:auto_gptq", "auto_round:gptq"])
-        one_of(fields, "data_type", given.get("data_type") or "int", ["int"])
-        one_of(fields, "act_bits", given.get("act_bits") or _WHOLE, [_WHOLE, 32])
+        one_of(fields, "data_type", config.get("data_type") or "int", ["int"])
+        one_of(fields, "act_bits", config.get("act_bits") or _WHOLE, [_WHOLE, 32])
         super().read_config(fields)
         for name, layer in fields.table("extra_config").items():
             self._check_layer(name, layer)

@@ -32,7 +32,7 @@ Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Groups(Quantization):
-    """Common to both: rows are divided into groups of columns, of which the last may be shorter."""
+    """Base class: rows are divided into groups of columns; the last group may be shorter."""
 
     contract = 1
     bits: ClassVar[int]
@@ -96,8 +96,10 @@ class _Groups(Quantization):
         short = columns - whole
         for part, width in ((weight[:, :whole], self.group_size), (weight[:, whole:], short)):
             if count := part.shape[1] // max(width, 1):
-                found = self.quantize_groups(part.reshape(rows * count, width))
-                parts.append([tensor.reshape(rows, count * tensor.shape[1]) for tensor in found])
+                quantized = self.quantize_groups(part.reshape(rows * count, width))
+                parts.append(
+                    [tensor.reshape(rows, count * tensor.shape[1]) for tensor in quantized]
+                )
         codes, scales, offsets = (torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
         return codes, scales, offsets
 
@@ -186,7 +188,7 @@ def _codes(
 
 
 def _stored(scale: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and offsets rounded to float16; those of groups that it does not fit stay."""
+    """Return scales and offsets rounded to float16, unless a group does not fit float16."""
     scale = scale.masked_fill(scale < _TINY, 0)
     fits = (scale >= _SMALLEST) & (scale <= _LARGEST) & (offset.abs() <= _LARGEST)
     is_constant = (scale == 0) & (offset.abs() >= _SMALLEST) & (offset.abs() <= _LARGEST)

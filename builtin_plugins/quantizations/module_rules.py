@@ -11,7 +11,7 @@ _MOST_REPEATS = 4
 
 
 def matches(stated: str, prefix: str, module: str, source: str) -> bool:
-    """Return whether a module's name begins with what a pattern describes.
+    """Return whether a module's name begins with a match of a pattern.
 
     Args:
         stated: a regular expression of a checkpoint, after a prefix.

@@ -25,7 +25,7 @@ _GROUPS = 16, 32
 
 
 class StoredScheme(Quantization):
-    """A scheme that reads checkpoints, whose config.json describes how they are quantised."""
+    """A scheme for checkpoints with a description of their quantization in config.json."""
 
     contract = 1
     neutral: ClassVar[Collection[str]]
@@ -112,7 +112,7 @@ def expect(
     shapes: Mapping[str, tuple[Collection[torch.dtype], Sequence[int]]],
     optional: Collection[str] = (),
 ) -> None:
-    """Check what is stored.
+    """Check the stored tensors.
 
     Args:
         stored: the tensors.
@@ -215,7 +215,7 @@ def affine(
 
 
 def alignment(columns: int, group: int | None) -> int:
-    """Return the columns at which a matrix of `affine` can be cut, whose groups are in order."""
+    """Return the columns at which an `affine` matrix with groups in order can be cut."""
     if group is None or group >= columns:
         return 1  # a row has one scale
     return group if group == _GROUPS[0] or group % _GROUPS[1] == 0 else 1  # dequantised

@@ -127,7 +127,7 @@ class TorchAO(StoredScheme):
         return alignment(shape[1], self._group) if self.context.config else None
 
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:
-        """Return the bytes of codes, scales and offsets; None of what is dequantised."""
+        """Return the bytes of codes, scales and offsets; None if they are dequantized."""
         if not self.context.config or self._kind in _FLOAT8:
             return None
         rows, columns = shape

@@ -56,12 +56,12 @@ def conflict_line(text: str) -> int | None:
 
 
 def _hunks(base: Lines, side: Lines) -> list[Hunk]:
-    found = SequenceMatcher(None, base, side, autojunk=False).get_opcodes()
-    return [hunk for tag, *hunk in found if tag != "equal"]  # type: ignore[misc]  # four numbers
+    opcodes = SequenceMatcher(None, base, side, autojunk=False).get_opcodes()
+    return [hunk for tag, *hunk in opcodes if tag != "equal"]  # type: ignore[misc]  # four numbers
 
 
 def _regions(hunks: list[Hunk]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of the base's lines that hunks replace; those that touch are one."""
+    """Yield the ranges of the base's lines that hunks replace; merge adjacent hunks."""
     regions: list[tuple[int, int]] = []
     for first, last, *_ in sorted(hunks):
         if regions and first <= regions[-1][1]:
@@ -82,5 +82,5 @@ def _replaced(base: Lines, side: Lines, hunks: list[Hunk], first: int, last: int
 
 
 def _ended(lines: list[str]) -> list[str]:
-    """Return lines of which the last one ends, so that a marker may follow."""
+    """Return lines with a line end after the last one, so that a marker may follow."""
     return [line if line.endswith("\n") else f"{line}\n" for line in lines]

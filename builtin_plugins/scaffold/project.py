@@ -31,8 +31,10 @@ def check_new_folder(folder: Path) -> None:
     """
     try:
         if folder.is_dir():
-            if found := next(iter(sorted(path.name for path in folder.iterdir())), None):
-                raise RequestError(f"--into: expected a new or empty folder, {folder} has {found}")
+            if file_name := next(iter(sorted(path.name for path in folder.iterdir())), None):
+                raise RequestError(
+                    f"--into: expected a new or empty folder, {folder} has {file_name}"
+                )
         elif folder.exists() or folder.is_symlink():
             raise RequestError(f"--into: expected a folder, {folder} is none")
         elif not _existing(folder).is_dir():
@@ -167,12 +169,12 @@ def _change(file: Path, base: Files, wanted: Files, path: str, label: str) -> Fi
     merged, conflicts = merge(old or "", text, new, label)
     if merged == text:
         return FileUpdate("unchanged")
-    what = "in conflict" if conflicts else "updated" if text == old else "merged"
-    return _written(what, merged.replace("\n", "\r\n") if "\r\n" in ours else merged, conflicts)
+    change = "in conflict" if conflicts else "updated" if text == old else "merged"
+    return _written(change, merged.replace("\n", "\r\n") if "\r\n" in ours else merged, conflicts)
 
 
-def _written(what: str, text: str, conflicts: int = 0) -> FileUpdate:
-    return FileUpdate(what, text.encode(), conflicts)
+def _written(change: str, text: str, conflicts: int = 0) -> FileUpdate:
+    return FileUpdate(change, text.encode(), conflicts)
 
 
 def _read(file: Path) -> str | None:

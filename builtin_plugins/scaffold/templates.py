@@ -41,8 +41,10 @@ class Templates:
     def __init__(self, folder: Traversable | None = None) -> None:
         """Read the folder; None is the one in the wheel."""
         folder = folder or templates_folder()
-        found = {int(version.name): version for version in folder.iterdir()}
-        self._versions: list[Mapping[str, str]] = [dict(_texts(found[n])) for n in sorted(found)]
+        versions = {int(version.name): version for version in folder.iterdir()}
+        self._versions: list[Mapping[str, str]] = [
+            dict(_texts(versions[n])) for n in sorted(versions)
+        ]
 
     @property
     def newest(self) -> int:

@@ -1,4 +1,4 @@
-"""Port of a vLLM logits processor to the native form; TODOs mark what the author decides."""
+"""Port of a vLLM logits processor to the native form; TODOs mark the author's decisions."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def schedule_features(
 
 
 def free_computed_features(tracker: RequestTracker, request: SchedulerRequest) -> None:
-    """Free the cache entries of features whose positions are all computed."""
+    """Free the cache entries of features after all their positions are computed."""
     cache = encoder_cache(tracker)
     computed = request.num_computed_tokens
     for index, feature in enumerate(request.features):

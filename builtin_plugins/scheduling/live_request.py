@@ -101,8 +101,10 @@ class SchedulerRequest(Request):
             return None
         outputs, span = self.output_token_ids, detection.min_count * detection.max_pattern
         lengths = range(max(self.params.min_tokens, 1), len(outputs) + 1)
-        found = (n for n in lengths if has_repetition(outputs[max(n - span, 0) : n], detection))
-        return next((length - 1 for length in found), None)
+        repetitions = (
+            n for n in lengths if has_repetition(outputs[max(n - span, 0) : n], detection)
+        )
+        return next((length - 1 for length in repetitions), None)
 
     def stop_reason(self, token: int) -> int | None:
         """Return the token that stopped the request; None if it was an end-of-sequence token."""

@@ -33,7 +33,7 @@ class PromptTime:
         now: float,
         max_slowdown: float,
     ) -> None:
-        """Leave what the requests that generate do not take.
+        """Leave the time that generating requests do not take.
 
         Args:
             streams: the requests that generate, in this step.

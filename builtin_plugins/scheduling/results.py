@@ -110,7 +110,7 @@ def _lacks_token(planned: PlannedStep, request: SchedulerRequest) -> bool:
 def lose_plan(
     tracker: RequestTracker, lost: PlannedStep, later: Sequence[PlannedStep], now: float
 ) -> None:
-    """Report a lost plan's changes again; recompute its requests and those of later plans."""
+    """Report a lost plan's changes again; recompute its requests and requests of later plans."""
     plan = lost.plan
     tracker.unreported_finished |= plan.finished_request_ids
     tracker.unreported_preempted |= plan.preempted_request_ids
@@ -242,7 +242,7 @@ def _add_extras(
 
 
 def _new_experts(request: SchedulerRequest, first: int, routed: Any) -> Any:
-    """Return the experts of the positions that follow those that were sent.
+    """Return the experts of the positions that have not been sent yet.
 
     Args:
         first: position of the first row.

@@ -108,7 +108,7 @@ def _extend(
 
 
 def _in_turn(tracker: RequestTracker, step: StepState) -> Sequence[SchedulerRequest]:
-    """Return the running requests, in a pipeline without those that leave their turn to others.
+    """Return the running requests, in a pipeline without requests that leave their turn to others.
 
     In a pipeline, a request is in one of the batches under way at most. If the first batch had all
     of them, the other stages would have nothing to do.

@@ -117,7 +117,7 @@ class StepState(msgspec.Struct):
 
 
 class PlannedStep(msgspec.Struct):
-    """A plan whose results have not arrived.
+    """A plan without results yet.
 
     Attributes:
         requests: the requests that get tokens, in the plan's order.

@@ -98,7 +98,7 @@ class RequestTracker:
             request.record_event(EngineCoreEventType.QUEUED, self.context.clock())
 
     def pop_expired(self, now: float) -> Iterator[SchedulerRequest]:
-        """Yield the live requests whose deadline has passed, each once."""
+        """Yield the live requests after their deadline, each once."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, order, request_id = heapq.heappop(self._deadlines)
             request = self.requests.get(request_id)
@@ -254,7 +254,8 @@ class RequestTracker:
     def for_clients(self, outputs: OutputsByClient, now: float) -> dict[int, EngineCoreOutputs]:
         """Return outputs and finished ids by client index."""
         result = {
-            client: EngineCoreOutputs(outputs=own, timestamp=now) for client, own in outputs.items()
+            client: EngineCoreOutputs(outputs=client_outputs, timestamp=now)
+            for client, client_outputs in outputs.items()
         }
         for client, ids in self.finished_ids.items():
             if client not in result:
@@ -274,7 +275,9 @@ class RequestTracker:
     def num_waiting_tokens(self) -> int:
         """The number of tokens of prompts that are not computed yet."""
         running = self.running.values()
-        ready = sum(min(one.num_computed_tokens, one.num_prompt_tokens) for one in running)
+        ready = sum(
+            min(request.num_computed_tokens, request.num_prompt_tokens) for request in running
+        )
         return self._num_prompt_tokens - ready
 
     def load(self, now: float, token_budget: int) -> Load:

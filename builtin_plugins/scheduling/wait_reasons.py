@@ -48,17 +48,17 @@ def no_blocks(needed: int, available: int, reserved: int, states: int | None) ->
         reserved: those that have to remain free.
         states: those that are free for states; None if the model has none.
     """
-    kept = f", of which {reserved} are kept for running requests" if reserved else ""
+    suffix = f", of which {reserved} are kept for running requests" if reserved else ""
     return WaitReason(
         WaitingFor.BLOCKS,
-        f"it needs up to {needed} KV blocks, {available} are free{of_states(states)}{kept}",
+        f"it needs up to {needed} KV blocks, {available} are free{of_states(states)}{suffix}",
         needed,
         max(available - reserved, 0),
     )
 
 
 def of_states(states: int | None) -> str:
-    """Return how many of the free blocks are for states, which may be what is lacking."""
+    """Return how many of the free blocks are for states, which may be lacking."""
     return "" if states is None else f" ({states} for states of layers)"
 
 

@@ -87,10 +87,12 @@ class WaitingQueue:
 
     def num_ahead(self, request: SchedulerRequest) -> int:
         """Return how many requests of its group come before a request."""
-        own = self._chunk_of[request.request_id]
-        chunks = self._groups[own.group]
-        before = chunks[: chunks.index(own)]
-        return sum(len(chunk.requests) for chunk in before) + own.requests.index(request)
+        chunk_of_request = self._chunk_of[request.request_id]
+        chunks = self._groups[chunk_of_request.group]
+        before = chunks[: chunks.index(chunk_of_request)]
+        return sum(len(chunk.requests) for chunk in before) + chunk_of_request.requests.index(
+            request
+        )
 
     def cursor(self, now: float) -> QueueCursor:
         """Return a cursor at the first request."""
@@ -113,7 +115,7 @@ class WaitingQueue:
         return list(self._groups)
 
     def in_order(self, group: Hashable) -> Iterator[SchedulerRequest]:
-        """Yield the requests of a group in order, except those removed in the meantime."""
+        """Yield the requests of a group in order, except requests removed in the meantime."""
         for chunk in tuple(self._groups[group]):
             for request in tuple(chunk.requests):
                 if request in self:

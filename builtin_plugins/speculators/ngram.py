@@ -1,4 +1,4 @@
-"""Drafts what followed the newest tokens of a request where they stood in it before."""
+"""Speculator by n-gram lookup: drafts the continuation of an earlier match in the request."""
 
 from __future__ import annotations
 

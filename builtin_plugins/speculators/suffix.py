@@ -1,4 +1,4 @@
-"""Drafts what followed the newest tokens most often, in the request and in earlier outputs."""
+"""Suffix speculator: drafts the most frequent continuation in the request and earlier outputs."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ class Suffix(Speculator):
         """Return the drafts with the highest scores."""
         for request in requests:
             self._read(request)
-        found = [self._draft(request) for request in requests]
-        order = sorted(range(len(found)), key=lambda index: -found[index][1])  # stable
+        results = [self._draft(request) for request in requests]
+        order = sorted(range(len(results)), key=lambda index: -results[index][1])  # stable
         for index in order:
-            del found[index][0][budget:]
-            budget -= len(found[index][0])
-        return [drafts for drafts, _ in found]
+            del results[index][0][budget:]
+            budget -= len(results[index][0])
+        return [drafts for drafts, _ in results]
 
     def ended(self, request: DraftRequest) -> None:
         """Keep the end of the output, and drop the tree."""
@@ -120,22 +120,22 @@ class Suffix(Speculator):
         if missing := longest - len(pattern):
             pattern = [*text.prompt[-missing:], *pattern]
         extent = self._extent(request)
-        own = text.tree.draft(pattern, extent)
+        local_draft = text.tree.draft(pattern, extent)
         other = self._outputs.draft(request.scope, pattern, extent)
-        return max(own, other, key=lambda drafted: drafted[1])  # of equals the first
+        return max(local_draft, other, key=lambda drafted: drafted[1])  # of equals the first
 
     def _extent(self, request: DraftRequest) -> Extent:
-        given, options = request.arguments, self.options
+        arguments, options = request.arguments, self.options
         return Extent(
             request.limit,
-            _chosen(given.max_spec_factor, options.max_spec_factor),
-            _chosen(given.max_spec_offset, options.max_spec_offset),
-            _chosen(given.min_token_prob, options.min_token_prob),
+            _chosen(arguments.max_spec_factor, options.max_spec_factor),
+            _chosen(arguments.max_spec_offset, options.max_spec_offset),
+            _chosen(arguments.min_token_prob, options.min_token_prob),
         )
 
 
-def _chosen(given: _T | None, option: _T) -> _T:
-    return option if given is None else given
+def _chosen(argument: _T | None, option: _T) -> _T:
+    return option if argument is None else argument
 
 
 @dataclass(slots=True, eq=False)
@@ -202,7 +202,7 @@ class Outputs:
         return len(self._outputs)
 
     def append(self, output: Output, tokens: Sequence[int]) -> None:
-        """Append tokens to an output; one that was removed begins again with them."""
+        """Append tokens to an output; a removed output begins again with them."""
         if not tokens or not self._max_requests:
             return
         with self._changing(output.scope) as tree:

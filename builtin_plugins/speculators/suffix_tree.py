@@ -1,4 +1,4 @@
-"""A tree of the suffixes of token sequences: what followed some tokens before, and how often."""
+"""A suffix tree of token sequences, with counts of continuations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NODE_BYTES, _SEQUENCE_BYTES = 320, 1024
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """Some tokens that follow those of its parent, the same at each of its places.
+    """Some tokens that follow the parent's tokens, the same at each of its places.
 
     Attributes:
         count: places where the tokens from the root to here stand.
@@ -177,9 +177,9 @@ class SuffixTree:
             node, matched = self._find(pattern[len(pattern) - length :])
             if matched == node.length and not node.children:  # nothing followed
                 break
-            found, score = self._follow(node, matched, _limit(extent, length), extent.probability)
-            if found and score >= best:
-                drafts, best = found, score
+            tokens, score = self._follow(node, matched, _limit(extent, length), extent.probability)
+            if tokens and score >= best:
+                drafts, best = tokens, score
         return drafts, best
 
     def _find(self, pattern: Sequence[int]) -> tuple[_Node, int]:
@@ -198,19 +198,19 @@ class SuffixTree:
     def _follow(
         self, node: _Node, matched: int, limit: int, least: float
     ) -> tuple[list[int], float]:
-        found: list[int] = []
+        tokens: list[int] = []
         probability, score = 1.0, 0.0
-        while len(found) < limit:
+        while len(tokens) < limit:
             if matched == node.length:
                 places = node.count
                 node, matched = max(node.children.values(), key=_rank, default=_NOWHERE), 0
                 probability = probability * node.count / places
                 if probability < least or node is _NOWHERE:
                     break
-            found.append(self._texts[node.sequence - self._first][node.start + matched])
+            tokens.append(self._texts[node.sequence - self._first][node.start + matched])
             score += probability
             matched += 1
-        return found, score
+        return tokens, score
 
 
 def _limit(extent: Extent, length: int) -> int:

@@ -423,8 +423,8 @@ def _metrics(
             if family.label is None:
                 add(metric, (model_name, str(index)), value)
                 continue
-            for key, one in value.items():
-                add(metric, (model_name, str(index), key), one)
+            for key, item in value.items():
+                add(metric, (model_name, str(index), key), item)
     return metrics
 
 
@@ -456,9 +456,11 @@ def cache_families(
 def plugin_families(model_name: str, engine: int, figures: PluginFigures) -> Iterator[Metric]:
     """Yield all metrics of plugins, all engines together."""
     common = (model_name, str(engine))
-    for what, text in PLUGIN_COUNTERS.items():
-        counter = CounterMetricFamily(f"{OWN}:plugin_{what}", text, labels=(*_LABELS, "plugin"))
-        for name, total in figures.totals(what).items():
+    for counter_name, text in PLUGIN_COUNTERS.items():
+        counter = CounterMetricFamily(
+            f"{OWN}:plugin_{counter_name}", text, labels=(*_LABELS, "plugin")
+        )
+        for name, total in figures.totals(counter_name).items():
             counter.add_metric((*common, name), total)
         yield counter
     gauge = GaugeMetricFamily(

@@ -41,7 +41,7 @@ class OpenTelemetrySink(StatSink):
     }
 
     class Options(plugins.Options):
-        """Where spans go; what is None follows the environment (`OTEL_EXPORTER_OTLP_...`).
+        """Destination of spans; None follows the environment (`OTEL_EXPORTER_OTLP_...`).
 
         Attributes:
             endpoint: URL of the collector; of "http/protobuf" with the path, which usually is
@@ -178,7 +178,7 @@ class OpenTelemetrySink(StatSink):
         return attributes
 
     def close(self) -> None:
-        """Send what is left, for a moment; forget the rest."""
+        """Send the remaining spans for a moment; drop the rest."""
         if self._closed:
             return
         self._closed = True

@@ -45,7 +45,7 @@ class NoTokenizer(Tokenizer):
         raise RequestError(f"prompt: expected token ids, {_WHY}, got a text")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:  # noqa: ARG002
-        """Return no text, which is that of tokens in log-probabilities."""
+        """Return no text, as for tokens in log-probabilities."""
         return ""
 
     def decode_stream(

@@ -1,4 +1,4 @@
-"""Token ids of texts with special tokens, such as conversations, whose segments are kept.
+"""Token ids of texts with special tokens, such as conversations, cached by segment.
 
 A tokenizer finds its special tokens in the text first, and tokenises what is between them apart. So
 the tokens of a text are those of its segments one after the other, where each but the first begins
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 
 class SegmentCache:
-    """Tokenises texts by segments, and keeps the ids of those that were used last.
+    """Tokenizes texts by segments, and caches the ids of recently used ones.
 
     Safe in any thread.
 
@@ -43,7 +43,7 @@ class SegmentCache:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without the tokens that the tokenizer adds around texts."""
         places = (
-            [] if self._start is None else [found.start() for found in self._start.finditer(text)]
+            [] if self._start is None else [match.start() for match in self._start.finditer(text)]
         )
         if not places:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -55,15 +55,15 @@ class SegmentCache:
 
     def _ids(self, segment: str) -> list[int]:
         with self._lock:
-            if (kept := self._kept.get(segment)) is not None:
+            if (cached := self._kept.get(segment)) is not None:
                 self._kept.move_to_end(segment)
-                return kept.tolist()
+                return cached.tolist()
         ids = self._tokenizer.encode(segment, add_special_tokens=False).ids
-        kept = array("I", ids)
-        size = _size(segment, kept)
+        cached = array("I", ids)
+        size = _size(segment, cached)
         with self._lock:
             if size <= self._max_bytes and segment not in self._kept:
-                self._kept[segment] = kept
+                self._kept[segment] = cached
                 self.num_bytes += size
             while self.num_bytes > self._max_bytes:
                 self.num_bytes -= _size(*self._kept.popitem(last=False))

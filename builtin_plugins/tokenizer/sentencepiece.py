@@ -190,12 +190,12 @@ def build_sentencepiece(
 
 
 def _normalizers(model: SentencePieceModel) -> list[Any]:
-    found: list[Any] = []
+    parts: list[Any] = []
     if model.charsmap:
-        found.append(normalizers.Precompiled(model.charsmap))
+        parts.append(normalizers.Precompiled(model.charsmap))
     if model.joins_spaces:
-        found += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    return found
+        parts += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    return parts
 
 
 def _unigram(model: SentencePieceModel) -> models.Unigram:

@@ -1,4 +1,4 @@
-"""How byte-level tokenizers split a text before bytes are merged: those that are published.
+"""Published patterns with which byte-level tokenizers split a text before byte merges.
 
 Patterns are those of the models' tokenizer.json files and tiktoken's; names are llama.cpp's
 (`tokenizer.ggml.pre`, in src/llama-vocab.cpp).

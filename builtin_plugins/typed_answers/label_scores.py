@@ -39,11 +39,11 @@ class LabelledPrompt:
 
         Beginnings and tokens are in the order of the labels.
         """
-        found: dict[Tokens, dict[int, None]] = {}
+        tokens_by_start: dict[Tokens, dict[int, None]] = {}
         for label in self.labels:
             for end, token in enumerate(label):
-                found.setdefault(label[:end], {})[token] = None
-        return {beginning: list(tokens) for beginning, tokens in found.items()}
+                tokens_by_start.setdefault(label[:end], {})[token] = None
+        return {beginning: list(tokens) for beginning, tokens in tokens_by_start.items()}
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ async def score_labels(
             ]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    counts, found = PromptTokens(), iter(tasks)
+    counts, done = PromptTokens(), iter(tasks)
     scores: list[LabelScores] = []
     for prompt in prompts:
         after: dict[Tokens, Mapping[int, float]] = {}
         for beginning in prompt.followers():
-            output = next(found).result()
+            output = next(done).result()
             counts.prompt += len(output.prompt_token_ids)
             counts.cached += output.num_cached_tokens or 0
             (entry,) = output.outputs[0].logprobs or [{}]

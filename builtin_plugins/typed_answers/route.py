@@ -96,9 +96,9 @@ class _Template:
         """
         self.before, self.after, self.begins, self.gap = "", "\nAnswer:", True, " "
         if rendered is not None:
-            self.before, found, self.after = rendered.partition(_PLACE)
+            self.before, separator, self.after = rendered.partition(_PLACE)
             self.begins, self.gap = False, ""
-            if not found or _PLACE in self.after:
+            if not separator or _PLACE in self.after:
                 raise RequestError(
                     "model: expected a chat template that has the text of a message once, as it is"
                 )
@@ -135,19 +135,19 @@ class SystemOne:
             RequestError: the call or a question is wrong; then none of them runs.
             Exception: as `ServerContext` and the engine raise.
         """
-        asked = await self._server.read(request, SystemOneRequest)
+        body = await self._server.read(request, SystemOneRequest)
         return await self._server.while_connected(
-            request, self._answered(request, asked), generates=True
+            request, self._answered(request, body), generates=True
         )
 
-    async def _answered(self, request: Request, asked: SystemOneRequest) -> SystemOneResponse:
+    async def _answered(self, request: Request, body: SystemOneRequest) -> SystemOneResponse:
         server = self._server
-        model, options = server.model(asked.model), server.options(request, asked)
-        server.check_prompt(asked.state, asked.instructions or "", name="state")
-        prompts = await self._prompts(asked)
+        model, options = server.model(body.model), server.options(request, body)
+        server.check_prompt(body.state, body.instructions or "", name="state")
+        prompts = await self._prompts(body)
         answer_id = f"systemone-{uuid.uuid4().hex}"
         scores, counts = await score_labels(server.engine, prompts, answer_id, options)
-        answered = zip(asked.questions.items(), scores, strict=True)
+        answered = zip(body.questions.items(), scores, strict=True)
         return SystemOneResponse(
             answer_id,
             model,
@@ -155,7 +155,7 @@ class SystemOne:
             SystemOneUsage(counts.prompt, counts.cached),
         )
 
-    async def _prompts(self, asked: SystemOneRequest) -> list[LabelledPrompt]:
+    async def _prompts(self, body: SystemOneRequest) -> list[LabelledPrompt]:
         """Return the prompt of each question.
 
         Raises:
@@ -163,12 +163,12 @@ class SystemOne:
         """
         engine = self._server.engine
         template = await self._template()
-        before = [] if asked.instructions is None else [asked.instructions]
-        shared = template.before + "\n\n".join([*before, as_text(asked.state)])
+        before = [] if body.instructions is None else [body.instructions]
+        shared = template.before + "\n\n".join([*before, as_text(body.state)])
         first = await engine.model.tokenize(shared, add_special_tokens=template.begins)
         longest = engine.config.max_model_len
         prompts: list[LabelledPrompt] = []
-        for name, question in asked.questions.items():
+        for name, question in body.questions.items():
             path = join_path("questions", name)
             text = f"\n\n{question.text()}{template.after}"
             self._server.check_prompt(text, name=path)
@@ -203,15 +203,17 @@ class SystemOne:
         """
         context = question.last_line + template.after
         labels = question.labels()
-        found = [await self._tokens_after(context, template.gap + label) for label in labels]
-        for index, tokens in enumerate(found):
-            others = (other for place, other in enumerate(found) if place != index)
+        labels_tokens = [
+            await self._tokens_after(context, template.gap + label) for label in labels
+        ]
+        for index, tokens in enumerate(labels_tokens):
+            others = (other for place, other in enumerate(labels_tokens) if place != index)
             if not tokens or any(other[: len(tokens)] == tokens for other in others):
                 raise RequestError(
                     f"{path}: this model's tokenizer does not distinguish the label "
                     f"{labels[index]!r} from the others at the place of the answer"
                 )
-        return found
+        return labels_tokens
 
     async def _tokens_after(self, context: str, label: str) -> Tokens:
         key = context, label

@@ -1,4 +1,4 @@
-"""A run finds the results of the data file, of which scripts/reference makes a page."""
+"""docs/reference/model-families.md agrees with a run of its data file."""
 
 from __future__ import annotations
 

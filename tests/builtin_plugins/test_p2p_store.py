@@ -88,8 +88,8 @@ class TestForAnybody:
         a, b = peers.open("a"), peers.open("b")
         for number in range(0, 3000, 7):
             a.store(key(number), block(1))
-        found = b.lookup([key(number) for number in range(3000)])
-        assert [number for number, is_there in enumerate(found) if is_there] == list(
+        results = b.lookup([key(number) for number in range(3000)])
+        assert [number for number, is_there in enumerate(results) if is_there] == list(
             range(0, 3000, 7)
         )
 
@@ -465,7 +465,7 @@ class TestHostilePeers:
 
 
 class TestLyingPeers:
-    """Somebody listens in the place of a peer, and answers what it likes."""
+    """Somebody listens at the address of a peer, and sends arbitrary answers."""
 
     @pytest.fixture
     def liar(self, peers):
@@ -556,7 +556,7 @@ class TestPeersThatAreGone:
         assert peers.faults == [told] * 2
 
     def test_one_that_hangs_is_reported_and_no_more_once_it_answers(self, peers):
-        """A socket that accepts and does not speak, as that of a process that is stopped."""
+        """A socket that accepts and does not speak, as of a stopped process."""
         address = peers.address("a").removeprefix("ipc://")
         os.makedirs(os.path.dirname(address), mode=0o700)
         b = peers.open("b", retry_seconds=3600.0, connect_seconds=0.2)

@@ -104,9 +104,9 @@ def test_the_loader_yields_each_matrix_with_its_tensors_of_all_shards(written):
     loader = open_loader(SafetensorsLoader, folder)
     assert loader.config().quantization == scheme
     shapes = {name: tuple(tensor.shape) for name, tensor in dense.items()}
-    found, formats_of = dict(loader.weights(shapes)), loader.formats(shapes)
-    assert found.keys() == dense.keys()
-    for name, weight in found.items():
+    read, formats_of = dict(loader.weights(shapes)), loader.formats(shapes)
+    assert read.keys() == dense.keys()
+    for name, weight in read.items():
         is_quantized = "proj" in name
         assert isinstance(weight, QuantizedWeight) == is_quantized
         if is_quantized:
@@ -116,7 +116,7 @@ def test_the_loader_yields_each_matrix_with_its_tensors_of_all_shards(written):
             assert torch.equal(weight, dense[name])
     formats = loader.formats(shapes)
     assert formats.keys() == dense.keys()
-    for name, weight in found.items():
+    for name, weight in read.items():
         if isinstance(weight, QuantizedWeight):
             stored = formats[name].stored
             assert formats[name].is_quantized
@@ -267,8 +267,8 @@ def test_ranks_have_their_parts(folder):
             model = read_model(loader, Parallel(tensor=communicator))
             return Runner(model, dtype=torch.float32).logits([("a", TOKENS)])
 
-    for found in run_ranks(2, rank):
-        assert torch.allclose(found, whole, atol=1e-4)
+    for logits in run_ranks(2, rank):
+        assert torch.allclose(logits, whole, atol=1e-4)
 
 
 def test_a_cut_within_a_group_is_refused(tmp_path):
@@ -449,8 +449,8 @@ def test_experts_of_eight_bits(family, tmp_path):
                 yield name, tensor
 
     model.load_weights(weights())
-    found = Runner(model, dtype=torch.float32).logits([("a", TOKENS)])
+    logits = Runner(model, dtype=torch.float32).logits([("a", TOKENS)])
     expected = Runner(numbers, dtype=torch.float32).logits([("a", TOKENS)])
-    assert torch.allclose(found, expected, atol=1e-3, rtol=1e-3)
+    assert torch.allclose(logits, expected, atol=1e-3, rtol=1e-3)
     # A router may choose another expert for some token.
-    assert (found - exact.logits([("a", TOKENS)])).abs().median() < 0.1 * expected.std()
+    assert (logits - exact.logits([("a", TOKENS)])).abs().median() < 0.1 * expected.std()

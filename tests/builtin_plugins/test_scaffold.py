@@ -262,7 +262,7 @@ def second(tmp_path):
 
 
 def updated(folder: Path, templates: Templates) -> dict[str, str]:
-    """Update a package; return what became of its files."""
+    """Update a package; return the state of its files."""
     changes = plan_update(folder, read_spec(folder, templates), templates)
     update(folder, changes)
     return {path: change.what for path, change in changes.items() if change.what != "unchanged"}

@@ -1,4 +1,4 @@
-"""Waiting requests: who is looked at, who is set aside, who is admitted, and with what."""
+"""Waiting requests: order, deferral and admission."""
 
 from __future__ import annotations
 

@@ -109,13 +109,13 @@ def test_the_pass_ends_when_the_budget_does():
     sim.add("b", prompt=1)
     sim.step()
     sim.add("c", prompt=1)
-    asked = []
+    request_ids = []
     extend = sim.cache.extend
     sim.cache.extend = lambda request, *more: (
-        asked.append(request.request_id) or extend(request, *more)
+        request_ids.append(request.request_id) or extend(request, *more)
     )
     assert list(sim.step().num_scheduled_tokens) == ["a", "b"]
-    assert asked == ["a", "b"]
+    assert request_ids == ["a", "b"]
     assert sim.why("c").waiting_for is WaitingFor.BUDGET
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hardpoint.builtin_plugins.commands.shown import without_userinfo
 from hardpoint.plugins import Command, CommandContext, HardpointError
+from hardpoint.toolkit.processor import processor_facts, processor_flags
 
 _PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy"),
@@ -55,7 +56,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
 
 
 def _tried(find: Callable[[], str]) -> str:
-    """Return a fact; of one that cannot be found, the reason, which the report is about."""
+    """Return a fact, or the reason why it cannot be determined."""
     try:
         return find()
     except Exception as cause:
@@ -63,11 +64,6 @@ def _tried(find: Callable[[], str]) -> str:
 
 
 def _processor() -> list[str]:
-    from hardpoint.replicas.remote.comparison import (  # noqa: PLC0415 - imports all of replicas
-        processor_facts,
-        processor_flags,
-    )
-
     facts = processor_facts()
     name = facts.get("model name") or platform.processor() or platform.machine()
     prefixes = ("avx", "amx", "asimd", "sve", "fma")
@@ -101,13 +97,13 @@ def _torch() -> str:
 
 
 def _packages() -> list[str]:
-    found = []
+    lines = []
     for name in _PACKAGES:
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            lines.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return lines
 
 
 def _plugins(context: CommandContext) -> list[str]:
@@ -124,12 +120,12 @@ def _plugins(context: CommandContext) -> list[str]:
 
 
 def _environment() -> list[str]:
-    found = []
+    lines = []
     for name, value in sorted(os.environ.items()):
         if name.startswith(_VARIABLES):
             is_secret = any(word in name.upper() for word in _SECRETS)
-            found.append(f"{name}={'***' if is_secret else without_userinfo(value)}")
-    return found
+            lines.append(f"{name}={'***' if is_secret else without_userinfo(value)}")
+    return lines
 
 
 COMMAND = Command("info", "show versions, processor and plugins", _configure, _run)

@@ -106,8 +106,8 @@ class Format(NamedTuple):
         )
 
 
-def _is_longer(one: Format, other: Format) -> bool:
-    return other.longest is not None and one.shortest > other.longest
+def _is_longer(first: Format, other: Format) -> bool:
+    return other.longest is not None and first.shortest > other.longest
 
 
 _MARKS = _DIGITS | frozenset("-:.+TtZz")

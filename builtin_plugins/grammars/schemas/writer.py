@@ -177,9 +177,9 @@ class SchemaWriter:
                 parts.append((part, where))
                 continue
             # Its cases are those of the whole, of which more exclude each other.
-            rest, more, found = self._split(part, inner, where, (*outer, base))
+            rest, more, part_lists = self._split(part, inner, where, (*outer, base))
             parts += [(rest, where), *more]
-            lists += found
+            lists += part_lists
             if "propertyNames" in inner:
                 parts.append((Made(propertyNames=inner["propertyNames"]), where))
         return Made(base), parts, lists  # another object: views of `base` lack a later `anyOf`
@@ -187,9 +187,9 @@ class SchemaWriter:
     def _cases_of(
         self, name: str, view: View, context: Sequence[Schema], base: View, path: str
     ) -> list[list[Case]]:
-        """Return the cases of one keyword; those of branches that are apart become an `anyOf`."""
+        """Return the cases of a keyword; disjoint branches become an `anyOf`."""
         try:
-            found = list(self._cases.of(name, view, context))
+            case_lists = list(self._cases.of(name, view, context))
         except ValueError as cause:
             self._refuse(path, "unevaluatedProperties" if name == "anyOf" else name, str(cause))
             if name == "anyOf" or (name == "oneOf" and "anyOf" not in view):
@@ -197,10 +197,10 @@ class SchemaWriter:
             return []
         if name == "oneOf" and not view.keys() & {"anyOf", "unevaluatedProperties"}:
             branches = view["oneOf"]
-            if [case.schemas for case in found[0]] == [(branch,) for branch in branches]:
+            if [case.schemas for case in case_lists[0]] == [(branch,) for branch in branches]:
                 base["anyOf"] = branches
                 return []
-        return found
+        return case_lists
 
     def _combined(self, base: View, view: View, lists: list[list[Case]], path: str) -> list[Any]:
         rest = view.get("unevaluatedProperties", True)
@@ -230,20 +230,20 @@ class SchemaWriter:
 
     def _named(self, result: dict[str, Any], view: View, path: str) -> list[Any]:
         try:
-            found = named(result, view, self._proofs)
+            merged = named(result, view, self._proofs)
         except ValueError as cause:
             self._refuse(path, "propertyNames", str(cause))
-            found = []
-        for one in (result, *found) if "propertyNames" in view else ():
-            for pattern in one.get("patternProperties", ()):
+            merged = []
+        for written in (result, *merged) if "propertyNames" in view else ():
+            for pattern in written.get("patternProperties", ()):
                 if self._is_wrong({"pattern": pattern}):
                     self._refuse(path, "propertyNames", _PATTERN)
         if not self._is_inline:  # the second try, since patterns of schemas that join may overlap
             without_escapes(result)
         if "anyOf" in result and "patternProperties" in result:
             # Side by side, llguidance takes no name that a branch does not list.
-            found.append({"anyOf": result.pop("anyOf")})
-        return found
+            merged.append({"anyOf": result.pop("anyOf")})
+        return merged
 
     def _add(
         self, name: str, view: View, result: dict[str, Any], path: str, *, is_within: bool
@@ -295,10 +295,10 @@ class SchemaWriter:
     def _texts(self, result: dict[str, Any], base: View) -> list[Any]:
         if "format" not in base:
             return []
-        every = [f"^(?:{one})$" for one in FORMATS[base["format"]].expressions]
+        every = [f"^(?:{expression})$" for expression in FORMATS[base["format"]].expressions]
         if "pattern" not in result:
             result["pattern"] = every.pop(0)
-        return [{"pattern": one} for one in every]
+        return [{"pattern": pattern} for pattern in every]
 
     def _is_wrong(self, schema: dict[str, Any]) -> bool:
         return self._error_of is not None and bool(self._error_of(schema))
@@ -321,7 +321,7 @@ class SchemaWriter:
         self._inside.discard(id(target))
 
     def _enters(self, schema: Schema) -> bool:
-        """Return whether what a reference refers to is not being written; it is from now on."""
+        """Return whether the target of a reference is not being written yet; mark it as such."""
         target = id(self._views.target(schema))
         is_new = target not in self._inside
         self._inside.add(target)

@@ -1,4 +1,4 @@
-"""Encoders: models whose tokens attend to those before and after them, BERT and its kind.
+"""Encoders with bidirectional attention: BERT and its kind.
 
 They have no KV cache, so that each prompt is computed in one step, and give vectors alone.
 """
@@ -106,7 +106,7 @@ class LayerNorm(Tensors):
 
 
 class EncoderModel(Model):
-    """Base of encoders: their layers, whose tensors are loaded and packed, and their attention."""
+    """Base class of encoders: layers, loading and packing of tensors, attention."""
 
     generates: ClassVar[bool] = False
     pooler: ClassVar[str] = "cls"

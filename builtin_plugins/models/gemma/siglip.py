@@ -1,4 +1,4 @@
-"""The vision tower of SigLIP (Zhai et al., 2023), for models whose prompts have images."""
+"""The vision tower of SigLIP (Zhai et al., 2023), for models with images in prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_LAYERS = 1 << 10
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer: attention and MLP, each of what is normalised before."""
+    """A layer: attention and MLP with normalized inputs."""
 
     attention_norm: LayerNorm
     q: Affine

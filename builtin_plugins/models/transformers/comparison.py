@@ -1,4 +1,4 @@
-"""A step with attention as backends get it, compared with that of transformers itself."""
+"""Compare attention through our backends with attention of transformers itself."""
 
 from __future__ import annotations
 
@@ -69,21 +69,21 @@ def compare(
     step.attend = _Reference(model, length, attention)
     both, swapped = (hidden(x, positions.repeat(2)) for x in (ids, ids.roll(length)))
     step.attend = None
-    found, other = logits(both), logits(swapped).roll(length, 0)
-    shares = (found - expected).norm() / expected.norm().clamp_min(_TINY)
+    actual, other = logits(both), logits(swapped).roll(length, 0)
+    shares = (actual - expected).norm() / expected.norm().clamp_min(_TINY)
     limit = _SHARES.get(context.dtype, _SHARE)
     _check(shares, limit, "than eager attention of transformers gives each", context)
-    shares = (other - found).norm(dim=-1) / found.norm(dim=-1).clamp_min(_TINY)
+    shares = (other - actual).norm(dim=-1) / actual.norm(dim=-1).clamp_min(_TINY)
     _check(shares, _SHARES.get(context.dtype, _MIXED), "than in another order", context)
 
 
-def check_classes(found: torch.Tensor, expected: torch.Tensor, context: ModelContext) -> None:
-    """Compare the logits of classes with those of transformers.
+def check_classes(actual: torch.Tensor, expected: torch.Tensor, context: ModelContext) -> None:
+    """Compare the logits of classes with the logits of transformers.
 
     Raises:
         ModelError: they differ: a head reads something besides the vector of a prompt.
     """
-    share = float((found - expected).norm() / expected.norm().clamp_min(_TINY))
+    share = float((actual - expected).norm() / expected.norm().clamp_min(_TINY))
     if not share <= _SHARES.get(context.dtype, _SHARE):  # NaN too
         raise ModelError(
             f"model: {context.config.architecture}: the logits of its classes differ from those of "
@@ -110,7 +110,7 @@ def _check(shares: torch.Tensor, limit: float, than: str, context: ModelContext)
 
 
 class _Compared:
-    """Compares the attention of each layer with that of its own module, in float32."""
+    """Compares the attention of each layer with its own module, in float32."""
 
     def __init__(self, model: PreTrainedModel, attention: Attention) -> None:
         self._name, self._attention = type(model).__name__, attention
@@ -142,8 +142,8 @@ class _Compared:
         q, k, v = q.float(), k.float(), v.float()
         mask = None if mask is None else mask.float()
         expected: torch.Tensor = eager(module, q, k, v, mask, **arguments)[0]
-        found = self._attention(layer.spec, *(x[0].transpose(0, 1) for x in (q, k, v)))[None]
-        largest = float((found - expected).abs().max())
+        actual = self._attention(layer.spec, *(x[0].transpose(0, 1) for x in (q, k, v)))[None]
+        largest = float((actual - expected).abs().max())
         if not largest <= _LARGEST * max(1.0, float(expected.abs().max())):
             raise ModelError(
                 f"model: {self._name}, layer {layer.path}: eager attention of transformers differs "

@@ -49,7 +49,7 @@ class ProcessorImages(MediaFormat):
     encode_bytes = _TOWER_BYTES
 
     def __init__(self, config: ModelConfig, files: ModelFiles) -> None:
-        """Read the token of an image, and what identifies the processor.
+        """Read the image token, and the identity of the processor.
 
         Raises:
             ModelError: the files of the model have none.
@@ -248,7 +248,7 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _without_text(whole: PreTrainedModel) -> Any:
-    """Return the body of a model whose part for text and whose head are removed."""
+    """Return the body of a model without its text model and head."""
     base, part = body(whole), text_part(whole)
     path = next(path for path, module in base.named_modules() if module is part)
     delattr(base, path.partition(".")[0])

@@ -98,7 +98,7 @@ class AdapterSlots(
             self._set_alias(LoRARequest(name, index + 1, path, content))
 
     def workers_started(self) -> Mapping[str, RequestFault]:
-        """Let workers read what the configuration names or, after a sleep, what requests run with.
+        """Let workers read configured adapters or, after a sleep, the adapters of live requests.
 
         Returns:
             Requests whose adapter a rank cannot read again.
@@ -265,12 +265,12 @@ class AdapterSlots(
             self._remove_unused()
 
     def _resolve(self, loras: Sequence[Mapping[str, Any]]) -> list[str | None]:
-        """Return the content of adapters; None of one that has to be loaded first.
+        """Return the content of adapters; None if an adapter has to be loaded first.
 
         Raises:
             RequestError: one is not known.
         """
-        return [self._content_of(requested_lora(given)) for given in loras]
+        return [self._content_of(requested_lora(lora)) for lora in loras]
 
     def _content_of(self, lora: LoRARequest) -> str | None:
         loaded = self._names.get(lora.name)
@@ -438,8 +438,8 @@ class AdapterSlots(
             self._wanted[content] = self._readings.begin(self._paths[content], None)
             return False
         try:
-            found = self._readings.progress(ticket)
-            if found not in (None, content):
+            progress = self._readings.progress(ticket)
+            if progress not in (None, content):
                 self._readings.drop(ticket)
                 raise ModelError(
                     f"{self._paths[content]}: its files have changed since the adapter was added"
@@ -447,7 +447,7 @@ class AdapterSlots(
         except ModelError:
             del self._wanted[content]
             raise
-        if found is None:
+        if progress is None:
             return False
         del self._wanted[content]
         self._keep(ticket, content)

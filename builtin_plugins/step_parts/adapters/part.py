@@ -59,5 +59,5 @@ class Adapters(StepPart):
 
 def _without_paths(answer: Any) -> Any:
     if isinstance(answer, list):
-        return [_without_paths(one) for one in answer]
+        return [_without_paths(item) for item in answer]
     return answer | {"path": ""} if isinstance(answer, dict) else answer

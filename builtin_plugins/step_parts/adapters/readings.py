@@ -89,7 +89,7 @@ class Readings:
         return answers[0].content
 
     def keep(self, ticket: int, forgotten: list[str]) -> None:
-        """Let workers keep what they have read, and forget other contents."""
+        """Let workers keep the adapters read, and forget other contents."""
         del self._readings[ticket]
         self._send(Keep(ticket, forgotten))
 
@@ -99,7 +99,7 @@ class Readings:
         self._send(Drop(ticket))
 
     def drop_unasked(self, seconds: float) -> None:
-        """Forget what a program adds and has not asked for as long."""
+        """Forget readings of a program without a poll for as long."""
         now = self._clock()
         for ticket, reading in list(self._readings.items()):
             if reading.lora is not None and now - reading.asked > seconds:

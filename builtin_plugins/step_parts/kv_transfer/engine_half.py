@@ -46,7 +46,7 @@ _LONGEST_UNPAUSED_S = 1.0  # between two counts of time; what is longer is a pau
 
 @dataclass(slots=True)
 class _Step:
-    """The plan of a step whose result has not come.
+    """The plan of a step before its result.
 
     Attributes:
         metadata: metadata of the scheduler half.
@@ -183,7 +183,7 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        """Notify the connector of blocks; remember those that it is to fill."""
+        """Notify the connector of blocks; remember the blocks that it is to fill."""
         request_id = request.request_id
         if (matched := self._matched.pop(request_id, None)) is not None:
             self._count_lookup(request.num_tokens - matched[0], num_external_tokens)
@@ -313,7 +313,7 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
         }
 
     def updated(self, plan: SchedulerOutput) -> None:
-        """Forget the transfers that have ended: the scheduler has taken what `result` set."""
+        """Forget the transfers that have ended: the scheduler has taken the results of `result`."""
         self._steps.pop(plan.step, None)
         self._ended.clear()
         self._saved.clear()
@@ -378,7 +378,7 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
         self._report(message, cause)
 
     def _count_time(self) -> None:
-        """Add the time since it was counted last to that of lookups and loads, but for a pause."""
+        """Add the time since the last count to the time of lookups and loads, except pauses."""
         now = self._clock()
         self._waited += min(now - self._counted_at, _LONGEST_UNPAUSED_S)
         self._counted_at = now

@@ -40,7 +40,7 @@ class KVTransfer(StepPart):
         return None if use is None else f"kv_connector.use: {use!r}"
 
     def engine_half(self, context: EngineHalfContext) -> TransferPlanner | _WithoutConnector:
-        """Return the half that plans; without a connector, one that warns of parameters for it.
+        """Return the half that plans; without a connector, a half that warns of its parameters.
 
         Raises:
             PluginError: the connector cannot be built.

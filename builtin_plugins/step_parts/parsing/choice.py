@@ -46,8 +46,8 @@ class ConfiguredParsers:
 
     def find(self, kind: str, name: str) -> type[OutputParser] | None:
         """Return the class of a parser; None if it is not enabled."""
-        found: Any = self.components.find(kind, name)
-        cls: type[OutputParser] | None = found
+        component: Any = self.components.find(kind, name)
+        cls: type[OutputParser] | None = component
         return cls
 
     def create(self, kind: str, name: str, arguments: Any = None) -> OutputParser:
@@ -95,7 +95,7 @@ class ConfiguredParsers:
         return by_kind
 
     def _fitting(self, kind: str) -> str | None:
-        """Return the name of the parser whose markers the model's chat template has; None: no such.
+        """Return the name of the parser with the markers of the model's chat template, or None.
 
         Raises:
             PluginConflictError: several distributions offer it, and no setting chooses one.

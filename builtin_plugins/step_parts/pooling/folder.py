@@ -86,7 +86,7 @@ class ModelPooling:
     token_types: bool = False
 
     def prompt(self, name: str | None, purpose: str | None = None) -> str:
-        """Return the text before those that are embedded; see `PooledResults.call`.
+        """Return the text before embedded texts; see `PooledResults.call`.
 
         Raises:
             RequestError: there is no prompt of that name.
@@ -153,8 +153,8 @@ def read_classifier(config: ModelConfig, files: ModelFiles | None) -> ModelPooli
     """
     hf, folder = config.hf, None if files is None else files.path
     names, count = hf.get("id2label"), hf.get("num_labels", 2)
-    found = names.values() if isinstance(names, dict) and names else range(int(count))
-    labels = [str(label) for label in found]
+    names_of_classes = names.values() if isinstance(names, dict) and names else range(int(count))
+    labels = [str(label) for label in names_of_classes]
     several = hf.get("problem_type") == "multi_label_classification"
     default = "sigmoid" if len(labels) == 1 or several else "softmax"
     stated, where = hf.get("sbert_ce_default_activation_function"), "config.json: "
@@ -164,9 +164,9 @@ def read_classifier(config: ModelConfig, files: ModelFiles | None) -> ModelPooli
     prompts: dict[str, str] = {}
     default_prompt = None
     if folder is not None and (folder / "modules.json").is_file():
-        own = _cross_encoder(folder)
+        settings = _cross_encoder(folder)
         prompts, default_prompt = _prompts(folder)
-        if (name := own.get("activation_fn")) is not None:
+        if (name := settings.get("activation_fn")) is not None:
             stated, where = name, f"{folder / _SETTINGS}: activation_fn"
     name = default if stated is None else str(stated).rpartition(".")[2].lower()
     if name not in (*CLASS_ACTIVATIONS, "identity"):
@@ -292,12 +292,12 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
 
 def _read(path: Path, kind: type[Any]) -> Any:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(found, kind):
-        raise ModelError(f"{path}: expected a {kind.__name__}, got {shown(found)}")
-    return found
+    if not isinstance(content, kind):
+        raise ModelError(f"{path}: expected a {kind.__name__}, got {shown(content)}")
+    return content
 
 
 def _field(table: Any, name: str, path: Path) -> Any:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Pooling(StepPart):
-    """Requests with `pooling_params`, whose results are vectors; drives the `poolers` kind.
+    """Requests with `pooling_params`, which return vectors; drives the `poolers` kind.
 
     A fault of a pooler ends the request that it is about.
     """

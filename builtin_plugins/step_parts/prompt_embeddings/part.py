@@ -21,7 +21,7 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
 class PromptEmbeddings(StepPart):
-    """Prompts of which some or all positions have an embedding instead of a token id.
+    """Prompts with embeddings instead of token ids at some or all positions.
 
     A fault ends the requests that have some.
     """
@@ -72,5 +72,5 @@ class PromptEmbeddings(StepPart):
 
     def _width(self) -> int | None:
         config = self.context.model_config
-        found = [] if config is None else [config.hf.get(name) for name in _WIDTHS]
-        return next((size for size in found if type(size) is int), None)
+        widths = [] if config is None else [config.hf.get(name) for name in _WIDTHS]
+        return next((size for size in widths if type(size) is int), None)

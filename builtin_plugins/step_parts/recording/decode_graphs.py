@@ -99,7 +99,7 @@ class DecodeGraphs(ForwardWrapper, CacheObserver, WorkerMemory):
         return {"decode graphs": self._reserve}
 
     def cache_released(self) -> None:
-        """Forget what was recorded, the inputs and the caches, which are to be released."""
+        """Forget recordings, inputs and caches before the caches are released."""
         self._cache: AllocatedCache | None = None
         self._inputs: DecodeInputs | None = None
         self._graphs: dict[int, _Graph] = {}
@@ -112,7 +112,7 @@ class DecodeGraphs(ForwardWrapper, CacheObserver, WorkerMemory):
         self._cache = cache
 
     def weights_changed(self) -> None:
-        """Forget what was recorded, which refers to earlier weights."""
+        """Forget recordings, because they refer to earlier weights."""
         cache = self._cache
         self.cache_released()
         self._cache = cache

@@ -44,15 +44,15 @@ class RepeatedSteps(ForwardWrapper, CacheObserver):
         self._clear()
 
     def cache_allocated(self, cache: AllocatedCache) -> None:  # noqa: ARG002
-        """Forget what was recorded: it refers to earlier caches."""
+        """Forget recordings, because they refer to earlier caches."""
         self._clear()
 
     def cache_released(self) -> None:
-        """Forget what was recorded, which refers to caches that are to be released."""
+        """Forget recordings, because they refer to caches that are to be released."""
         self._clear()
 
     def weights_changed(self) -> None:
-        """Forget what was recorded, which refers to earlier weights."""
+        """Forget recordings, because they refer to earlier weights."""
         self._clear()
 
     def _clear(self) -> None:

@@ -13,7 +13,7 @@ from .sessions import RetainedSessions, RetainingRequests
 
 
 class PrefixRetention(StepPart):
-    """Requests with `retain_seconds`, whose blocks eviction policies keep, if they can.
+    """Requests with `retain_seconds`: eviction policies keep their blocks, if possible.
 
     It is a wish, never a guarantee. A fault costs wishes, and no request.
     """
@@ -39,7 +39,7 @@ class PrefixRetention(StepPart):
 
     @classmethod
     def request_fields(cls, config: EngineConfig) -> Collection[str]:  # noqa: ARG003
-        """Return the field of requests whose blocks are retained."""
+        """Return the request fields of retention."""
         return ("retention",)
 
     @classmethod

@@ -202,11 +202,11 @@ class RetainedSessions(
             return {"outcome": "rejected", "seconds": 0.0, "num_blocks": 0}
         assert live.request.source.retention is not None, "it uses the part"
         num_retained = len(live.hashes) - live.num_refused
-        asked = live.request.source.retention.seconds
+        requested = live.request.source.retention.seconds
         outcome = "accepted"
         if live.session is None or (live.num_refused and not num_retained):
             outcome = "rejected"
-        elif live.num_refused or live.seconds < asked:
+        elif live.num_refused or live.seconds < requested:
             outcome = "clipped"
         return {"outcome": outcome, "seconds": live.seconds, "num_blocks": num_retained}
 
@@ -274,7 +274,7 @@ class RetainedSessions(
     # Calls of programs
 
     def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Answer a call of a program: "release" ends what a session retains.
+        """Answer a call of a program: "release" ends the retention of a session.
 
         Returns:
             "accepted", or "missing" if no session of the salt has that name.

@@ -158,7 +158,7 @@ class ConstrainedAnswer:
         return count
 
     def follow(self) -> None:
-        """Take the tokens of the output that are new; stay before one that cannot be taken.
+        """Accept the new tokens of the output; stop before a token that cannot be accepted.
 
         Raises:
             ValueError: the grammar forbids one.

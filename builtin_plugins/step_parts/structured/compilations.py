@@ -94,13 +94,13 @@ class Compilations:
             return job.state
 
     def give_up_late(self) -> None:
-        """Give up what takes too long, and begin what waits; once per step."""
+        """Give up late compilations, and begin waiting ones; called once per step."""
         with self._changed:
             self._give_up_late()
             self._start_next()
 
     def leave(self, key: str, request_id: str) -> None:
-        """Forget that a request waits; what none waits for does not begin."""
+        """Forget that a request waits; a compilation without waiting requests does not begin."""
         with self._changed:
             if (job := self._jobs.get(key)) is not None:
                 job.waiting.discard(request_id)

@@ -1,4 +1,4 @@
-"""The engine's half of activation taps: collects what they read, each position once."""
+"""The engine's half of activation taps: collects readings, each position once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Reading:
 
 
 class TapResults(RequestFilter, RequestLifecycle, BlockKey, PlanData, StepObserver):
-    """Gives workers the positions of a step, and hands out what taps read of them."""
+    """Gives workers the positions of a step, and returns the readings of taps there."""
 
     def __init__(self, name: str, taps: Taps, max_bytes: int) -> None:
         """Read nothing yet.
@@ -99,7 +99,7 @@ class TapResults(RequestFilter, RequestLifecycle, BlockKey, PlanData, StepObserv
     def result(
         self, plan: SchedulerOutput, result: ModelRunnerOutput
     ) -> Mapping[str, RequestFault]:
-        """Keep what taps have read, without what belongs to drafts that were rejected."""
+        """Keep the readings of taps, without readings of rejected drafts."""
         ended: dict[str, RequestFault] = {}
         reports = result.part_reports.get(self._name, {})
         computed = plan.num_computed_tokens() if reports else {}
@@ -147,7 +147,9 @@ class TapResults(RequestFilter, RequestLifecycle, BlockKey, PlanData, StepObserv
         self._readings.pop(request_id, None)
 
 
-def _keep(reading: _Reading, found: list[TapValues], first: int, count: int, certain: int) -> None:
+def _keep(
+    reading: _Reading, values_read: list[TapValues], first: int, count: int, certain: int
+) -> None:
     """Keep the values of positions that were not read before.
 
     Args:
@@ -157,7 +159,7 @@ def _keep(reading: _Reading, found: list[TapValues], first: int, count: int, cer
         certain: tokens of the step before the first draft.
     """
     reading.num_draft_bytes = 0
-    for values in found:
+    for values in values_read:
         rows = np.frombuffer(values.data, values.dtype).reshape(values.shape)[:count]
         start = max(reading.next_position.get(values.key, 0), first)
         rows = rows[start - first :]

@@ -125,7 +125,7 @@ def _candidates(
         ids = torch.tensor(tokens, dtype=torch.int32)
         exponential = token_noise(ids, torch.full((len(tokens),), seed), torch.tensor(position))
         noise = dict(zip(tokens, exponential.log().neg().tolist(), strict=True))
-    found = [
+    candidates = [
         Candidate(
             token_id=t,
             logit=_number(first[t]),
@@ -135,7 +135,9 @@ def _candidates(
         )
         for t in tokens
     ]
-    return sorted(found, key=lambda one: (-one.probability, -(one.logit or 0.0)))
+    return sorted(
+        candidates, key=lambda candidate: (-candidate.probability, -(candidate.logit or 0.0))
+    )
 
 
 def _differ(before: Row, after: Row) -> np.ndarray[Any, Any]:

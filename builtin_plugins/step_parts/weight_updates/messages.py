@@ -48,7 +48,7 @@ class DropArguments(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ReadWeights(msgspec.Struct, tag=True):
-    """Begin to read weights, instead of those that are prepared.
+    """Begin to read weights, which replace prepared ones.
 
     Attributes:
         ticket: ticket of the call; so messages of several updates differ, also in a journal.

@@ -130,7 +130,7 @@ class WeightReader(WorkerHalf):
         model.use()
 
     def _drop(self) -> None:
-        """Forget the weights that are prepared; what is read still is closed when it is read."""
+        """Forget the prepared weights; close weights still being read afterwards."""
         self._ticket = None
         if self._reading is not None:
             self._reading.give_up()

@@ -8,7 +8,7 @@ import importlib.metadata
 import platform
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,7 @@ from hardpoint.host.registry.model_files import find_files
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.component.manifest import Manifest, PluginEntry
 from hardpoint.process.protocol import PROTOCOL_VERSION
+from hardpoint.toolkit.processor import processor_facts, processor_flags
 
 from .messages import Hello
 
@@ -67,21 +68,6 @@ def processor(system: Path = Path("/proc")) -> str:
                 card.read_text(errors="replace").partition("Model:")[2].split("\n")[0]
             )
     return " ".join(" ".join(properties).split())
-
-
-def processor_facts(system: Path = Path("/proc")) -> dict[str, str]:
-    """Return the fields of a processor in `/proc/cpuinfo`; none if the system has no such file."""
-    facts: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        for line in (system / "cpuinfo").read_text(errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            facts.setdefault(name.strip(), value.strip())
-    return facts
-
-
-def processor_flags(facts: Mapping[str, str]) -> list[str]:
-    """Return the names of instruction sets in the fields of a processor."""
-    return facts.get("flags", facts.get("Features", "")).split()
 
 
 def difference(head: Hello, engine: Hello) -> str | None:

@@ -1,4 +1,4 @@
-"""Failures, deadlines and leases of a KV connector, and what its requests report."""
+"""Failures, deadlines and leases of a KV connector, and figures of its requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAILED = LOAD_FAILED  # by which the server knows that the request may be sent a
 
 @pytest.fixture
 def open_driver(scripted):
-    """Return drivers whose connector has the prompt, on a clock of their own."""
+    """Return drivers with the prompt in their connectors, each on its own clock."""
     opened = []
 
     def start(**settings):

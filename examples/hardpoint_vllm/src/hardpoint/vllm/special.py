@@ -225,8 +225,8 @@ def _pooler(value: Any, arguments: Mapping[str, Any], to: Translated) -> None:  
             to.pooling[name] = config.pop(name)
     if config:
         raise ConfigError(
-            f"pooler_config.{next(iter(config))}: expected none; docs/write-an-activation-tap.md is about "
-            f"poolers of one's own"
+            f"pooler_config.{next(iter(config))}: expected none; for poolers of your own, "
+            "see docs/write-an-activation-tap.md"
         )
 
 

@@ -24,8 +24,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from hardpoint.toolkit.processor import processor_facts
 from hardpoint.testing.checking.enabling import RUN_KINDS
+from hardpoint.toolkit.processor import processor_facts
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "docs" / "gallery-costs.json"

@@ -25,7 +25,7 @@ import textwrap
 import tomllib
 import typing
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -280,7 +280,7 @@ def _overridable(classes: list[type]) -> list[str]:
     return lines if methods else []
 
 
-def _tests(classes: list[type], shared: list[type]) -> list[str]:
+def _tests(classes: Sequence[type], shared: Sequence[type]) -> list[str]:
     """Return the table of the tests of suites, without those that shared suites describe alike."""
     tests = {
         name: " ".join(getattr(classes[0], name).__doc__.split())

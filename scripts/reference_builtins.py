@@ -94,12 +94,12 @@ def _tables(name: str, cls: Any) -> Iterator[str]:
         (f"Options, `[plugin.{name}]`", getattr(cls, "Options", None)),
         ("Arguments of a request", getattr(cls, "Arguments", None)),
     ):
-        is_struct = inspect.isclass(struct) and issubclass(struct, msgspec.Struct)
-        if is_struct and (fields := struct_fields(struct)):
+        is_struct = isinstance(struct, type) and issubclass(struct, msgspec.Struct)
+        if is_struct and (described := struct_fields(struct)):
             yield from (f"**{title}**", "", "| name | type | default | |", "|---|---|---|---|")
-            for field in fields:
-                default = "required" if field.required else f"`{_json(field.default)}`"
-                cells = (f"`{field.name}`", field.type_text, default, field.doc)
+            for option in described:
+                default = "required" if option.required else f"`{_json(option.default)}`"
+                cells = (f"`{option.name}`", option.type_text, default, option.doc)
                 yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
             yield ""
 

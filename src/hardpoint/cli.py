@@ -63,6 +63,7 @@ TAB completes after what `hardpoint completion --help` says.
 Guides and reference: docs/ of the source, from docs/command-line.md on."""
 
 _Load = Callable[..., tuple[EngineConfig, ConfigSources]]
+_Restart = Literal["never", "on_failure"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -233,35 +234,35 @@ def _context(
         if problem is not None:
             raise problem
 
-    def load_catalog(config: EngineConfig, config_sources: ConfigSources) -> PluginCatalog:
+    def load_catalog(config: EngineConfig, sources: ConfigSources) -> PluginCatalog:
         check()
-        return Catalog(resolve_plugins(config, config_sources), config, config_sources)
+        return Catalog(resolve_plugins(config, sources), config, sources)
 
-    def open_model(config: EngineConfig, config_sources: ConfigSources) -> Generator:
+    def open_model(config: EngineConfig, sources: ConfigSources) -> Generator:
         check()
         from .llm import open_resolved  # noqa: PLC0415 - torch takes a second to import
 
         if sys.stderr.isatty() or not _LOG_SINK.isdisjoint(config.stats.sinks):
             messages.show_log()
-        return open_resolved(config, config_sources, progress=False if messages.quiet else None)
+        return open_resolved(config, sources, progress=False if messages.quiet else None)
 
     def open_async(
-        config: EngineConfig, config_sources: ConfigSources, restart: Literal["never", "on_failure"]
+        config: EngineConfig, sources: ConfigSources, restart: _Restart
     ) -> AsyncGenerator:
         check()
         from .async_llm import open_resolved  # noqa: PLC0415 - torch takes a second to import
 
         messages.show_log()
-        return open_resolved(config, config_sources, restart=restart)
+        return open_resolved(config, sources, restart=restart)
 
     def open_workers(
-        config: EngineConfig, config_sources: ConfigSources, restart: Literal["never", "on_failure"]
+        config: EngineConfig, sources: ConfigSources, restart: _Restart
     ) -> WorkerGroup:
         check()
         from .workers.owner import open_workers as opened  # noqa: PLC0415 - as above
 
         messages.show_log()
-        return opened(config, config_sources, restart)
+        return opened(config, sources, restart)
 
     return CommandContext(
         load_config=load,

@@ -189,7 +189,7 @@ REFUSED = (
     }
     | {
         (("model", "with windows"), ("stores", "memory")): (
-            r"kv_connector.use: 'stores' moves blocks .* release those which a sliding window"
+            r"kv_connector.use: 'stores' moves blocks .* release blocks outside of a sliding window"
         )
     }
     | {
@@ -235,7 +235,7 @@ REFUSED = (
     | {(("turns", "two"), ("completions", "three")): "n: expected 1 in a conversation"}
     | {
         (("processor", "that observes"), ("fork", "half way")): (
-            "resumed.observed_logprobs: expected that of each token, which logits processor 'obs"
+            "resumed.observed_logprobs: expected one per output token, for logits processor 'obs"
         )
     }
     | {

@@ -33,19 +33,19 @@ class QuantizationContext(Context["Quantization"]):
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-MATRIX = fitting("a QuantizedMatrix", lambda found: isinstance(found, QuantizedMatrix))
+MATRIX = fitting("a QuantizedMatrix", lambda value: isinstance(value, QuantizedMatrix))
 COLUMNS = fitting(
     "a whole number >= 1",
-    lambda found: found is None or (type(found) is int and found >= 1),
+    lambda value: value is None or (type(value) is int and value >= 1),
 )
 STORED = fitting(
     "a number of bytes, or None",
-    lambda found: found is None or (type(found) is int and found >= 0),
+    lambda value: value is None or (type(value) is int and value >= 0),
 )
 
 
 class Quantization(Component):
-    """A scheme: makes matrices of few bits from numbers, or reads those of checkpoints.
+    """A quantization scheme: quantizes matrices, or reads the quantized matrices of checkpoints.
 
     A class overrides `quantize`, `read` or both. A constructor raises ModelError if the
     checkpoint's `config` has something that the scheme does not know. It is closed once the
@@ -83,9 +83,9 @@ class Quantization(Component):
         raise NotImplementedError(f"{self.name!r} does not quantise weights, it reads them")
 
     def check(self, stored: QuantizedWeight) -> None:
-        """Check the names, dtypes and shapes of what a checkpoint stores.
+        """Check the names, dtypes and shapes of a stored matrix.
 
-        Called before any weight is read, if the loader reports what the files have
+        Called before any weight is read, if the loader reports the formats in the files
         (`WeightLoader.formats`). The default checks nothing.
 
         Args:
@@ -116,12 +116,12 @@ class Quantization(Component):
     ) -> int | None:
         """Return at which multiples of columns a matrix can be cut, before it is made or read.
 
-        With it, ranks whose columns are no whole groups are refused before weights are read. None,
-        the default: only the matrix itself shows it.
+        With it, ranks with columns that are no whole groups are rejected before weights are read.
+        None, the default: only the matrix itself shows it.
 
         Args:
             shape: shape of the whole matrix.
-            stored: what a checkpoint stores, on torch's device "meta", if its loader reports that;
+            stored: tensors in a checkpoint, on torch's device "meta", if its loader reports them;
                 None for a matrix that `quantize` makes.
         """
         return None

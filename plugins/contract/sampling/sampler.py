@@ -41,7 +41,7 @@ class SamplerContext(Context["Sampler"]):
 class SamplingRows(Generic[ArgumentsT_co]):
     """The rows of one step, as tensors on the device.
 
-    `SamplingRows[Arguments]` in an annotation states what a sampler's arguments are.
+    `SamplingRows[Arguments]` in an annotation states the type of a sampler's arguments.
 
     Attributes:
         greedy: bool [rows]; whether to choose the likeliest token, of equals the lowest id.
@@ -81,10 +81,10 @@ class SamplingRows(Generic[ArgumentsT_co]):
         return self.columns[name]
 
 
-def _tokens(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> torch.Tensor:  # noqa: ARG001
+def _tokens(value: Any, args: Sequence[Any], originals: Sequence[Any]) -> torch.Tensor:  # noqa: ARG001
     import torch  # noqa: PLC0415 - the contract itself loads without it
 
-    logits = handed[0]
+    logits = args[0]
     if not (
         isinstance(value, torch.Tensor)
         and value.dtype == torch.int64
@@ -108,8 +108,8 @@ class Sampler(RequestStates, ComponentWithArguments):
     and `start` finds the arguments as `request.sampler_arguments`.
 
     Attributes:
-        draws: whether rows that are not greedy get what `LogitsOps.draw` gives, so that traces can
-            show the noise.
+        draws: whether rows that are not greedy get the result of `LogitsOps.draw`, so that traces
+            can show the noise.
     """
 
     context: SamplerContext

@@ -76,7 +76,7 @@ class RequestStates:
         needs `supports_resume = False`: another engine has only the logprobs of earlier tokens.
 
         Args:
-            state: after the tokens before; what `start` returned, for the first one.
+            state: state after the tokens before; the result of `start` for the first one.
             token: the accepted one.
             logprob: the natural logarithm of its probability under the logits that it was drawn
                 from, after all processors.

@@ -32,7 +32,7 @@ class Layer(Protocol):
 
 
 class PackedLayer(Layer, Protocol):
-    """A layer whose loaded tensors can be kept in the weight cache."""
+    """A layer with packed tensors for the weight cache."""
 
     def packed(self) -> dict[str, torch.Tensor] | None:
         """Return the layer's tensors as it keeps them, under names that no other layer has.
@@ -41,10 +41,10 @@ class PackedLayer(Layer, Protocol):
         """
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load what `packed` returned, among the tensors of other layers.
+        """Load the result of `packed` from among the tensors of other layers.
 
         Raises:
-            KeyError, ValueError: a tensor is missing, or not what it should be.
+            KeyError, ValueError: a tensor is missing, or has a wrong shape or dtype.
         """
 
 
@@ -91,7 +91,7 @@ def load_weights(layers: Iterable[Layer], weights: Iterable[tuple[str, torch.Ten
 def quantizable(layers: Iterable[Layer]) -> dict[str, QuantizableLayer]:
     """Return the layers of matrices that may have few bits, by name, for `Model.quantizable`.
 
-    They are those of layers with a method `load_quantized`.
+    They are the weights of layers with a method `load_quantized`.
     """
     return {
         name: layer
@@ -115,10 +115,10 @@ def packed_weights(layers: Iterable[PackedLayer]) -> dict[str, torch.Tensor] | N
 
 
 def load_packed(layers: Iterable[PackedLayer], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load what `packed_weights` returned for the same layers, for `Model.load_packed`.
+    """Load the result of `packed_weights` for the same layers, for `Model.load_packed`.
 
     Raises:
-        KeyError, ValueError: a tensor is missing, not what it should be, or of no layer.
+        KeyError, ValueError: a tensor is missing, has a wrong shape or dtype, or is of no layer.
     """
     layers = list(layers)
     for layer in layers:
@@ -194,7 +194,7 @@ class RMSNorm:
         """Return x [..., size], normalised over its last dimension.
 
         Args:
-            x: what is normalised.
+            x: the input to normalize.
             delta: is added to x first, in place: the residual connection; both [rows, size].
         """
         if delta is None:

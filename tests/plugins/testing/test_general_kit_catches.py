@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
-from support.broken import ops, processors, samplers, speculators, tokenizers
+from support.broken import attention, models, ops, processors, samplers, speculators, tokenizers
 from support.kit_suites import GENERAL, assert_fails, messages_of, shorten
 from support.samples import leave_file, leave_thread
 
 from hardpoint.testing import (
+    AttentionBackendSuite,
     LogitsProcessorSuite,
+    ModelSuite,
     OpsSuite,
     SamplerSuite,
     SpeculatorSuite,
@@ -35,6 +37,8 @@ KINDS: list[tuple[Any, str, Any, str, dict[str, Any]]] = [
     (SpeculatorSuite, "speculator", speculators.LastPair, "propose", {}),
     (TokenizerSuite, "tokenizer", tokenizers.Bytes, "encode", {}),
     (OpsSuite, "ops", ops.Plain, "linear", {}),
+    (AttentionBackendSuite, "backend", attention.Plain, "attend", {}),
+    (ModelSuite, "model", models.Tiny, "forward", {"config": models.CONFIG}),
 ]
 
 
@@ -43,7 +47,7 @@ def keeping(cls, method):
     seen = []
 
     def call(self, *given, **named):
-        seen.append(f"call {len(seen)} of many" * 4)
+        seen.append(f"call {len(seen)} of many" * 40)
         return getattr(cls, method)(self, *given, **named)
 
     return type("Keeps", (cls,), {method: call, "__module__": cls.__module__, "seen": seen})

@@ -39,7 +39,7 @@ CONNECTORS = [
     (broken.LooksUpSlowly, "time", "time", r"get_num_new_matched_tokens\(\) took 0\.\d+ s"),
     (broken.SavesSlowly, "time", "time", r"wait_for_save\(\) took 0\.\d+ s, at most 0.1"),
     (broken.LeavesAThread, "release", "release", "these threads are left: Endless"),
-    (broken.RemembersRequests, "memory", "memory", "what a RemembersRequests refers to grew from"),
+    (broken.RemembersRequests, "memory", "memory", "referenced by a RemembersRequests grew from"),
 ]  # fmt: skip
 
 RANKS = [

@@ -116,9 +116,9 @@ def test_a_replaced_test_and_wrong_options_are_named():
 def test_options_that_are_missing_or_misspelt_are_named(given, observed):
     attributes = {"store": DiskStore, "options": given}
     message = messages_of(KVStoreSuite, attributes, ["contract"])["contract"]
-    assert "rule: options: those of the suite are valid" in message
+    assert "rule: options: the options of the suite are valid" in message
     assert f".{observed}" in message
-    assert "fix: set the suite's `options`, or what place_options returns, as an op" in message
+    assert "fix: set the suite's `options`, or the result of place_options, as an op" in message
 
 
 @pytest.mark.parametrize(

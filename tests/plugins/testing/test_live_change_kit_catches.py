@@ -170,5 +170,5 @@ def test_a_processor_and_a_part():
 
 
 def test_a_part_that_does_not_state_it_is_left_out():
-    with pytest.raises(pytest.skip.Exception, match="does not say `changes_live = True`"):
+    with pytest.raises(pytest.skip.Exception, match="does not set `changes_live = True`"):
         check(StepPartSuite, part=Good)

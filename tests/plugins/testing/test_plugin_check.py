@@ -168,7 +168,7 @@ def test_a_server_that_is_not_there(site):
     assert records["result"]["exit_code"] == 0, records["result"]
     record = records["check"]["test_content"]
     assert record["outcome"] == "not_proved"
-    assert re.match("this machine lacks what it needs: .*Connection refused", record["reason"])
+    assert re.match("this machine lacks a requirement: .*Connection refused", record["reason"])
 
 
 _OPTIONS = {

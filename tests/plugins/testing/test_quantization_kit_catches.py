@@ -36,7 +36,7 @@ SCHEMES = [
     (broken.SaysNothing, "alignment", "alignment", "alignment gave 0, expected a whole number"),
     (broken.ScaleOfTheRow, "parts_of_weights", "parts of weights", "columns, quantised alone, dif"),
     (broken.InHalf, "dequantize", "dequantize", r"dequantize returned torch.float16 \[2, 64\]"),
-    (broken.SharesMemory, "dequantize", "dequantize", "written to the numbers changed the matrix"),
+    (broken.SharesMemory, "dequantize", "dequantize", "writing to the numbers changed the matrix"),
     (broken.Doubts, "dequantize", "finite", "is_finite returned False for its numbers"),
     (broken.WideCodes, "dequantize", "codes", r"bits is 4, and there is a code 2\d\d"),
     (broken.ForgetsTheBias, "linear", "linear", r"linear differs by \d"),

@@ -142,7 +142,7 @@ def answering(first):
         ("ray://a:1", "'ray://a:1': expected HOST:PORT.* an engine runs on a node of the cluster"),
         ("127.0.0.1:1", "'127.0.0.1:1': no Ray cluster answers at 127.0.0.1:1 within 60 s"),
         (None, "no Ray cluster answers at .* within 0.3 s .*timed out"),
-        (b"SSH-2.0-OpenSSH_9", "what listens at .* is no Ray cluster"),
+        (b"SSH-2.0-OpenSSH_9", "the listener at .* is not a Ray cluster"),
     ],
 )
 def test_an_address_without_a_cluster_is_refused(services, address, message):

@@ -235,7 +235,8 @@ def test_msgspec_still_writes_its_errors_as_we_read_them():
 def test_what_is_no_plain_data_is_named_by_its_path(value, where):
     with pytest.raises(ConfigError) as error:
         convert(value, Outer, path="options")
-    assert str(error.value) == f"{where}: expected plain data: a builtins.object is none"
+    expected = f"{where}: expected plain data: a builtins.object cannot be converted"
+    assert str(error.value) == expected
 
 
 class _Circle(Strict, tag_field="type", tag="circle"):

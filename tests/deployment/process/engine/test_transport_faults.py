@@ -252,7 +252,7 @@ def test_large_tensors_are_frames_of_requests_and_outputs(link):
 
 def test_a_large_tensor_in_a_call_is_refused_by_its_type(link):
     answered = link.sockets.call("why_waiting", torch.zeros(1000))
-    with pytest.raises(ValueError, match=r"request_ids: .*a torch.Tensor is none"):
+    with pytest.raises(ValueError, match=r"request_ids: .*a torch.Tensor cannot be converted"):
         answered.result(PATIENCE_S)
 
 

@@ -94,8 +94,9 @@ def _tables(name: str, cls: Any) -> Iterator[str]:
         (f"Options, `[plugin.{name}]`", getattr(cls, "Options", None)),
         ("Arguments of a request", getattr(cls, "Arguments", None)),
     ):
-        is_struct = isinstance(struct, type) and issubclass(struct, msgspec.Struct)
-        if is_struct and (described := struct_fields(struct)):
+        if not (isinstance(struct, type) and issubclass(struct, msgspec.Struct)):
+            continue
+        if described := struct_fields(struct):
             yield from (f"**{title}**", "", "| name | type | default | |", "|---|---|---|---|")
             for option in described:
                 default = "required" if option.required else f"`{_json(option.default)}`"

@@ -225,10 +225,7 @@ def _serve_on_ray(
 
 
 def _context(
-    load: _Load,
-    problem: HardpointError | None,
-    messages: Messages,
-    shared_options: argparse.Namespace,
+    load: _Load, problem: HardpointError | None, messages: Messages, options: argparse.Namespace
 ) -> CommandContext:
     def check() -> None:
         if problem is not None:
@@ -283,7 +280,7 @@ def _context(
         open_journal=_open_journal,
         measure_startup=_measure_startup,
         resolve_plugins=resolve_plugins,
-        check_config=functools.partial(_check_config, shared_options),
+        check_config=functools.partial(_check_config, options),
     )
 
 

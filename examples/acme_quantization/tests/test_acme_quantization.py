@@ -72,7 +72,7 @@ def test_weights_that_are_not_kept_are_logged(path, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     kept = {"path": str(tmp_path)}
     first = tokens(path, quantization={"use": "nf4"}, weight_cache=kept)
-    assert "matrices of few bits: 15 in nf4" in caplog.text
+    assert "quantized weights: 15 in nf4" in caplog.text
     assert tokens(path, quantization={"use": "nf4"}, weight_cache=kept) == first
     assert "packed weights: mapped" in caplog.text
     tokens(path, quantization={"use": "ternary"}, weight_cache=kept)

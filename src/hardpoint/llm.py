@@ -142,12 +142,10 @@ class LLM(ShownModel, SyncCaller, metaclass=OldClassNames):
         config: EngineConfig,
         config_sources: ConfigSources,
         progress: bool | None,
-        passed_plugins: Sequence[InstalledPlugin] = (),
+        passed: Sequence[InstalledPlugin] = (),
     ) -> None:
         self._draws_progress = shows_progress(sys.stderr) if progress is None else progress
-        self._engine = open_engine(
-            config, config_sources, passed_plugins, draws=self._draws_progress
-        )
+        self._engine = open_engine(config, config_sources, passed, draws=self._draws_progress)
         self._files, parts = WeightFiles(), self._engine.parts
         self._requests, self._groups = sync_groups(self._engine, self._files)
         self._conversations = open_conversations(parts.config, parts.clock)

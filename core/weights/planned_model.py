@@ -56,7 +56,7 @@ _log = logging.getLogger("hardpoint")
 
 _READ = 4  # bytes of a number as it is read, before it is packed: float32
 _DEQUANTIZED = 9  # the same, with its code, and factors of its groups for each column
-_MADE = 9  # of one that is quantised while it is loaded: its numbers, and its codes
+_MADE = 9  # of one that is quantized while it is loaded: its numbers, and its codes
 _EXPERTS = ".experts."  # in Hugging Face names
 _HEAD = "lm_head."
 _CODES = 3  # of a matrix that stays in codes: those of the whole product, a byte each, and a copy
@@ -146,7 +146,7 @@ def plan_model(
     )
     model: Model = build_share(lambda share: create(parallel=share), parallel)
     checked = CheckedModel(model, entry.source)
-    # What all stages have decides on the groups of the KV cache, and on what is quantised.
+    # What all stages have decides on the groups of the KV cache, and on what is quantized.
     whole = model if parallel.num_stages == 1 else create(parallel=Parallel())
     try:
         whole_checked = checked if whole is model else CheckedModel(whole, entry.source)

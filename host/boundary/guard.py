@@ -375,7 +375,7 @@ def blocks(number: int) -> str:
 
 
 def _sortable(behaviour: Behaviour, keys: SortKeys) -> Behaviour:
-    """Return the behaviour of a method with wrapped values, so that all of them compare."""
+    """Return the behavior of a method with wrapped values, so that all of them compare."""
     returned, default = behaviour.returned, behaviour.otherwise
     assert returned is not None
     assert default is not None

@@ -123,7 +123,7 @@ def with_recommended(config: ModelConfig, files: ModelFiles) -> ModelConfig:
 
 
 def unreadable(files: ModelFiles, loaders: Sequence[str]) -> ModelError:
-    """Return the error for files that none of the loaders recognises.
+    """Return the error for files that none of the loaders recognizes.
 
     Args:
         files: files of the model.

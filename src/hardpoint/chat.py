@@ -389,7 +389,7 @@ class Chat:
         images: PromptImages | None = None,
         lock: AbstractContextManager[Any] | None = None,
     ) -> Mapping[str, Any]:
-        """Return a conversation as a prompt that is tokenised already.
+        """Return a conversation as a prompt that is tokenized already.
 
         Args:
             images: reads images; None refuses them.

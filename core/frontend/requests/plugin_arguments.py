@@ -160,7 +160,7 @@ class PluginArguments:
         Returns:
             The fields of parameters that the request gives under `plugin_args`. Not only the
             processor reads them: stop strings are held back until `min_tokens`, and a greedy
-            sampler is recognised by `temperature`. And the formats of its outputs, which the caller
+            sampler is recognized by `temperature`. And the formats of its outputs, which the caller
             closes; None without any.
 
         Raises:

@@ -98,7 +98,7 @@ def test_options_are_checked(path):
 
 def test_what_is_skipped_keeps_its_numbers(path):
     everything = {"use": "nf4", "skip": ["model.layers.*", "model.embed_tokens.weight"]}
-    with pytest.raises(ConfigError, match="has no weights to quantise"):
+    with pytest.raises(ConfigError, match="has no weights to quantize"):
         tokens(path, quantization=everything)
     without = {"use": "nf4", "skip": ["model.layers.1.*"]}
     assert tokens(path, quantization=without) != tokens(path)

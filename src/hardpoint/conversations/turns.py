@@ -313,7 +313,7 @@ class AsyncConversation(_ConversationBase):
         """
         self._history.check_open()
         part = read_part(prompt, self._vocab_size)
-        async with self._appending:  # a long text is tokenised while others come
+        async with self._appending:  # a long text is tokenized while others come
             if isinstance(part, str):
                 part = await self._encode(part, self._history.is_empty) if part else []
             self._history.append(part)

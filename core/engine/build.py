@@ -83,10 +83,10 @@ def build_core(
 
     Args:
         spec: specification of its workers.
-        hooks: those that are called in the engine.
+        hooks: hooks that are called in the engine.
         config_sources: for messages.
         clock: seconds.
-        activity: records what the engine does; None is in memory of this process.
+        activity: records the engine's activity; None is in memory of this process.
         vocabulary: vocabulary of the tokenizer, for grammars.
         follow_cache: is called with the events of the KV cache, besides publishers.
         open_inputs: opens the record/replay hook.

@@ -67,10 +67,10 @@ class PlannedModel:
     """A rank's share of a model, with weights that are not read yet.
 
     Attributes:
-        model: what the plugin built.
+        model: the model built by the plugin.
         checked: the same, checked.
         attention: the backend with the layers' specs and groups.
-        quantized: what is to give the model its quantized matrices; to be closed.
+        quantized: gives the model its quantized matrices; to be closed.
         weights: how each weight is held in memory, by Hugging Face name.
         estimate: estimate of the memory that all of it needs.
     """
@@ -125,7 +125,7 @@ def plan_model(
         ops: operations of the model's layers.
         backend: backend of attention.
         parallel: the share.
-        limit: returns what may be allocated.
+        limit: returns the memory limit.
 
     Raises:
         ModelError: the model cannot be divided in this way, or its files store a weight in a way
@@ -310,7 +310,7 @@ def hold_weights(
         checked: the same, checked.
         loader: loader of the weights.
         source: source of the loader.
-        quantized: what is to give the model its quantized matrices.
+        quantized: gives the model its quantized matrices.
 
     Raises:
         ModelError: the files store a weight in a way that cannot be read.

@@ -41,7 +41,7 @@ _HEAD = "lm_head.weight"
 class QuantizedWeights:
     """Gives a model its quantized matrices, as configured; passes other weights on.
 
-    `pass_on` does it; `describe` reports afterwards what was done. `close` closes the schemes.
+    `pass_on` does it; `describe` reports the result afterwards. `close` closes the schemes.
 
     Attributes:
         whole_shapes: shapes of the weights of all stages, by name.
@@ -62,7 +62,7 @@ class QuantizedWeights:
             whole: all stages of the model, where `model` is one of several. It is not kept.
 
         Raises:
-            ConfigError: the model cannot load what is configured.
+            ConfigError: the model does not support the configured scheme.
         """
         self._config = config.quantization
         self._checkpoint = config.model
@@ -104,7 +104,7 @@ class QuantizedWeights:
 
         Raises:
             ModelError: a weight cannot be read, quantized or cut.
-            PluginFaultError: a scheme raised something else, or gave what is no matrix.
+            PluginFaultError: a scheme raised something else, or did not return a matrix.
         """
         for name, weight in weights:
             if isinstance(weight, QuantizedWeight):
@@ -186,7 +186,7 @@ class QuantizedWeights:
             formats: formats of the weights of all stages, by name; empty if they are not known.
 
         Raises:
-            ModelError: a scheme cannot read what is stored.
+            ModelError: a scheme cannot read a stored weight.
             ConfigError: no weight is stored in the scheme that the configuration requires.
         """
         for name, weight_format in formats.items():

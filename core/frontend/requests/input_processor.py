@@ -160,11 +160,11 @@ class InputProcessor:
     ) -> tuple[EngineCoreRequest, str | None, OutputFormats | None]:
         """Return the request, the prompt's text, if that is known, and the formats of its outputs.
 
-        The caller closes the formats. Fields of `extras` win over those of a tokenized prompt.
+        The caller closes the formats. Fields of `extras` override fields of a tokenized prompt.
 
         Args:
             arrival_time: seconds on the frontend's clock, used if neither has one.
-            parsed: what `read` returned for the prompt; None reads it here.
+            parsed: the result of `read` for the prompt; None reads it here.
 
         Raises:
             RequestError: naming the field, its value and the expected one.

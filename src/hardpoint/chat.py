@@ -55,7 +55,7 @@ class Function(msgspec.Struct, kw_only=True):
 
     Attributes:
         name: name of the function.
-        description: what it does, for the model.
+        description: description for the model.
         parameters: JSON schema of its arguments, an object.
         strict: whether calls have to keep to the schema.
     """

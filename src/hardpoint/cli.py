@@ -121,7 +121,7 @@ def _complete() -> int:
 def _loader(shared: argparse.Namespace) -> _Load:
     """Return a function that loads the configuration that a command line asks for.
 
-    It takes further settings, and another model, which come after those of the command line.
+    It takes further settings, and another model, which override the command line's.
     """
 
     def load(*further: str, model: str | None = None) -> tuple[EngineConfig, ConfigSources]:

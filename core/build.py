@@ -237,7 +237,7 @@ def prepare_engine(
         progress: receives the progress of long work.
         clock: clock of the engine and the frontend, in seconds.
         handed: the plugins that the program hands over, see `handed_over`.
-        companions: open what the program has next to the engine.
+        companions: open the companions of the engine, such as IO processors.
         send_stats: sends statistics to another process, which has the sinks; None if this process
             has them.
 

@@ -47,7 +47,7 @@ class EngineCoreClient(Protocol):
 
     Attributes:
         in_process: whether the core and its workers run in this process.
-        change_slots: what live changes concern in the client.
+        change_slots: slots of live changes in the client.
         shares_engines: whether frontends in other processes use the same engines.
     """
 

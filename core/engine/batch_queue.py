@@ -21,7 +21,7 @@ class Batch:
     """A step that was started.
 
     Attributes:
-        plan: what it computes.
+        plan: the plan of the step.
         forward: the forward pass; None as its result means that sampling gives the step's result.
         sampling: None where no token is sampled, or sampling is deferred.
         is_deferred: whether sampling is still to be started.
@@ -63,7 +63,7 @@ class Batch:
 
         Raises:
             PluginFaultError: there is no result.
-            BaseException: the error of the forward pass, or that of sampling.
+            BaseException: the error of the forward pass, or of sampling.
         """
         output = result_of(self.forward, executor, "execute_model")
         if output is None and self.sampling is not None:
@@ -147,7 +147,7 @@ def start_batch(
     """Start a step. Errors are raised by the batch's `result`, so that results stay in order.
 
     Args:
-        plan: what to compute.
+        plan: the plan to execute.
         execute: starts the forward pass.
         sample: starts sampling, if the plan has tokens; None defers it.
     """

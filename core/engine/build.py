@@ -83,10 +83,10 @@ def build_core(
 
     Args:
         spec: specification of its workers.
-        hooks: those that are called in the engine.
+        hooks: hooks that are called in the engine.
         config_sources: for messages.
         clock: seconds.
-        activity: records what the engine does; None is in memory of this process.
+        activity: records the engine's activity; None is in memory of this process.
         vocabulary: vocabulary of the tokenizer, for grammars.
         follow_cache: is called with the events of the KV cache, besides publishers.
         open_inputs: opens the record/replay hook.
@@ -143,7 +143,6 @@ def build_core(
         needs, events = block_needs(config, info), kv_events.has_any
         kv_cache = _build_kv_cache(config, needs, size, step_parts, blocks, eviction, events=events)
         step_parts.blocks.start()
-        gates, transfers = inputs.gates(step_parts.gates), inputs.transfers(step_parts.transfers)
         scheduler = plugins.create(
             plugins.one("schedulers"),
             SchedulerContext,
@@ -154,9 +153,9 @@ def build_core(
             clock=clock,
             watermark=config.kv_cache.watermark,
             step_cost=fit.current,
-            transfers=transfers,
+            gates=inputs.gates(step_parts.gates),
+            transfers=inputs.transfers(step_parts.transfers),
             encoder_cache=step_parts.encoder_cache,
-            gates=gates,
             record=inputs.recorder(_build_recorder(hooks, faults)),
             log_stats=config.stats.on,
         )

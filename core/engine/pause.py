@@ -119,7 +119,7 @@ class PauseController:
         """Stop scheduling; the future is done when the engine is idle.
 
         Raises:
-            RequestError: an unknown mode, or one that this engine does not support.
+            RequestError: an unknown mode, or a mode that this engine does not support.
         """
         self._begin(mode)
         return self._run_when_idle(self._clear_caches if clear_cache else lambda: None)

@@ -113,10 +113,10 @@ def _with_overlap(config: EngineConfig, device: torch.device) -> EngineConfig:
 
 
 def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> WeightLoader:
-    """Return the configured loader, or the first that recognises the files.
+    """Return the configured loader, or the first that recognizes the files.
 
     Raises:
-        ModelError: no enabled loader recognises them.
+        ModelError: no enabled loader recognizes them.
     """
     use, entries = config.load.use, plugins.entries("loaders")
     for entry in entries if use == "auto" else ():
@@ -233,7 +233,7 @@ def _check_use(config: EngineConfig, plugins: PluginSet, config_sources: ConfigS
     known = sorted(entry.name for entry in plugins.entries("quantizations"))
     raise ConfigError(
         config_sources.locate(
-            f"quantization.use: no quantisation scheme {use!r} is enabled"
+            f"quantization.use: no quantization scheme {use!r} is enabled"
             f"{typed.suggest(use, ['auto', 'none', *known])}{plugins.hint(use, 'quantizations')}; "
             f"expected auto, none, or one of {', '.join(known) or 'no scheme'}"
         )
@@ -249,9 +249,9 @@ def _check_quantization(config: EngineConfig, model: ModelConfig, plugins: Plugi
         return
     known = sorted(e.name for e in plugins.entries("quantizations") if _reads(plugins, e))
     raise ModelError(
-        f"model: {config.model!r} has weights that are quantised by {shown(name)}, which is not "
+        f"model: {config.model!r} has weights that are quantized by {shown(name)}, which is not "
         f"supported{plugins.hint(name, 'quantizations')}; supported: {', '.join(known) or 'none'}, "
-        f"and weights that are not quantised. A plugin of the kind quantizations adds one: "
+        f"and weights that are not quantized. A plugin of the kind quantizations adds one: "
         f"docs/write-a-quantization-scheme.md"
     )
 

@@ -63,15 +63,15 @@ class EngineCoreParts:
     """The parts of an engine core.
 
     Attributes:
-        scheduler_label: names the scheduler in the error if it returns what it may not.
+        scheduler_label: names the scheduler in the error about a wrong result.
         executor_label: the same of the executor; also if it fails outside of its calls.
         components: further components to close with the core.
         config: logged when a step fails.
         log_stats: whether outputs carry scheduler statistics.
-        step_parts: the engine halves of step parts, whose gates the scheduler has.
+        step_parts: the engine halves of step parts; the scheduler has their gates.
         generates: whether the model has logits of the next token.
         step_log: logs every step.
-        step_cost: fits what a step takes; None if nothing uses it.
+        step_cost: fits the time of a step; None if nothing uses it.
         step_times: measures steps for these two.
         num_waits: number of steps that waited for results, by name of the part that needs them.
         sleep_levels: levels that the workers support, in addition to 0.

@@ -68,7 +68,7 @@ class ControlCalls:
                 recomputed, with the same result.
 
         Raises:
-            RequestError: an unknown mode, or one that this engine cannot do.
+            RequestError: an unknown mode, or a mode that this engine does not support.
         """
         return self._pause.pause(mode, clear_cache=clear_cache)
 
@@ -168,7 +168,7 @@ class ControlCalls:
 
         Args:
             part: name of the part.
-            method: what is asked for.
+            method: name of the call.
             arguments: by name, plain data.
 
         Raises:
@@ -297,7 +297,7 @@ def run_utility(core: EngineUtilities, method: str, arguments: Sequence[Any]) ->
     """Run a utility by name; return its result, which may be a future.
 
     Raises:
-        RequestError: there is no such utility, or the arguments are not what it declares.
+        RequestError: there is no such utility, or the arguments do not fit its declaration.
         Exception: raised by the utility.
     """
     known = UTILITIES if method in UTILITIES else utilities_of(type(core))

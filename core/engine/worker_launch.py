@@ -118,7 +118,7 @@ class WorkerLauncher:
         """Start a process; see `ExecutorContext.start_process`.
 
         Raises:
-            HardpointError: the engine was built without what starts worker processes.
+            HardpointError: the engine was built without a starter of worker processes.
         """
         if (start := self._spec.start_worker) is None:
             raise HardpointError(

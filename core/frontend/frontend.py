@@ -127,7 +127,7 @@ class Frontend:
         """Check that requests can be admitted with other plugins.
 
         Raises:
-            ConfigError: they change what is fixed at the start.
+            ConfigError: they change settings that are fixed at the start.
             PluginError: a class cannot be loaded.
         """
         if change.config.stats.on and not self.observers:
@@ -267,7 +267,7 @@ class Frontend:
                 the state of the scheduler.
 
         Raises:
-            PluginFaultError: a component whose faults end the engine failed.
+            PluginFaultError: a component with faults of scope engine failed.
         """
         if not self.observers:
             return ""

@@ -117,7 +117,7 @@ class LLMEngine(EngineOwner):
 
         Args:
             requests: the arguments of `add_request` for each.
-            name: what messages call the list of requests, with the index of the refused one.
+            name: name of the list of requests in messages, with the index of the refused one.
             sent: gets each one, as the first completion of its prompt.
 
         Returns:
@@ -310,7 +310,7 @@ class LLMEngine(EngineOwner):
 
         Raises:
             RequestError: no such utility, or wrong arguments.
-            HardpointError: what the utility raised.
+            HardpointError: raised by the utility.
             EngineClosedError, EngineDeadError, EngineTimeoutError: it could not be called.
         """
         self._check_open()
@@ -341,7 +341,7 @@ class LLMEngine(EngineOwner):
         If an engine does not answer within a second, its last report is used.
 
         Raises:
-            EngineFaultError: a component whose faults end the engine failed.
+            EngineFaultError: a component with faults of scope engine failed.
         """
         if self._closed or not self._frontend.observers.has_exports:
             return ""

@@ -110,7 +110,7 @@ class BlockMetadata:
         """Return the history, which is kept from now on.
 
         Raises:
-            RuntimeError: blocks may be cached already, whose history is not known.
+            RuntimeError: blocks without a known history may be cached already.
         """
         if self.history is None:
             if self._allocated:
@@ -258,7 +258,7 @@ class BlockPool:
             num_states: how many of the blocks are states.
             eviction: chooses among the candidates; by default in the order of release.
             metadata: in the context of the eviction policy; None where no policy reads it.
-            events: records what is removed from the index.
+            events: records the blocks removed from the index.
         """
         self.num_blocks = num_blocks
         self.ref_count = [0] * num_blocks

@@ -82,7 +82,7 @@ class BlockManager:
             max_step_tokens: most tokens of a request in a step, for `blocks_needed`; None is all.
             hash_algorithm: "sha256" or "blake2b".
             part_keys: keys of step parts, which the hashes include; None if no part has any.
-            eviction: chooses the cached blocks to reuse; by default those released first.
+            eviction: chooses the cached blocks to reuse; by default the blocks released first.
             metadata: in the context of the eviction policy; None where no policy reads it.
             events: whether `take_events` returns anything.
         """

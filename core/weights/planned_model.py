@@ -56,7 +56,7 @@ _log = logging.getLogger("hardpoint")
 
 _READ = 4  # bytes of a number as it is read, before it is packed: float32
 _DEQUANTIZED = 9  # the same, with its code, and factors of its groups for each column
-_MADE = 9  # of one that is quantised while it is loaded: its numbers, and its codes
+_MADE = 9  # of one that is quantized while it is loaded: its numbers, and its codes
 _EXPERTS = ".experts."  # in Hugging Face names
 _HEAD = "lm_head."
 _CODES = 3  # of a matrix that stays in codes: those of the whole product, a byte each, and a copy
@@ -67,10 +67,10 @@ class PlannedModel:
     """A rank's share of a model, with weights that are not read yet.
 
     Attributes:
-        model: what the plugin built.
+        model: the model built by the plugin.
         checked: the same, checked.
         attention: the backend with the layers' specs and groups.
-        quantized: what is to give the model its quantized matrices; to be closed.
+        quantized: gives the model its quantized matrices; to be closed.
         weights: how each weight is held in memory, by Hugging Face name.
         estimate: estimate of the memory that all of it needs.
     """
@@ -125,7 +125,7 @@ def plan_model(
         ops: operations of the model's layers.
         backend: backend of attention.
         parallel: the share.
-        limit: returns what may be allocated.
+        limit: returns the memory limit.
 
     Raises:
         ModelError: the model cannot be divided in this way, or its files store a weight in a way
@@ -146,7 +146,7 @@ def plan_model(
     )
     model: Model = build_share(lambda share: create(parallel=share), parallel)
     checked = CheckedModel(model, entry.source)
-    # What all stages have decides on the groups of the KV cache, and on what is quantised.
+    # What all stages have decides on the groups of the KV cache, and on what is quantized.
     whole = model if parallel.num_stages == 1 else create(parallel=Parallel())
     try:
         whole_checked = checked if whole is model else CheckedModel(whole, entry.source)
@@ -310,7 +310,7 @@ def hold_weights(
         checked: the same, checked.
         loader: loader of the weights.
         source: source of the loader.
-        quantized: what is to give the model its quantized matrices.
+        quantized: gives the model its quantized matrices.
 
     Raises:
         ModelError: the files store a weight in a way that cannot be read.

@@ -1,4 +1,4 @@
-"""The weights of a model on their way from the loader: read, quantised, dequantised, cut."""
+"""The weights of a model on their way from the loader: read, quantized, dequantized, cut."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Scheme = tuple[Quantization, Source]
 
 _FEWER_RANKS = (
     ", the part that a rank has; expected fewer ranks (parallel.tensor), or quantization.use = "
-    "'none', which dequantises"
+    "'none', which dequantizes"
 )
 _SHOWN = 4  # names in a message
 _HEAD = "lm_head.weight"
@@ -41,7 +41,7 @@ _HEAD = "lm_head.weight"
 class QuantizedWeights:
     """Gives a model its quantized matrices, as configured; passes other weights on.
 
-    `pass_on` does it; `describe` reports afterwards what was done. `close` closes the schemes.
+    `pass_on` does it; `describe` reports the result afterwards. `close` closes the schemes.
 
     Attributes:
         whole_shapes: shapes of the weights of all stages, by name.
@@ -62,7 +62,7 @@ class QuantizedWeights:
             whole: all stages of the model, where `model` is one of several. It is not kept.
 
         Raises:
-            ConfigError: the model cannot load what is configured.
+            ConfigError: the model does not support the configured scheme.
         """
         self._config = config.quantization
         self._checkpoint = config.model
@@ -81,7 +81,7 @@ class QuantizedWeights:
         if self._config.use not in ("auto", "none"):
             if not self._whole_quantizable:
                 raise ConfigError(
-                    f"quantization.use: {self._config.use!r} has no weights to quantise: "
+                    f"quantization.use: {self._config.use!r} has no weights to quantize: "
                     f"{model.context.config.architecture} has no matrices that may have few bits, "
                     f"or quantization.skip names them all"
                 )
@@ -91,8 +91,8 @@ class QuantizedWeights:
         self._dequantized: Counter[str] = Counter()
         self._without_kernel: Counter[str] = Counter()
         self._has_own = False
-        self._by_loader: Counter[str] = Counter()  # what came dequantised
-        self._loader_formats: dict[str, str] = {}  # what loaders dequantise, by name
+        self._by_loader: Counter[str] = Counter()  # what came dequantized
+        self._loader_formats: dict[str, str] = {}  # what loaders dequantize, by name
 
     def close(self) -> None:
         """Close the schemes; the matrices that they made stay."""
@@ -103,8 +103,8 @@ class QuantizedWeights:
         """Give the model its quantized matrices; yield the other weights.
 
         Raises:
-            ModelError: a weight cannot be read, quantised or cut.
-            PluginFaultError: a scheme raised something else, or gave what is no matrix.
+            ModelError: a weight cannot be read, quantized or cut.
+            PluginFaultError: a scheme raised something else, or did not return a matrix.
         """
         for name, weight in weights:
             if isinstance(weight, QuantizedWeight):
@@ -163,7 +163,7 @@ class QuantizedWeights:
         return checked(num_bytes, Quantization, "stored_bytes()", source)
 
     def describe(self) -> str | None:
-        """Return how many matrices have few bits, and which were dequantised; None if none."""
+        """Return how many matrices have few bits, and which were dequantized; None if none."""
         dtype = str(self._model.context.dtype).removeprefix("torch.")
         parts = []
         for name, count in sorted(self._counts.items()):
@@ -186,7 +186,7 @@ class QuantizedWeights:
             formats: formats of the weights of all stages, by name; empty if they are not known.
 
         Raises:
-            ModelError: a scheme cannot read what is stored.
+            ModelError: a scheme cannot read a stored weight.
             ConfigError: no weight is stored in the scheme that the configuration requires.
         """
         for name, weight_format in formats.items():
@@ -210,7 +210,7 @@ class QuantizedWeights:
 
         Raises:
             ModelError: a stored matrix cannot be cut.
-            ConfigError: a matrix that is to be quantised cannot.
+            ConfigError: a matrix that is to be quantized cannot.
         """
         for name, cut in self._cuts.items():
             file_format = formats.get(name)
@@ -267,11 +267,11 @@ class QuantizedWeights:
             return
         if self._quantizes:
             raise ConfigError(
-                f"quantization.use: {self._config.use!r} has quantised no weight of "
+                f"quantization.use: {self._config.use!r} has quantized no weight of "
                 f"{self._checkpoint!r}"
             )
         raise ConfigError(
-            f"quantization.use: {self._config.use!r} does not quantise weights, and "
+            f"quantization.use: {self._config.use!r} does not quantize weights, and "
             f"{self._checkpoint!r} has none that are stored in it"
         )
 
@@ -359,7 +359,7 @@ class QuantizedWeights:
         if not bool(weight.isfinite().all()):
             raise ModelError(
                 f"model: weight {calls.name!r} of {self._checkpoint!r} has numbers that are not "
-                f"finite, which {self._config.use!r} cannot quantise"
+                f"finite, which {self._config.use!r} cannot quantize"
             )
         quantize = functools.partial(calls.component.quantize, weight)
         matrix = calls.matrix("quantize", quantize, tuple(weight.shape))
@@ -369,7 +369,7 @@ class QuantizedWeights:
         return matrix
 
     def _check_groups(self, name: str, unit: int) -> None:
-        """Check that a part that was quantised is a part of the quantised whole.
+        """Check that a part that was quantized is a part of the quantized whole.
 
         Raises:
             ConfigError: it was cut within a group of columns.

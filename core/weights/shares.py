@@ -21,7 +21,7 @@ _SEARCH_S = 1.0
 
 
 def check_parallelism(model: type[Model], source: Source, parallel: ParallelConfig) -> None:
-    """Refuse a kind of parallelism that a model does not honour.
+    """Refuse a kind of parallelism that a model does not honor.
 
     Raises:
         ModelError: naming the setting and the model.

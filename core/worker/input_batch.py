@@ -53,7 +53,7 @@ class InputBatch:
             max_num_seqs: rows.
             max_model_len: tokens of a row.
             block_size: tokens per block.
-            num_groups: KV cache groups, each of which has a block table for each row.
+            num_groups: KV cache groups; each has a block table for each row.
             packs: whether a step's tensors are parts of one, which one copy takes to a device.
         """
         self.max_model_len, self.block_size = max_model_len, block_size
@@ -98,7 +98,7 @@ class InputBatch:
             request: to add.
             output_token_ids: the request's live list.
             block_ids: its block table, one per group.
-            num_computed_tokens: whose keys and values are in those blocks.
+            num_computed_tokens: number of tokens with keys and values in these blocks.
             step: number of the plan that adds it.
             second_type_start: as in EngineCoreRequest.
         """

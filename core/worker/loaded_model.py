@@ -355,7 +355,7 @@ class ReloadedModel:
 
         Args:
             plan: builds the model without weights.
-            use: lets the worker run with the model, of which this is the spec then.
+            use: lets the worker run with the model; the spec describes it then.
         """
         self._spec = dataclasses.replace(spec, progress=no_progress)
         self._loader, self._plan, self._use = loader, plan, use

@@ -48,7 +48,7 @@ class ModelRunner:
     """Runs the model over a plan's tokens, and samples for each sequence that it completed.
 
     Attributes:
-        model: model whose weights are loaded.
+        model: model with loaded weights.
         ops: operations of its layers.
         attention: backend of them.
         parts: the worker halves of step parts.

@@ -68,7 +68,7 @@ class LocalWorker:
 
     Attributes:
         observed_states: states of logits processors, kept when the model is released.
-        movable_weights: those that level 1 of sleep moves to CPU memory; None if it moves none.
+        movable_weights: weights that sleep level 1 moves to CPU memory; None if it moves none.
     """
 
     def __init__(

@@ -147,7 +147,7 @@ class CheckedAttention:
         """Return the recurrence of a step in layers with states.
 
         Args:
-            caches: what `allocate` returned.
+            caches: the result of `allocate`.
             steps: one per group.
         """
         return no_states if self.states is None else self.states.of_step(caches, steps)
@@ -161,7 +161,7 @@ class CheckedAttention:
 
         Raises:
             ConfigError: the backend has none.
-            PluginFaultError: they are not what they should be.
+            PluginFaultError: they have a wrong form.
         """
         result = []
         for cache, size in zip(caches, self._sizes, strict=True):

@@ -43,14 +43,14 @@ class CheckedModel:
         source: source of the model.
         shapes: shapes of the weights, by Hugging Face name.
         needed: the shapes of the parts of them that this rank needs.
-        cuts: these parts, of those that it does not need whole.
+        cuts: these parts, for weights that it needs in part only.
         specs: one per attention layer.
         states: tensors of each layer that keeps a state.
         is_replayable: whether the model's class declares it.
         routed_experts: layers, and experts that a token has in each; None if it reports none.
-        kv_variant: what the bytes of its KV blocks depend on besides weights and config.
-        hooks: what step parts change in its layers.
-        called_hooks: names of those that it called in the last trial step.
+        kv_variant: dependence of the bytes of its KV blocks besides weights and config.
+        hooks: hooks for step parts in its layers.
+        called_hooks: names of the hooks that it called in the last trial step.
     """
 
     def __init__(self, model: Model, source: Source) -> None:
@@ -92,7 +92,7 @@ class CheckedModel:
 
         Args:
             num_tokens: number of tokens of the step, in sequences of the maximum length.
-            num_rows: hidden states whose logits are computed, at most.
+            num_rows: most hidden states to compute logits of.
 
         Raises:
             PluginFaultError: a method raised, attention was called with something else than

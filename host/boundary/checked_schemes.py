@@ -57,7 +57,7 @@ class SchemeCalls:
         Args:
             method: its name.
             function: calls it.
-            returned: what it has to return.
+            returned: the check of its result.
             refuses: whether a ValueError means that the weight is wrong.
 
         Raises:

@@ -92,7 +92,7 @@ _WORKER = ("hardpoint.core.worker.", "hardpoint.core.weights.", "hardpoint.host.
 def responsible_plugin(error: BaseException, plugins: PluginSet) -> Source | None:
     """Return the plugin that raised an error, the innermost of several.
 
-    An executor runs the worker, and is not responsible for what the worker itself does wrong.
+    An executor runs the worker, and is not responsible for errors of the worker itself.
     """
     owner, _ = innermost(error, _owner_of) or (None, "")
     if not isinstance(owner, Component):

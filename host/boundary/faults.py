@@ -40,7 +40,7 @@ class StepFaults:
         """Start without faults.
 
         Args:
-            ends_engine: names of the plugins whose faults end the engine (`plugins.on_error`).
+            ends_engine: names of the plugins with faults of scope engine (`plugins.on_error`).
             slow_seconds: above which a plugin's time in a step is counted; 0 is never.
         """
         self._ends_engine = frozenset(ends_engine)
@@ -158,7 +158,7 @@ class Fanout(Generic[C]):
         """Call a method of every component; return the results.
 
         Raises:
-            PluginFaultError: a component whose faults end the engine failed; all were called.
+            PluginFaultError: a component with faults of scope engine failed; all were called.
         """
         results, fatal = [], None  # type: list[Any], PluginFaultError | None
         for component in self.components:
@@ -174,7 +174,7 @@ class Fanout(Generic[C]):
         """Close every component.
 
         Raises:
-            PluginFaultError: a component whose faults end the engine failed; all were closed.
+            PluginFaultError: a component with faults of scope engine failed; all were closed.
         """
         self.call("close")
 
@@ -192,7 +192,7 @@ def create_all(
         fields: fields of the context, without name and options.
 
     Returns:
-        The components, each with the reporter of its faults and what calls its methods.
+        The components, each with the reporter of its faults and its calls.
 
     Raises:
         PluginError: a component could not be built.

@@ -59,7 +59,7 @@ class Guarded:
 
     Attributes:
         wrapped: the component.
-        boundary: what its calls pass.
+        boundary: the boundary that its calls pass.
         reads: read its properties, by name.
     """
 
@@ -171,9 +171,9 @@ class Boundary:
 
         Args:
             name: name of the method.
-            behaviour: what the contract declares of it.
+            behaviour: the contract's declaration of it.
             function: the component's method.
-            use: what makes of its checked result what the engine uses.
+            use: converts its checked result for the engine.
         """
         check = None if behaviour.returned is None else behaviour.returned.check
         run = self.calls.run
@@ -196,14 +196,14 @@ class Boundary:
 
         Args:
             name: name of the method.
-            error: what it raised, or an UnusableError.
-            behaviour: what the contract declares of it.
+            error: raised by the method, or an UnusableError.
+            behaviour: the contract's declaration of it.
             of: what it was called for, as a part of the message. The component itself is named
                 then, and none that it called.
 
         Raises:
             PluginFaultError: names the plugin.
-            RequestError: the same, of a method whose faults refuse the request.
+            RequestError: the same, of a method with faults that refuse the request.
             BaseException: the error itself, if it is meant for the caller or names a plugin.
         """
         problem, cause = _problem(error)
@@ -248,8 +248,8 @@ def guard(
 ) -> C:
     """Return a guarded component of the same kind; its methods behave as declared.
 
-    Those with a default raise nothing, the others errors that name the plugin. The methods of which
-    nothing is declared are recorded and timed; with `report`, they raise what they raise.
+    Methods with a default raise nothing, the others errors that name the plugin. Undeclared
+    methods are recorded and timed; with `report`, their own errors are raised.
 
     Args:
         component: to guard.
@@ -294,7 +294,7 @@ def checked(
     """Return a method's result, checked as declared; for calls that are written by hand.
 
     Args:
-        value: what it returned.
+        value: its result.
         interface: class that declares the method.
         method: its name as messages have it, with or without "()".
         plugin: names it.
@@ -375,7 +375,7 @@ def blocks(number: int) -> str:
 
 
 def _sortable(behaviour: Behaviour, keys: SortKeys) -> Behaviour:
-    """Return the behaviour of a method with wrapped values, so that all of them compare."""
+    """Return the behavior of a method with wrapped values, so that all of them compare."""
     returned, default = behaviour.returned, behaviour.otherwise
     assert returned is not None
     assert default is not None

@@ -101,7 +101,7 @@ class KVEventFanout:
         """Store the publishers.
 
         Args:
-            publishers: each with the reporter of its faults and what calls its methods.
+            publishers: each with the reporter of its faults and its calls.
             wall_clock: seconds since 1970.
             follow: is called with the events after the publishers.
         """
@@ -118,7 +118,7 @@ class KVEventFanout:
         """Publish the events of a step, if there are any.
 
         Raises:
-            PluginFaultError: a publisher whose faults end the engine failed; all were called.
+            PluginFaultError: a publisher with faults of scope engine failed; all were called.
         """
         if events and self._publishers:
             batch = read_only(KVEventBatch(self._wall_clock(), list(events), self._rank))
@@ -130,6 +130,6 @@ class KVEventFanout:
         """Close all publishers.
 
         Raises:
-            PluginFaultError: a publisher whose faults end the engine failed; all were closed.
+            PluginFaultError: a publisher with faults of scope engine failed; all were closed.
         """
         self._publishers.close()

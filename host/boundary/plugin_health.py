@@ -26,7 +26,7 @@ class PluginHealth:
 
     Attributes:
         ended: by plugin name, the number of requests that it ended.
-        newest, first: by plugin name, ids of the newest, and what it did to the first.
+        newest, first: by plugin name, ids of the newest, and its effect on the first.
         deadly: by plugin name, why it is quarantined: it ran when the engine died.
         notify: called with each fault that is recorded here, for other frontends to `add`.
     """

@@ -184,7 +184,7 @@ class PolicyArguments:
     ) -> dict[str, dict[str, Any]]:
         """Return `plugin_args` of a request that was resolved for another policy.
 
-        What its caller gave is converted, and prepared without a tokenizer.
+        The caller's arguments are converted, and prepared without a tokenizer.
 
         Args:
             request: live, or arriving.
@@ -246,7 +246,7 @@ class PolicySlot:
     """Holds an engine's policy, guarded, and replaces it on a running engine.
 
     Attributes:
-        policy: what schedulers call.
+        policy: the policy that schedulers call.
         source: names it.
     """
 
@@ -270,7 +270,7 @@ class PolicySlot:
     def take_arguments(self, request: EngineCoreRequest) -> None:
         """Check a new request's arguments for the policy.
 
-        Those for a policy that was replaced while the request was sent are converted.
+        Arguments for a policy that was replaced while the request was sent are converted.
 
         Raises:
             RequestError: they do not fit.

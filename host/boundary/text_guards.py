@@ -45,7 +45,7 @@ def open_tokenizer(
 
     Raises:
         PluginLoadError: its constructor failed.
-        PluginFaultError: a property failed, or is not what the interface declares.
+        PluginFaultError: a property failed, or does not fit the interface.
     """
     tokenizer: Tokenizer = plugins.create(entry, TokenizerContext, files=files)
     guarded = guarded_tokenizer(tokenizer, entry.source, vocab_size)

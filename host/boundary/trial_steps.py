@@ -89,7 +89,7 @@ def decode_bytes(
     """Return the bytes that a decode step needs at once; 0 on a CPU, where it is not measured.
 
     Args:
-        model: as for `PaddedTrial`, like those that follow.
+        model: as for `PaddedTrial`, as the following ones.
         attention: attention of its layers.
         device: device of the model.
         max_model_len: tokens of a sequence.
@@ -120,10 +120,10 @@ def trial_bytes(
     """Return the bytes that trial steps need at once on a GPU.
 
     Args:
-        model: model whose weights are loaded.
+        model: model with loaded weights.
         device: device of the model.
         num_tokens: tokens of a step without a cache.
-        num_rows: hidden states of it whose logits are computed.
+        num_rows: hidden states to compute logits of.
         padded: another step; None if there is none.
     """
     before = torch.cuda.memory_allocated(device)

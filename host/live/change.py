@@ -30,7 +30,7 @@ class LiveChange(msgspec.Struct, frozen=True, kw_only=True):
     """Other plugins and settings, as the processes of an engine get them.
 
     Attributes:
-        asked: what the caller asked for.
+        asked: the caller's request.
         manifest: the next generation of the plugins.
         config: the configuration, without tables of plugins.
         lingers: whether frontends may send requests of the generation before for a moment after
@@ -63,8 +63,8 @@ class Switch(PreparedChange):
     """Functions in the place of a change's methods.
 
     Attributes:
-        switch: called with whether the change is used from now on, or what was before it.
-        close_old, close_new: close what was replaced, or what was built.
+        switch: called with True to use the change from now on, False for the earlier state.
+        close_old, close_new: close the replaced, or the new components.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Slot(Protocol):
             plugins: its plugins, loaded in this process.
 
         Returns:
-            What was built; None if the change does not concern this slot.
+            The prepared change; None if the change does not concern this slot.
 
         Raises:
             HardpointError: it cannot be built; nothing is left of it.
@@ -145,7 +145,7 @@ class _Pending:
         """Return whether it is prepared.
 
         Raises:
-            HardpointError: it cannot be; what was prepared is undone.
+            HardpointError: it cannot be; the preparation is undone.
         """
         if self._thread.is_alive():
             return False
@@ -199,7 +199,7 @@ class Changes:
 
         Args:
             change: the change.
-            plugins: its plugins; None are those of its manifest.
+            plugins: its plugins; None are the plugins of its manifest.
 
         Raises:
             BusyError: another one is under way.

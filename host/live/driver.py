@@ -133,7 +133,7 @@ class Owner(Protocol[P]):
 def _switch(of: weakref.ref[Owner[P]], before: P, after: P) -> Switch:
     """Return the switch between the parts of an owner before and after a change.
 
-    What else has changed in between stays: weights, and that a plugin is quarantined.
+    Other changes in between stay: weights, and the quarantine of plugins.
     """
 
     def switch(is_new: bool) -> None:

@@ -76,7 +76,7 @@ class EngineChanges:
         """Run an action of a change; for "state", return the names of the pending slots.
 
         Args:
-            action: what to do.
+            action: the action to run.
             change: the change, for "prepare"; else None.
 
         Raises:

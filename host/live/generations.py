@@ -181,7 +181,7 @@ def _joined(before: Sequence[T], after: Sequence[T]) -> list[T]:
 
     Args:
         before: in the order of all earlier generations.
-        after: in the order of the next one; those that are in both stand in the same order.
+        after: in the order of the next one; common components stand in the same order.
     """
     result: list[T] = []
     rest = list(before)

@@ -67,10 +67,10 @@ class PluginChanges(Strict):
     """Changes of plugins, by the names under which they are enabled.
 
     Attributes:
-        enable: as `plugins.enable`, in addition to what is enabled.
+        enable: as `plugins.enable`, in addition to the enabled plugins.
         disable: names of enabled components.
         replace: the component that takes an enabled one's place, by the latter's name.
-        options: the options of components, by name; they take the place of those before.
+        options: the options of components, by name; they replace the earlier ones.
     """
 
     enable: list[Reference | PluginUse] = []
@@ -94,7 +94,7 @@ class ChangeRequest(Strict):
         config: values of the configuration, by dotted path.
         plugins: changes of plugins.
         policy: the scheduling policy.
-        running: what requests do that use a logits processor which is replaced or disabled.
+        running: treatment of requests with a logits processor that is replaced or disabled.
     """
 
     origin: str
@@ -196,7 +196,7 @@ def with_plugins(
 
     Args:
         before: the current ones; they are not changed.
-        changes: what to change.
+        changes: the changes of plugins.
         config: values by dotted path.
         origin: who changes them, for messages.
 

@@ -29,7 +29,7 @@ def first_that_runs(
     """Build the component of a device; return its entry and it.
 
     Args:
-        entries: by name; the only one, or those of the candidates.
+        entries: by name; the only one, or the entries of the candidates.
         device: type of the device.
         target: returns the class of an entry.
         build: builds the component of an entry, given why another one is not used.

@@ -64,7 +64,7 @@ def faults_as(
 
     Args:
         error: its class.
-        message: the plugin and what it did.
+        message: the plugin and its action.
         passing: classes of exceptions that are raised as they are.
     """
     try:
@@ -89,7 +89,7 @@ def raise_as(
 def close_if_failed(undo: contextlib.ExitStack, close: Callable[[], None]) -> None:
     """Call a function if the body of a stack fails, which empties the stack if it does not.
 
-    An error of the function is a note of the body's, so that it does not hide what came first.
+    An error of the function is a note of the body's, so that it does not hide the first one.
     """
 
     def leave(_type: object, error: BaseException | None, _trace: object) -> None:
@@ -110,7 +110,7 @@ def innermost(
     """Return the innermost owner in a traceback, and the name of its outermost function there.
 
     Args:
-        error: what left a call of a plugin.
+        error: the error raised by a call of a plugin.
         owner_of: returns who owns a frame; None for a frame of the caller.
     """
     match: tuple[T, str] | None = None

@@ -76,7 +76,7 @@ class HookSet:
         """Call a hook; return the results of its implementations.
 
         Raises:
-            PluginFaultError: naming the plugin whose implementation failed; the cause is chained.
+            PluginFaultError: names the plugin with the failed implementation; the cause is chained.
         """
         caller = getattr(self._manager.hook, hook)
         settings = READ[0]()
@@ -97,7 +97,7 @@ class HookSet:
         """Call the implementations of a hook one by one; yield plugins and results, as enabled.
 
         Raises:
-            PluginFaultError: naming the plugin whose implementation failed; the cause is chained.
+            PluginFaultError: names the plugin with the failed implementation; the cause is chained.
         """
         for impl in getattr(self._manager.hook, hook).get_hookimpls():
             if impl.wrapper or impl.hookwrapper:  # which have nothing to wrap: each is called alone

@@ -172,7 +172,7 @@ def check_component(target: Any, kind: PluginKind, source: Source, hint: str = "
         hint: ends the message about an object that does not derive from the kind's interface.
 
     Raises:
-        PluginContractError: it does not; the message names the fault and what to write.
+        PluginContractError: it does not; the message names the fault and the fix.
     """
     if kind.interface is None:
         if not marks_hooks(target):

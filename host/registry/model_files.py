@@ -93,7 +93,7 @@ def find_files(name: str, setting: str = "model") -> ModelFiles:
         setting: setting that names it, for messages.
 
     Raises:
-        ModelError: no model has that name; the message has what was tried and what to do.
+        ModelError: no model has that name; the message has the attempts and the fix.
     """
     if alias_of(name) is not None:
         return ModelFiles(name, _packaged(name, setting))
@@ -123,7 +123,7 @@ def with_recommended(config: ModelConfig, files: ModelFiles) -> ModelConfig:
 
 
 def unreadable(files: ModelFiles, loaders: Sequence[str]) -> ModelError:
-    """Return the error for files that none of the loaders recognises.
+    """Return the error for files that none of the loaders recognizes.
 
     Args:
         files: files of the model.

@@ -1,6 +1,6 @@
 """The order of logits processors and step parts: phase, then before/after, then as enabled.
 
-Also the checks of what the chosen plugins declare of one another, and of their names.
+Also the checks of the chosen plugins' declarations about one another, and of their names.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def check_neighbours(chosen: Sequence[SelectedPlugin], targets: Mapping[_Key, An
         targets: their classes, by key.
 
     Raises:
-        PluginConflictError: names the component, and what to do.
+        PluginConflictError: names the component, and the fix.
     """
     _check_order(chosen, targets)
     _check_params_fields(chosen, targets)

@@ -176,8 +176,8 @@ def declared_tables(hooks: Iterable[tuple[Any, Source]]) -> Tables:
     """Return the tables that hooks declare as `config_table`, by name.
 
     Raises:
-        PluginContractError: naming the plugin and what is wrong with its declaration.
-        PluginConflictError: two plugins declare one table, or one that Hardpoint has.
+        PluginContractError: naming the plugin and the defect of its declaration.
+        PluginConflictError: two plugins declare one table, or a plugin declares one of Hardpoint's.
     """
     tables: Tables = {}
     sources: dict[str, Source] = {}

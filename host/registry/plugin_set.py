@@ -113,7 +113,7 @@ class PluginSet:
         """Return the entry of a name.
 
         Raises:
-            PluginNotFoundError: it is not enabled; the message names what is, and what offers it.
+            PluginNotFoundError: it is not enabled; the message names enabled and offered ones.
             HardpointError: as `find`.
         """
         if entry := self.find(kind, name, conflict):
@@ -182,7 +182,7 @@ class PluginSet:
         """Build an entry's component.
 
         Args:
-            entry: an entry of the kind whose components are built with such a context.
+            entry: an entry of the kind of components that are built with such a context.
             context_type: class of the context.
             fields: fields of the context, in addition to name and options.
 
@@ -320,8 +320,8 @@ def resolve_plugins(
     Args:
         config: the configuration.
         config_sources: sources of its values.
-        installed: what is installed; None finds it.
-        passed_plugins: what the program hands over, see `handed_over`.
+        installed: the installed plugins; None finds them.
+        passed_plugins: the plugins that the program passes, see `handed_over`.
 
     Raises:
         ConfigError: an option is wrong or belongs to no plugin that is on.

@@ -52,7 +52,7 @@ def with_references(value: Any, path: str, origin: str) -> Any:
         origin: origin of the value, for error messages.
 
     Raises:
-        ConfigError: an object can be found by no FQCN; it is named, with what would be right.
+        ConfigError: an object can be found by no FQCN; it is named, with the fix.
     """
     try:
         return _replaced(value, path, origin)
@@ -157,9 +157,9 @@ def provided_by(
     Args:
         target: its module, class or object.
         source: its identity.
-        installed: what is installed.
+        installed: the installed plugins.
         adapters: adapt components that derive from no interface.
-        origin: what enables them, too; empty if nothing does.
+        origin: the setting that enables them, too; empty if none does.
 
     Raises:
         PluginFaultError: its hook failed; the cause is chained.
@@ -201,7 +201,7 @@ def offered_plugins(
         source, installed, adapters, origin: as for `provided_by`.
 
     Raises:
-        PluginError: no FQCN finds it, or it is not what its name states.
+        PluginError: no FQCN finds it, or it does not fit its name.
     """
     kind_name, name = _split(reference, source)
     value, problem = find_reference(component)

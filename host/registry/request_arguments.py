@@ -140,7 +140,7 @@ def given_fields(type_: type[typed.Arguments], plain: Mapping[str, Any]) -> dict
 
     Args:
         type_: the `Arguments` of the component.
-        plain: as they travel; what only `prepare` fills, and what has its default, is left out.
+        plain: as they travel, without fields that only `prepare` fills, and without defaults.
     """
     fields = msgspec.structs.fields(type_)
     return {

@@ -100,7 +100,7 @@ class Utility(Generic[P, R]):
         """Run the call with arguments by position; return its result, which may be a future.
 
         Raises:
-            RequestError: the arguments are not what the utility declares.
+            RequestError: the arguments do not fit the utility's declaration.
             Exception: raised by the implementation.
         """
         converted = convert_arguments(self.run, arguments, RequestError)

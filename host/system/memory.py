@@ -36,7 +36,7 @@ class MemoryLimit:
 
     Attributes:
         available: bytes that the process may still allocate.
-        source: what sets the limit.
+        source: origin of the limit.
     """
 
     available: int
@@ -136,14 +136,14 @@ class MemoryEstimate:
 
     Attributes:
         weights: size of the loaded model.
-        cache: the configured KV cache; else that of one request of the maximum length.
-        loading: size of what is needed while weights are loaded only.
+        cache: the configured KV cache; else the cache of one request of the maximum length.
+        loading: size of the memory for loading weights only.
         step: size of the largest step's intermediate results.
         limit: before anything was allocated.
-        share: maximum share that the cache takes of what weights and step leave.
-        request: what requests need of the cache.
+        share: maximum share that the cache takes of the memory left by weights and step.
+        request: memory of requests in the cache.
         is_configured: whether the size of the cache is.
-        parts: what is kept free for step parts, by what it is for, once that is known.
+        parts: memory reserved for step parts, by purpose, once that is known.
     """
 
     weights: int
@@ -190,7 +190,7 @@ class MemoryEstimate:
         """Raise unless the model fits.
 
         Raises:
-            ModelError: it does not; the message names what would.
+            ModelError: it does not; the message names a configuration that does.
         """
         rest, room = self.limit.available - self.weights, self.room
         if self.loading <= rest and self.cache <= room:
@@ -220,9 +220,9 @@ def estimate_memory(
     Args:
         model: without weights.
         config: the engine's.
-        weights: those that this rank has, by name.
-        request: what requests need of the KV cache.
-        limit: what may be allocated.
+        weights: weights of this rank, by name.
+        request: memory of requests in the KV cache.
+        limit: the memory limit.
     """
     context, cache, scheduler = model.context, config.kv_cache, config.scheduler
     size, vocab = context.dtype.itemsize, context.config.vocab_size

@@ -73,7 +73,7 @@ class ThreadCount:
 
     Attributes:
         count: at least 1.
-        source: what sets it.
+        source: origin of the number.
     """
 
     count: int
@@ -222,7 +222,7 @@ def shared_limit(
     """Return the most threads of one of several ranks that share the cores of this host.
 
     Args:
-        current, proc, cpus: as for `thread_limit`; `current` is that of one rank.
+        current, proc, cpus: as for `thread_limit`; `current` is for one rank.
         num_ranks: number of ranks.
         num_engines: number of engines, which share the time that a control group has.
     """

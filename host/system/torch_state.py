@@ -116,7 +116,7 @@ def kept(plugin: object, method: str, before: State | None = None) -> Iterator[N
     Args:
         plugin: names the plugin that the body calls.
         method: method of the call.
-        before: the settings to keep; None is those of now.
+        before: the settings to keep; None is the current ones.
     """
     before = before or read()
     try:

@@ -228,7 +228,7 @@ def _make_room(folder: Path, limit: int, keep: Path) -> None:
     Args:
         folder: folder of the cache.
         limit: limit of all files but one.
-        keep: the one that does not count, which is about to be replaced.
+        keep: the file that does not count, which is about to be replaced.
     """
     files = []
     for file in folder.iterdir():

@@ -29,7 +29,7 @@ def cache_key(
         model: what makes of them what is kept.
         ops: its operations, which pack.
         quantization: the configuration of weights of few bits.
-        components: entries and classes of all of these, and of what they wrap.
+        components: entries and classes of all of these, and of their wrapped components.
     """
     if not ops.layout or (fingerprint := loader.fingerprint()) is None:
         return None

@@ -452,15 +452,14 @@ class SamplerSuite(GeneralComponentSuite):
         defaults = self._prepared({}, self.vocab_size)
         arguments = [row.arguments for row in batch] or [None] * len(seeds)
         return SamplingRows(
-            greedy=torch.tensor(greedy, device=self.device),
-            all_greedy=all(greedy),
-            any_greedy=any(greedy),
-            seeds=torch.tensor(seeds, device=self.device),
-            positions=torch.tensor(positions, device=self.device),
-            given=[
-                defaults if row_arguments is None else row_arguments for row_arguments in arguments
-            ],
-            request_states=states or (),
+            torch.tensor(greedy, device=self.device),
+            all(greedy),
+            any(greedy),
+            torch.tensor(seeds, device=self.device),
+            torch.tensor(positions, device=self.device),
+            [defaults if row_arguments is None else row_arguments for row_arguments in arguments],
+            {},
+            states or (),
         )
 
     def _batch(

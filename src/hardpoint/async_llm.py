@@ -320,7 +320,7 @@ class AsyncLLM(ShownModel, AsyncCaller, metaclass=OldClassNames):
             prompts: as `LLM.encode` takes them.
             pooling_params: parameters of all.
             request_id: id of all; None numbers them.
-            names: what errors call the prompts; by default `prompts[0]` and so on.
+            names: names of the prompts in errors; by default `prompts[0]` and so on.
             options: `RequestOptions` of all.
 
         Returns:

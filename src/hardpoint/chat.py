@@ -55,7 +55,7 @@ class Function(msgspec.Struct, kw_only=True):
 
     Attributes:
         name: name of the function.
-        description: what it does, for the model.
+        description: description for the model.
         parameters: JSON schema of its arguments, an object.
         strict: whether calls have to keep to the schema.
     """
@@ -389,7 +389,7 @@ class Chat:
         images: PromptImages | None = None,
         lock: AbstractContextManager[Any] | None = None,
     ) -> Mapping[str, Any]:
-        """Return a conversation as a prompt that is tokenised already.
+        """Return a conversation as a prompt that is tokenized already.
 
         Args:
             images: reads images; None refuses them.

@@ -77,13 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:  # set by the script that `hardpoint completion` prints
         return _complete()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    shared_options = global_options(arguments)
-    messages = Messages(
-        getattr(shared_options, "verbosity", None), getattr(shared_options, "log_format", None)
-    )
+    shared = global_options(arguments)
+    messages = Messages(getattr(shared, "verbosity", None), getattr(shared, "log_format", None))
     try:
         with messages:
-            code = _exit_code(arguments, shared_options, messages)
+            code = _exit_code(arguments, shared, messages)
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = _INTERRUPTED
@@ -99,10 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _exit_code(arguments: list[str], shared_options: argparse.Namespace, messages: Messages) -> int:
+def _exit_code(arguments: list[str], shared: argparse.Namespace, messages: Messages) -> int:
     try:
         check_encoding(arguments)
-        return _run(arguments, shared_options, messages)
+        return _run(arguments, shared, messages)
     except SystemExit as done:  # how argparse ends, after --help for one
         return done.code if isinstance(done.code, int) else 2
     except HardpointError as error:
@@ -121,18 +119,15 @@ def _complete() -> int:
     return 1
 
 
-def _loader(shared_options: argparse.Namespace) -> _Load:
+def _loader(shared: argparse.Namespace) -> _Load:
     """Return a function that loads the configuration that a command line asks for.
 
-    It takes further settings, and another model, which come after those of the command line.
+    It takes further settings, and another model, which override the command line's.
     """
 
     def load(*further: str, model: str | None = None) -> tuple[EngineConfig, ConfigSources]:
-        settings = [*getattr(shared_options, "set", []), *further]
-        path, usual = (
-            getattr(shared_options, "config", None),
-            getattr(shared_options, "model", None),
-        )
+        settings = [*getattr(shared, "set", []), *further]
+        path, usual = getattr(shared, "config", None), getattr(shared, "model", None)
         return load_config(path, settings=settings, model=model or usual)
 
     return load
@@ -146,8 +141,8 @@ def _config_type(load: _Load) -> type[EngineConfig]:
         return default_config_type()
 
 
-def _run(arguments: list[str], shared_options: argparse.Namespace, messages: Messages) -> int:
-    load = _loader(shared_options)
+def _run(arguments: list[str], shared: argparse.Namespace, messages: Messages) -> int:
+    load = _loader(shared)
     parser, commands, problem = _prepare(load)
     for warning in unknown_variables():
         _log.warning("%s", warning)
@@ -168,7 +163,7 @@ def _run(arguments: list[str], shared_options: argparse.Namespace, messages: Mes
         return 0
     owned = commands[options.command]
     try:
-        code = owned.command.run(options, _context(load, problem, messages, shared_options))
+        code = owned.command.run(options, _context(load, problem, messages, shared))
     except (HardpointError, SystemExit, KeyboardInterrupt, BrokenPipeError):
         raise
     except BaseException as error:
@@ -284,9 +279,9 @@ def _context(
     )
 
 
-def _check_config(shared_options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    path, settings = getattr(shared_options, "config", None), getattr(shared_options, "set", [])
-    errors = find_errors(path, settings=settings, model=getattr(shared_options, "model", None))
+def _check_config(shared: argparse.Namespace) -> tuple[list[str], list[str]]:
+    path, settings = getattr(shared, "config", None), getattr(shared, "set", [])
+    errors = find_errors(path, settings=settings, model=getattr(shared, "model", None))
     return errors, unknown_variables()
 
 

@@ -36,7 +36,7 @@ def complete(parser: ProgramParser, config_type: type[EngineConfig]) -> None:
 
     Args:
         parser: parser of the program.
-        config_type: type of the configuration whose settings are offered.
+        config_type: type of the configuration with the settings to offer.
     """
     completers: dict[str, Callable[..., Iterable[str]]] = {
         **_COMPLETERS,

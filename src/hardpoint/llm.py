@@ -244,7 +244,7 @@ class LLM(ShownModel, SyncCaller, metaclass=OldClassNames):
         early aborts those that run.
 
         Args:
-            requests: prompts with their parameters; None is what the model's files recommend.
+            requests: prompts with their parameters; None is the model's recommendation.
 
         Yields:
             The position of a prompt, and its output; or its error, if it is refused.

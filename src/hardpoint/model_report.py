@@ -40,7 +40,7 @@ def report_model(
     Args:
         config: names the model.
         config_sources: for messages.
-        lengths: lengths of requests whose KV cache is computed; by default a usual and the longest.
+        lengths: lengths of requests to compute the KV cache of; by default a usual and the longest.
 
     Raises:
         HardpointError: as opening the model does before its weights are read, but not for a lack

@@ -311,7 +311,7 @@ class OpenCalls:
         Args:
             outputs: outputs of the call, if it has added requests before.
             sent: gets each request as the engine got it.
-            name: what messages call the list of prompts; empty for one prompt.
+            name: name of the list of prompts in messages; empty for one prompt.
 
         Returns:
             Their ids.
@@ -337,7 +337,7 @@ class OpenCalls:
         """Add the prompts of a call in one message; if one is refused, none runs.
 
         Args:
-            name: what messages call the list of prompts, with the index of the refused one.
+            name: name of the list of prompts in messages, with the index of the refused one.
 
         Returns:
             Their ids.

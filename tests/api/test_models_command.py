@@ -224,11 +224,11 @@ def test_the_longest_request_that_fits_is_the_longest(capsys, tiny, monkeypatch)
             ("models.fallback=none",),
             "'GPT2LMHeadModel' is not supported",
         ),
-        ({}, ("quantization.use=q4_0",), "'q4_0' does not quantise weights, and"),
+        ({}, ("quantization.use=q4_0",), "'q4_0' does not quantize weights, and"),
         (
             {},
             ("quantization.use=int9",),
-            "quantization.use: no quantisation scheme 'int9' is enabled (did you mean 'int8'?); "
+            "quantization.use: no quantization scheme 'int9' is enabled (did you mean 'int8'?); "
             "expected auto, none, or one of ",
         ),
         ({}, ("quantization.use=off",), "tq2_0 (from argument --set quantization.use)"),

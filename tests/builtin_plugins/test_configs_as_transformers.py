@@ -281,7 +281,7 @@ def test_a_prompt_beyond_max_position_embeddings_runs_as_in_transformers(tmp_pat
         with LLM(str(tmp_path), config=config | length) as llm:
             (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
             assert list(output.outputs[0].token_ids) == expected
-    with pytest.raises(ConfigError, match="max_model_len: expected at most 128, what the model"):
+    with pytest.raises(ConfigError, match="max_model_len: expected at most 128, the limit"):
         LLM(str(tmp_path), config=config | {"max_model_len": 129})
 
 

@@ -233,7 +233,7 @@ def test_blocks_that_a_cut_divides_are_refused_or_dequantised(folder) -> None:
     )
     assert str(refused.value).endswith(
         " of 256 cannot be cut from blocks of 256 columns, the part that a rank has; expected "
-        "fewer ranks (parallel.tensor), or quantization.use = 'none', which dequantises"
+        "fewer ranks (parallel.tensor), or quantization.use = 'none', which dequantizes"
     )
     expected = reference(torch.tensor([TOKENS])).logits[0]
     for rank_logits in run_ranks(2, lambda rank: logits(Llama, loader, rank, "none")):

@@ -334,11 +334,11 @@ def test_wrong_tensors_are_refused_before_weights_are_read(folder, last, tensor,
         ({"group_size": 16}, "qzeros: expected int32 [4, 8] for a matrix [64, 64], got int32 [2, "),
         (
             {"quant_method": "hqq"},
-            "has weights that are quantised by 'hqq', which is not supp",
+            "has weights that are quantized by 'hqq', which is not supp",
         ),
         (
             {"quant_method": "int8"},
-            "has weights that are quantised by 'int8', which is not supported; supported: auto_ro",
+            "has weights that are quantized by 'int8', which is not supported; supported: auto_ro",
         ),
         ({"quant_method": "gptq"}, "quantization_config: zero_point: the field is not known"),
         ({"quant_method": None}, "quantised without a quant_method are not supported"),
@@ -382,7 +382,7 @@ def test_a_scale_that_is_not_finite_is_refused(folder):
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("use", ["gptq", "q4_0"])
 def test_a_scheme_that_the_checkpoint_does_not_have_is_refused(use, folder):
-    message = f"quantization.use: '{use}' does not quantise weights, and '{folder}' has none"
+    message = f"quantization.use: '{use}' does not quantize weights, and '{folder}' has none"
     assert message in error_of(folder, quantization={"use": use})
 
 

@@ -278,7 +278,7 @@ def test_the_number_of_engines_changes_under_load(scripted, expected):
 
 def test_one_engine_alone_keeps_its_number(scripted):
     with LLM(config=config(scripted, 1, in_process=False)) as llm:
-        with pytest.raises(HardpointError, match="^scale: expected 1, for the engine was"):
+        with pytest.raises(HardpointError, match="^scale: expected 1, because the engine"):
             llm.engines.scale(2)
         with pytest.raises(HardpointError, match="^retire: there is one engine alone"):
             llm.engines.retire([0])

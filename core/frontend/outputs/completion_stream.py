@@ -21,7 +21,7 @@ from hardpoint.plugins.component.behaviour import PIECE
 class CompletionStream:
     """Turns one completion's tokens into its outputs as they come.
 
-    Tokens pass four stages; each may hold back what came last, until the completion ends:
+    Tokens pass four stages; each may hold back the latest part, until the completion ends:
 
     1. decode: `push` makes whole characters of tokens.
     2. stop: `push` ends the text at a stop string; `pop` keeps the end in which one may begin.
@@ -33,7 +33,7 @@ class CompletionStream:
     are searched for at the end only.
 
     Attributes:
-        token_ids: token ids of the completion so far; of deltas, those that no output has yet.
+        token_ids: token ids of the completion so far; for deltas, the new ones.
         num_shown: how many token ids the outputs so far have.
         stop_string: the stop string that was found, if one was.
         finished_by: the end of the request by a reader, if there is one.
@@ -151,7 +151,7 @@ class CompletionStream:
         """Decode the first of some tokens one by one, and note the special ones.
 
         Returns:
-            Those up to a stop string; all without one.
+            The tokens up to a stop string; all without one.
         """
         for index, token in enumerate(token_ids):
             piece = self.decode((token,)) if index < num_decoded else ""

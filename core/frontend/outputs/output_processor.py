@@ -40,7 +40,7 @@ class ProcessedOutputs:
 
 
 class OutputProcessor:
-    """Detokenises, finds stop strings, gathers log-probabilities and builds outputs.
+    """Detokenizes, finds stop strings, gathers log-probabilities and builds outputs.
 
     Inside, every completion of a prompt has an id of its own. Users may name a request by the id
     that they gave it, which several live ones may share, or by its internal one.

@@ -104,7 +104,7 @@ _POOLED = SamplingParams(max_tokens=1, seed=0, output_kind=RequestOutputKind.FIN
 
 
 class InputProcessor:
-    """Checks parameters, tokenises prompts, resolves plugin arguments. Sends nothing.
+    """Checks parameters, tokenizes prompts, resolves plugin arguments. Sends nothing.
 
     Attributes:
         tokenizer: the model's tokenizer.
@@ -160,11 +160,11 @@ class InputProcessor:
     ) -> tuple[EngineCoreRequest, str | None, OutputFormats | None]:
         """Return the request, the prompt's text, if that is known, and the formats of its outputs.
 
-        The caller closes the formats. Fields of `extras` win over those of a tokenised prompt.
+        The caller closes the formats. Fields of `extras` override fields of a tokenized prompt.
 
         Args:
             arrival_time: seconds on the frontend's clock, used if neither has one.
-            parsed: what `read` returned for the prompt; None reads it here.
+            parsed: the result of `read` for the prompt; None reads it here.
 
         Raises:
             RequestError: naming the field, its value and the expected one.
@@ -232,7 +232,7 @@ class InputProcessor:
         return copied(prompt, "prompt").get(OUTPUTS) if isinstance(prompt, Mapping) else None
 
     def length_of(self, prompt: Prompt) -> int:
-        """Return the length of a prompt's texts to tokenise; large, if it is more than texts."""
+        """Return the length of a prompt's texts to tokenize; large, if it is more than texts."""
         if isinstance(prompt, Mapping):
             mapping: Mapping[Any, Any] = copied(prompt, "prompt")
             prompt = mapping
@@ -359,7 +359,7 @@ _LONG_TEXT = 2000
 
 
 class _TokenInput(typed.Strict):
-    """A prompt that was tokenised elsewhere."""
+    """A prompt that was tokenized elsewhere."""
 
     type: Literal["token"]
     prompt_token_ids: list[int]
@@ -371,12 +371,12 @@ class _TokenInput(typed.Strict):
 def read_prompt(prompt: Prompt) -> GivenPrompt:
     """Return a prompt of a form that no part has for its own, independent of it.
 
-    These are text, token ids, `{"prompt": text}` and `{"prompt_token_ids": ids}`; or, tokenised
+    These are text, token ids, `{"prompt": text}` and `{"prompt_token_ids": ids}`; or, tokenized
     elsewhere, `{"type": "token", "prompt_token_ids": ids}` with optional `prompt`, `cache_salt` and
     `arrival_time`.
 
     Returns:
-        Its `token_ids` are unchecked; None if the text is to be tokenised.
+        Its `token_ids` are unchecked; None if the text is to be tokenized.
 
     Raises:
         RequestError: a mapping of another form, or a list of prompts.

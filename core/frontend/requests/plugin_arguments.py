@@ -63,7 +63,7 @@ class CallRules(typed.Strict):
     """Which calls of tools a grammar allows.
 
     Attributes:
-        required: names of the tools, one of which has to be called; None requires no call.
+        required: names of the tools to call at least one of; None requires no call.
         strict: names of the tools whose arguments have to fit their schemas, or the request is
             refused. For others, keywords that the grammar backend cannot enforce are left out.
         parallel: whether there may be several calls. Where no grammar sees to it, later ones are
@@ -150,7 +150,7 @@ class PluginArguments:
     ) -> tuple[dict[str, Any], OutputFormats | None]:
         """Fill in, for each component that the request uses, its arguments as plain data.
 
-        Also fills in `reasoning_ended`, and what step parts need.
+        Also fills in `reasoning_ended`, and the fields for step parts.
 
         Args:
             request: to fill in.
@@ -160,7 +160,7 @@ class PluginArguments:
         Returns:
             The fields of parameters that the request gives under `plugin_args`. Not only the
             processor reads them: stop strings are held back until `min_tokens`, and a greedy
-            sampler is recognised by `temperature`. And the formats of its outputs, which the caller
+            sampler is recognized by `temperature`. And the formats of its outputs, which the caller
             closes; None without any.
 
         Raises:
@@ -257,7 +257,7 @@ class PluginArguments:
         """Return the formats of a request's outputs; None without any.
 
         Raises:
-            RequestError: a part refuses the request, or no part finds what the request asks for.
+            RequestError: a part refuses the request, or no part supports its fields.
         """
         for field in ("reasoning_parser", "tool_parser"):
             name = getattr(request.params, field)

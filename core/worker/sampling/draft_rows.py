@@ -25,7 +25,7 @@ def planned_drafts(
     """Return the drafts of each request, and the index of each row's token.
 
     Args:
-        requests: those that are sampled.
+        requests: requests to sample.
         last: last token of each in the step.
     """
     drafts: list[list[int]] = []
@@ -60,7 +60,7 @@ class DraftRows:
         """Sample nothing yet.
 
         Args:
-            requests: those that are sampled.
+            requests: requests to sample.
             drafts: drafts of each; may be empty.
             recompute: returns the logits of all rows.
             mask: mask of the rows that a grammar constrains.

@@ -21,7 +21,7 @@ class GrammarMask:
         """Match the rows of a bitmask with the rows of a step.
 
         Args:
-            bitmask: bitmask of the step, also of requests of which no token is chosen.
+            bitmask: bitmask of the step, also of requests without a token to choose.
             requests: one per row; views of a request after its drafts follow it.
         """
         self._ops = ops

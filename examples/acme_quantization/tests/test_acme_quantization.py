@@ -72,7 +72,7 @@ def test_weights_that_are_not_kept_are_logged(path, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     cache = {"path": str(tmp_path)}
     first = tokens(path, quantization={"use": "nf4"}, weight_cache=cache)
-    assert "matrices of few bits: 15 in nf4" in caplog.text
+    assert "quantized weights: 15 in nf4" in caplog.text
     assert tokens(path, quantization={"use": "nf4"}, weight_cache=cache) == first
     assert "packed weights: mapped" in caplog.text
     tokens(path, quantization={"use": "ternary"}, weight_cache=cache)
@@ -98,7 +98,7 @@ def test_options_are_checked(path):
 
 def test_what_is_skipped_keeps_its_numbers(path):
     everything = {"use": "nf4", "skip": ["model.layers.*", "model.embed_tokens.weight"]}
-    with pytest.raises(ConfigError, match="has no weights to quantise"):
+    with pytest.raises(ConfigError, match="has no weights to quantize"):
         tokens(path, quantization=everything)
     without = {"use": "nf4", "skip": ["model.layers.1.*"]}
     assert tokens(path, quantization=without) != tokens(path)

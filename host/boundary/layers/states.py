@@ -31,7 +31,7 @@ class _Part:
     """Tokens of one sequence that are computed at once.
 
     Attributes:
-        begin, end: its tokens, among those of the step.
+        begin, end: its tokens, among the tokens of the step.
         source: block of the state before it; -1 at the beginning of a sequence.
         target: block of the state after it.
     """
@@ -48,7 +48,7 @@ class _Wave:
 
     Attributes:
         starts: int [parts + 1]; first token of each part, and the number of all their tokens.
-        tokens: int64 [tokens]; these tokens among those of the step. None: it is all, in order.
+        tokens: int64 [tokens]; indices in the tokens of the step. None: it is all, in order.
         sources: int64 [parts]; indices of the states before.
         begins: int64; indices of the parts that begin a sequence.
         targets: int64 [parts]; indices of the states after.
@@ -92,8 +92,8 @@ class LayerStates:
         """Return the recurrence of a step.
 
         Args:
-            caches: those of the attention layers, then what `allocate` returned.
-            steps: one per group, of which the last one is of states.
+            caches: caches of the attention layers, then the result of `allocate`.
+            steps: one per group; the last one is of states.
         """
         states = caches[len(caches) - len(self._specs) :]
         parts, first = _parts(steps[-1]), self._first_block
@@ -224,7 +224,7 @@ def checked_advance(
     """Return the outputs and the states of an `advance` of a layer.
 
     Raises:
-        PluginFaultError: they are not what they should be.
+        PluginFaultError: they have a wrong form.
     """
     result = advance(states, starts, *inputs)
     tokens, seqs = int(starts[-1]), len(starts) - 1

@@ -125,7 +125,7 @@ class ProcessorRunner:
 
         Args:
             method: the processor's method that failed.
-            cause: what it raised, or what is wrong with its result.
+            cause: raised by the method, or the defect of its result.
 
         Raises:
             PluginFaultError: instead, if faults end the engine by the configuration.
@@ -184,7 +184,7 @@ class ProcessorRunner:
     ) -> None:
         """Pass the changes of the batch to a processor that follows it; move device state along.
 
-        A broken processor, whose users have ended since, is rebuilt from `full_update`.
+        A broken processor is rebuilt from `full_update` after its users have ended.
         """
         if update is not None and self.has_device_state:
             self.device_state.move(update)

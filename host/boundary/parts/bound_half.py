@@ -214,8 +214,8 @@ class BoundPart(BoundHalf[EngineHalf]):
 
     Attributes:
         users: ids of live requests that use it.
-        selects: whether only some requests use it, those of which `uses` returns True.
-        ended: ids of those that have ended, by the last step whose plan may have them.
+        selects: whether only the requests with True from `uses` use it.
+        ended: ids of ended requests, by the last step with a plan that may have them.
         required: what a request has to give to use the part: the key of its arguments, and
             `INCLUDE` of the part's name.
     """

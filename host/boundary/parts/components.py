@@ -40,8 +40,8 @@ class Components:
         """Build components that are enabled in `plugins`.
 
         Args:
-            calls: makes what calls them.
-            guards: by kind, those of the components that `create` returns.
+            calls: makes the recorder of calls.
+            guards: guards of the components from `create`, by kind.
         """
         self._plugins, self._calls, self._guards = plugins, calls, guards
 
@@ -125,7 +125,7 @@ def call_declared(kind: str, source: Source, cls: type[Component], method: str, 
 
     Raises:
         PluginFaultError: it failed, or returned something else; the message names the component.
-        Exception: one that the method declares.
+        Exception: declared by the method.
     """
     interface = KINDS[kind].interface
     assert interface is not None, "hooks are called by pluggy"

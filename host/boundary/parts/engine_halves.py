@@ -44,7 +44,7 @@ class EngineHalves:
 
     Attributes:
         num_draft_tokens: most drafts of a request and a step.
-        calls: those that the parts answer and make.
+        calls: calls to the parts, and by the parts.
         moves_blocks: the setting that makes a part move KV blocks; None if none does.
         blocks: starts the worker halves of parts that move KV blocks.
         tasks: tasks of requests besides generating.

@@ -37,7 +37,7 @@ def asked_for_figures(
         parts: all parts.
 
     Raises:
-        RequestError: it uses no such part, or has arguments of one that it would have to include.
+        RequestError: it uses no such part, or has arguments of a part that it does not include.
     """
     if request.plugin_args:
         _check_arguments(request, parts)
@@ -92,7 +92,7 @@ class ArrayForms:
         """Return the defect of further arrays, as the end of a sentence; None if they have none.
 
         Args:
-            arrays: what arrays() returned.
+            arrays: the result of arrays().
             num_positions: positions of the request that are computed; None if it is not known.
         """
         if not isinstance(arrays, Mapping) or not all(

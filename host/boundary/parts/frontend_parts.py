@@ -83,8 +83,8 @@ class FrontendParts:
     """The frontend halves of all parts, in their order; without any, every call does nothing.
 
     Attributes:
-        media_tokens: those of all halves, see `FrontendHalf`.
-        observers: those of all halves.
+        media_tokens: media tokens of all halves, see `FrontendHalf`.
+        observers: observers of all halves.
         faults: counts the faults of observers, and of components that halves drive.
         open: opens the halves of further parts.
     """
@@ -155,7 +155,7 @@ class FrontendParts:
         """Let the halves prepare their replacements for a live change.
 
         Raises:
-            HardpointError: one cannot be changed so; what others have built is closed.
+            HardpointError: one cannot be changed so; the new components of others are closed.
         """
         prepared: list[PreparedPartChange] = []
         if self._components is None:
@@ -215,7 +215,7 @@ class FrontendParts:
         """Return the prompt that a half reads or cuts.
 
         Args:
-            limit: most tokens of one that is cut.
+            limit: most tokens of a cut prompt.
 
         Raises:
             RequestError: it refuses it, or failed.
@@ -428,7 +428,7 @@ def frontend_parts(
 ) -> FrontendParts:
     """Build the frontend halves of all enabled parts, in their order.
 
-    A part whose class has no `frontend_half` is not built here.
+    A part of a class without `frontend_half` is not built here.
 
     Args:
         plugins: the enabled plugins.

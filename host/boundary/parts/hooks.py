@@ -41,7 +41,7 @@ class HookTable:
 
     Attributes:
         defaults: class that has all hooks, each with a default.
-        protocols: those that a half of another class implements; none if there is no other class.
+        protocols: protocols for halves of other classes; none if there is no other class.
         place: where the halves are, for messages.
         other: class with the hooks of the halves in another process.
     """
@@ -72,7 +72,7 @@ class HookTable:
 
         Args:
             half: to complete.
-            implemented: what `implemented` returned for it, if it is known.
+            implemented: the result of `implemented` for it, if known.
         """
         if isinstance(half, self.defaults):
             return half

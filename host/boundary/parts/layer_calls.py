@@ -34,7 +34,7 @@ class LayerCalls:
         Args:
             is_called: whether one of them still is.
             run: calls a method of a half.
-            changed: returns values of which a half has changed its own rows.
+            changed: returns values with the rows of a half as it changed them.
             leave_out: leaves a half out of the rest of the step.
         """
         self._users, self._is_called = users, is_called

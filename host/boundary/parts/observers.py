@@ -44,7 +44,7 @@ class Observers:
 
         Args:
             observers: each with the name of its part, and the description of its faults.
-            faults: counts their faults, and those of the components that they drive.
+            faults: counts their faults, and the faults of the components that they drive.
             clock: seconds.
         """
         self._observers, self.exist = list(observers), bool(observers)
@@ -97,7 +97,7 @@ class Observers:
         """Report a batch.
 
         Raises:
-            PluginFaultError: a component whose faults end the engine failed; all were called.
+            PluginFaultError: a component with faults of scope engine failed; all were called.
         """
         self._call("flush")
 

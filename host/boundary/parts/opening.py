@@ -85,7 +85,7 @@ def open_worker_parts(
         about: fields of the context of the parts.
         context: context of the halves.
         activity: records the methods that run.
-        samples: whether the result of a step is that of this rank.
+        samples: whether this rank gives the result of a step.
 
     Raises:
         PluginError: one cannot be built; the others are closed.

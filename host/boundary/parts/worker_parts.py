@@ -58,7 +58,7 @@ class WorkerParts:
         work_when_idle: whether a half has `idle`.
         open: opens the halves of further parts.
         observer: shows the logits of this step to halves that read them; None without such ones.
-        verifier: half that verifies drafts, the last one that can.
+        verifier: the last half that can verify drafts.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class WorkerParts:
         """Bind the halves, in the order of their calls.
 
         Args:
-            samples: whether the result of a step is that of this rank.
+            samples: whether this rank gives the result of a step.
         """
         self.open: OpenHalves[BoundWorkerHalf] | None = None
         self._known: dict[str, set[str]] = {}  # live users of parts with `only_users`
@@ -467,7 +467,7 @@ class WorkerParts:
         """Leave a half out of the rest of the step.
 
         Raises:
-            PluginFaultError: the result of the step is that of another rank.
+            PluginFaultError: another rank gives the result of the step.
         """
         half.state.log()
         message = f"its {method}() {defect}"

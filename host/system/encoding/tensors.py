@@ -186,7 +186,7 @@ def array_from(header: TensorHeader, data: Buffer, *, copy: bool) -> np.ndarray[
     """Return an array made of the bytes of a frame.
 
     Args:
-        copy: the array gets memory of its own; else it shares that of `data`, read-only.
+        copy: the array gets memory of its own; else it shares the memory of `data`, read-only.
 
     Raises:
         WireError: the header does not fit the bytes.

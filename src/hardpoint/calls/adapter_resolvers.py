@@ -16,7 +16,7 @@ from hardpoint.plugins import AdapterResolver, AdapterResolverContext, LoRAReque
 from hardpoint.plugins.component import Source
 
 KIND = "adapter_resolvers"
-_THREADS = 4  # of their own: one that hangs must not keep others from tokenising
+_THREADS = 4  # of their own: one that hangs must not keep others from tokenizing
 
 
 def guarded_resolver(resolver: AdapterResolver, source: Source) -> AdapterResolver:

@@ -69,7 +69,7 @@ class AdapterGroup:
                 `content_hash`, its files have to have that one.
             tensors: the adapter itself, without a folder, as PEFT's `get_peft_model_state_dict`
                 returns it; copied to shared memory, where it stays as long as it is needed.
-            config: with `tensors`, what `adapter_config.json` would have.
+            config: with `tensors`, the content of `adapter_config.json`.
 
         Raises:
             RequestError: the number is another adapter's, or `adapters.max_loras` is 0; or there
@@ -132,7 +132,7 @@ class AdapterGroup:
 def with_adapters(adapters: AdapterGroup, options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return options of requests with the content hashes of their adapters.
 
-    Those that are not loaded are loaded.
+    Adapters that are not loaded are loaded.
 
     Raises:
         RequestError, ModelError: one is unknown, or cannot be loaded.
@@ -270,7 +270,7 @@ def _encoded(config: Any) -> bytes:
     """Return the configuration of an adapter as JSON, equal ones as equal bytes.
 
     Raises:
-        RequestError: it is of another type, or has what JSON cannot hold.
+        RequestError: it is of another type, or has values that JSON cannot hold.
     """
     expected = "config: expected the fields of adapter_config.json by their names"
     if not isinstance(config, Mapping):

@@ -37,7 +37,7 @@ class DebugGroup(SyncCaller):
     ) -> Trace:
         """Complete one prompt; return how each token of its completions was chosen.
 
-        The tokens are those of `generate`, which takes the same arguments.
+        It takes the arguments of `generate`, and gives the same tokens.
 
         Args:
             prompt, sampling_params: as for `generate`.

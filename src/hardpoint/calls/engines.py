@@ -87,7 +87,7 @@ def builder_of(
 ) -> tuple[EngineConfig, Callable[..., LLMEngine]]:
     """Return the configuration of an engine, or of several, and the function that builds it.
 
-    An engine in this process needs no module of those that run engines elsewhere.
+    An engine in this process needs no module for engines elsewhere.
 
     Raises:
         ConfigError: as `engines_of`.

@@ -113,7 +113,7 @@ class OpenIOProcessor:
         """Return the output of a call from the outputs of its prompts.
 
         Args:
-            as_json: return what is sent over HTTP, encoded.
+            as_json: return the encoded body for HTTP.
 
         Raises:
             PluginFaultError: it failed.

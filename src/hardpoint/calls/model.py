@@ -80,7 +80,7 @@ class ModelGroup:
 
         Args:
             messages: as for `chat`.
-            options: `ChatOptions`, of which `parallel_tool_calls` changes nothing.
+            options: `ChatOptions`; `parallel_tool_calls` changes nothing.
 
         Raises:
             RequestError: the model has no chat template, or it rejects the messages.
@@ -118,7 +118,7 @@ class AsyncModelGroup:
 
         Args:
             messages: as for `chat`.
-            options: `ChatOptions`, of which `parallel_tool_calls` changes nothing.
+            options: `ChatOptions`; `parallel_tool_calls` changes nothing.
 
         Raises:
             RequestError: the model has no chat template, or it rejects the messages.

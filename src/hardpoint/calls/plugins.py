@@ -137,7 +137,7 @@ class PluginGroup(SyncCaller):
 
         Args:
             data: the input, which the processor checks; any object that it takes.
-            io_processor: its name; None is the only one that is enabled.
+            io_processor: its name; None is the only enabled one.
             as_json: return the bytes that it sends over HTTP.
             options: `RequestOptions`, of each request to the model.
 

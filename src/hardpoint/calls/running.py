@@ -151,8 +151,8 @@ class SyncRequests:
         """Run the prompts of an IO processor; return their whole outputs in order.
 
         Args:
-            name: what messages call the list of prompts.
-            place: what they call one of them.
+            name: name of the list of prompts in messages.
+            place: name of one of them in messages.
         """
         extras = make_extras(**with_adapters(self._adapters, options))
         requests = [(prompt, _whole(params), extras) for prompt, params in prompts]
@@ -256,7 +256,7 @@ class AsyncRequests:
 
     Attributes:
         images: reads the images of prompts in threads.
-        open: requests whose streams are open, which may be forked.
+        open: requests with open streams, which may be forked.
     """
 
     def __init__(self, engine: AsyncEngine, adapters: AsyncAdapterGroup) -> None:
@@ -327,7 +327,7 @@ class AsyncRequests:
         """Pool the prompts of one call in one message; return their outputs in order.
 
         Args:
-            names: what errors call the prompts; None is `prompts[0]` and so on.
+            names: names of the prompts in errors; None is `prompts[0]` and so on.
 
         Raises:
             RequestError: a prompt is wrong, by its name; or the number of names is.
@@ -352,7 +352,7 @@ class AsyncRequests:
         """Run the prompts of an IO processor; return their whole outputs in order.
 
         Args:
-            place: what messages call a prompt.
+            place: name of a prompt in messages.
         """
         extras = make_extras(**await with_adapters_async(self._adapters, options))
         tasks = [

@@ -111,7 +111,7 @@ class OutputStream(Iterator[RequestOutput]):
         the source has computed. Closing either stream ends its own request alone.
 
         Args:
-            token_ids: all output tokens before those to come. May be empty.
+            token_ids: all output tokens before the new ones. May be empty.
 
         Raises:
             RequestError: tokens are wrong, or end the request; a logits processor cannot go on
@@ -139,7 +139,7 @@ def open_stream(
 
     Args:
         calls: the open calls of an LLM.
-        family: what it is a fork of; None begins one.
+        family: source of the fork; None begins a family.
 
     Raises:
         RequestError, OverloadedError: it is wrong, or too many wait.

@@ -77,7 +77,7 @@ class WeightUpdateGroup:
                 until the next update; or tensors by their names in the checkpoint, which are copied
                 to shared memory. Weights that are not among them stay as they are.
             version: name of the version; None is the number after the current one.
-            mode: what happens to requests in flight, as for `engines.pause`.
+            mode: treatment of requests in flight, as for `engines.pause`.
             recompute: whether those that are kept compute their keys and values again. If not, they
                 go on with those of earlier weights, which `CompletionOutput.weight_runs` shows.
 
@@ -204,7 +204,7 @@ def _starting_with(load: LoadConfig, engine: LLMEngine | AsyncEngine) -> Iterato
 class WeightFiles:
     """The files of an engine's later weights; files of tensors are in shared memory, if possible.
 
-    Those are removed with this object, if not before.
+    The files are removed with this object, if not before.
 
     Attributes:
         lock: held during an update by a program that waits for it.
@@ -217,7 +217,7 @@ class WeightFiles:
     def after(self, config: EngineConfig, weights: Weights, version: str | None) -> LoadConfig:
         """Return how weights are read after an update; tensors are written to a file.
 
-        Earlier files of which later ones have all tensors are left out.
+        Earlier files are left out if later ones have all of their tensors.
 
         Args:
             config: configuration of the engine.

@@ -64,7 +64,7 @@ class Catalog:
 
         Raises:
             PluginNotFoundError: no component has that name, or its kind is unknown.
-            PluginConflictError: several components have it, of which none is enabled.
+            PluginConflictError: several components have it, and none is enabled.
             PluginError: the component cannot be imported, or does not keep its kind's contract.
         """
         info, others = self._find(name)

@@ -58,7 +58,7 @@ def load_config(
         environ: None is the process's own.
 
     Raises:
-        ConfigError: naming path, value, what would be right, and the value's origin.
+        ConfigError: naming path, value, the expected value, and the value's origin.
     """
     table = file_table(path)
 
@@ -135,7 +135,7 @@ def find_tables(
     Args:
         plugins: the table `plugins`.
         config_sources: sources of its values.
-        passed_plugins: what the program hands over, see `handed_over`.
+        passed_plugins: the plugins that the program passes, see `handed_over`.
 
     Raises:
         PluginError, ConfigError: a component cannot be enabled, or declares no valid table.

@@ -35,7 +35,7 @@ class PromptPart(msgspec.Struct, frozen=True):
     """A part of a prompt that goes on.
 
     Attributes:
-        prompt: what `generate` takes; of no tokens, it begins no turn.
+        prompt: a prompt as for `generate`; without tokens, it begins no turn.
         sampling_params: parameters of this turn and later ones; None keeps those of the turn
             before.
         commit: whether it begins a turn; if not, it is computed with the parts after it.

@@ -96,7 +96,7 @@ class _ConversationBase:
         """Begin a turn; return None without one, if no part has come.
 
         Args:
-            sampling_params: its parameters; None keeps those before.
+            sampling_params: its parameters; None keeps the earlier ones.
             cumulative: whether outputs may have all tokens so far; if not, such have the new ones.
 
         Raises:
@@ -232,7 +232,7 @@ class Conversation(_ConversationBase):
         Without a part since the last turn, there is no turn and no output.
 
         Args:
-            sampling_params: parameters of this turn and later ones; None keeps those before.
+            sampling_params: parameters of this turn and later ones; None keeps the earlier ones.
 
         Raises:
             RequestError: the parameters are wrong, or a turn runs. The parts wait for another turn.
@@ -313,7 +313,7 @@ class AsyncConversation(_ConversationBase):
         """
         self._history.check_open()
         part = read_part(prompt, self._vocab_size)
-        async with self._appending:  # a long text is tokenised while others come
+        async with self._appending:  # a long text is tokenized while others come
             if isinstance(part, str):
                 part = await self._encode(part, self._history.is_empty) if part else []
             self._history.append(part)
@@ -327,7 +327,7 @@ class AsyncConversation(_ConversationBase):
         Without a part since the last turn, there is no turn and no output.
 
         Args:
-            sampling_params: parameters of this turn and later ones; None keeps those before.
+            sampling_params: parameters of this turn and later ones; None keeps the earlier ones.
 
         Raises:
             RequestError: the parameters are wrong, or a turn runs. The parts wait for another turn.

@@ -142,7 +142,7 @@ def test_a_directory_without_weights_that_can_be_read(config, files, words, here
         (
             LLAMA | {"quantization_config": {"quant_method": "acme8", "bits": 8}},
             ("tokenizer.json",),
-            "model: 'm' has weights that are quantised by 'acme8', which is not supported; "
+            "model: 'm' has weights that are quantized by 'acme8', which is not supported; "
             "supported: auto_round, awq, bitsandbytes, compressed_tensors, fp8, gptq, ",
         ),
         (

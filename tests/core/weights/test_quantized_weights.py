@@ -122,7 +122,7 @@ def test_patterns_leave_weights_out():
 
 
 def test_a_model_without_such_matrices_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"quantization\.use: 'fake' has no weights to quantise"):
+    with pytest.raises(ConfigError, match=r"quantization\.use: 'fake' has no weights to quantize"):
         stream(use="fake", skip=["*"])
 
 
@@ -156,7 +156,7 @@ def test_stages_decide_together():
         "first.weight": WeightFormat("float32", 1),
     }
     passed.check_stored(formats)
-    with pytest.raises(ConfigError, match="'fake' does not quantise weights, and 'folder' has n"):
+    with pytest.raises(ConfigError, match="'fake' does not quantize weights, and 'folder' has n"):
         passed.check_stored({name: WeightFormat("float32", 1) for name in formats})
     shapes = {"first.bias": (4,)}
     stage.quantizable = list
@@ -169,7 +169,7 @@ def test_stages_decide_together():
 
 def test_a_scheme_that_quantised_nothing_is_refused():
     passed, _ = stream(use="fake")
-    with pytest.raises(ConfigError, match="'fake' has quantised no weight of 'folder'"):
+    with pytest.raises(ConfigError, match="'fake' has quantized no weight of 'folder'"):
         passed.check_used(passed.is_used)
 
 
@@ -195,7 +195,7 @@ def test_bytes_of_codes_are_not_those_of_other_matrices():
 
 
 def test_a_required_scheme_has_to_be_there():
-    with pytest.raises(ConfigError, match="'fake' does not quantise weights, and 'folder' has n"):
+    with pytest.raises(ConfigError, match="'fake' does not quantize weights, and 'folder' has n"):
         load(ReadsOnly, use="fake")
 
 

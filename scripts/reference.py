@@ -426,7 +426,8 @@ def kinds_page() -> str:
     taking = ", ".join(f"`{kind.name}`" for kind in KINDS.values() if kind.takes_arguments)
     lines += ["## Components with arguments", "", f"Of the kinds {taking}.", ""]
     lines += [*_prose(ComponentWithArguments), "", *_members(ComponentWithArguments)]
-    lines += ["## Wrappers", "", *_prose(Wrapper), "", "[The guide](../wrap-a-component.md).", ""]
+    guide = "[The guide](../components-and-hooks.md#wrap-a-component)."
+    lines += ["## Wrappers", "", *_prose(Wrapper), "", guide, ""]
     for kind in KINDS.values():
         lines += _kind_section(kind)
     return _page(lines)

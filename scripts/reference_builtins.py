@@ -94,10 +94,11 @@ def _tables(name: str, cls: Any) -> Iterator[str]:
         (f"Options, `[plugin.{name}]`", getattr(cls, "Options", None)),
         ("Arguments of a request", getattr(cls, "Arguments", None)),
     ):
-        is_struct = inspect.isclass(struct) and issubclass(struct, msgspec.Struct)
-        if is_struct and (fields := struct_fields(struct)):
+        if not (inspect.isclass(struct) and issubclass(struct, msgspec.Struct)):
+            continue
+        if described := struct_fields(struct):
             yield from (f"**{title}**", "", "| name | type | default | |", "|---|---|---|---|")
-            for field in fields:
+            for field in described:
                 default = "required" if field.required else f"`{_json(field.default)}`"
                 cells = (f"`{field.name}`", field.type_text, default, field.doc)
                 yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

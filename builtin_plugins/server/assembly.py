@@ -30,13 +30,15 @@ from .access.guard import Guard
 from .application import AdminAuthentication, Application, Authentication
 from .config import ServerConfig
 from .dialects.chat.route import ChatDialect
-from .dialects.completions import CompletionDialect
+from .dialects.completions.route import CompletionDialect
+from .dialects.invocations import InvocationRoute
 from .dialects.messages import MessagesDialect
 from .dialects.pooling.io_processors import PoolingRoute
 from .dialects.pooling.vectors import VectorRoutes
 from .dialects.responses.route import ResponsesDialect
 from .dialects.sessions import SessionRoutes
-from .dialects.tokens import TokenRoutes
+from .dialects.tokenization import TokenRoutes
+from .dialects.tokens import GenerateDialect
 from .extensions import Transforms, backgrounds_of, in_order, routes_of, store_of
 from .faults import Owned, ServerFaults
 from .openapi import OpenAPIRoute
@@ -80,7 +82,9 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         *CompletionDialect(service).routes(),
         *ResponsesDialect(service).routes(),
         *MessagesDialect(service).routes(),
+        *GenerateDialect(service).routes(),
         *TokenRoutes(service).routes(),
+        *InvocationRoute(service).routes(),
         *VectorRoutes(service).routes(),
         *PoolingRoute(service).routes(),
         *SessionRoutes(service).routes(),

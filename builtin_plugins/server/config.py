@@ -111,7 +111,7 @@ class ServerConfig(Strict):
         trace: whether all clients may ask how the tokens of their requests were chosen (`trace`);
             if not, those whose keys have `trace = true`.
         tokenizer_info: whether `/tokenizer_info` describes the tokenizer, with its chat templates.
-        page: whether `/` is a web page.
+        page: whether `/` is a web page, and `/docs` another one that describes the routes.
         access_log: log of requests, on standard error.
         heartbeat_seconds: time without an event after which a stream gets a comment, so that no
             proxy ends it; 0 is never.

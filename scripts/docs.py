@@ -38,9 +38,9 @@ REDIRECT = """<!doctype html>
 <meta charset="utf-8">
 <title>Moved</title>
 <link rel="canonical" href="{target}">
-<script>location.replace("{target}" + location.hash)</script>
-<meta http-equiv="refresh" content="1; url={target}">
-<p>This page is now at <a href="{target}">{target}</a>.</p>
+<script>location.replace("{target}" + (location.hash || "{section}"))</script>
+<meta http-equiv="refresh" content="1; url={target}{section}">
+<p>This page is now at <a href="{target}{section}">{target}{section}</a>.</p>
 </html>
 """
 
@@ -105,7 +105,7 @@ def prepare(config: dict[str, Any], source_url: str) -> list[str]:
             path.unlink()
     pages = {str(path.relative_to(target)) for path in written if path.suffix == ".md"}
     problems += navigation_problems(config["nav"], pages)
-    return problems + redirect_problems(redirects(config), pages)
+    return problems + redirect_problems(redirects(config), pages, target)
 
 
 def navigation_problems(nav: list[Any], pages: set[str]) -> list[str]:
@@ -118,26 +118,43 @@ def navigation_problems(nav: list[Any], pages: set[str]) -> list[str]:
 
 
 def redirects(config: dict[str, Any]) -> dict[str, str]:
-    """Return the present page of each former name."""
+    """Return the present page of each former name, or a section of it."""
     table: dict[str, str] = config.get("extra", {}).get("redirects", {})
     return table
 
 
-def redirect_problems(table: dict[str, str], pages: set[str]) -> list[str]:
-    """Return a message for each redirect from a present page or to a missing one."""
+def redirect_problems(table: dict[str, str], pages: set[str], folder: Path) -> list[str]:
+    """Return a message for each redirect from a present page, or to a missing page or section."""
+    targets = {new.partition("#")[0] for new in table.values()}
     return [
         *(f"{CONFIG}: redirects: {old} is a page" for old in sorted(table.keys() & pages)),
-        *(f"{CONFIG}: redirects: no such page: {new}" for new in sorted({*table.values()} - pages)),
+        *(f"{CONFIG}: redirects: no such page: {new}" for new in sorted(targets - pages)),
+        *(
+            f"{CONFIG}: redirects: no such section: {new}"
+            for new in sorted({*table.values()})
+            if (parts := new.split("#"))[0] in pages
+            and not {*parts[1:]} <= sections((folder / parts[0]).read_text(encoding="utf-8"))
+        ),
     ]
 
 
+def sections(text: str) -> set[str]:
+    """Return the anchors of the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", CODE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def write_redirects(config: dict[str, Any], site: Path) -> None:
-    """Write a page at each former name that leads to the present one, with the section."""
+    """Write a page at each former name that leads to the present one.
+
+    The section is the one of the link, or else that of the redirect.
+    """
     for old, new in redirects(config).items():
         folder = site / old.removesuffix(".md")
         folder.mkdir(parents=True, exist_ok=True)
-        target = os.path.relpath(new.removesuffix(".md"), old.removesuffix(".md")) + "/"
-        text = REDIRECT.format(target=target)
+        page, mark, section = new.partition("#")
+        target = os.path.relpath(page.removesuffix(".md"), old.removesuffix(".md")) + "/"
+        text = REDIRECT.format(target=target, section=mark + section)
         (folder / "index.html").write_text(text, encoding="utf-8")
 
 

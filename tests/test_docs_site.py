@@ -131,21 +131,23 @@ def test_llms_txt_lists_the_pages_by_section_with_their_text(docs, tree):
     assert (tree / "site/guide.md").read_text() == "# Guide\n"
 
 
-REDIRECTING = {**CONFIG, "extra": {"redirects": {"manual.md": "guide.md", "a/b.md": "guide.md"}}}
+REDIRECTS = {"manual.md": "guide.md", "a/b.md": "guide.md#guide"}
+REDIRECTING = {**CONFIG, "extra": {"redirects": REDIRECTS}}
 
 
 def test_former_names_of_pages_lead_to_the_present_ones(docs, tree):
     assert docs.prepare(REDIRECTING, "") == []
     docs.write_redirects(REDIRECTING, tree / "site")
-    for old, target in (("manual", "../guide/"), ("a/b", "../../guide/")):
+    for old, target, section in (("manual", "../guide/", ""), ("a/b", "../../guide/", "#guide")):
         text = (tree / "site" / old / "index.html").read_text()
-        assert f'content="1; url={target}"' in text
-        assert f'location.replace("{target}" + location.hash)' in text
+        assert f'content="1; url={target}{section}"' in text
+        assert f'location.replace("{target}" + (location.hash || "{section}"))' in text
 
 
 def test_redirects_from_present_pages_and_to_missing_ones_are_problems(docs, tree):
-    table = {"guide.md": "changelog.md", "old.md": "missing.md"}
+    table = {"guide.md": "changelog.md", "old.md": "missing.md#use", "a.md": "guide.md#lost"}
     assert docs.prepare({**CONFIG, "extra": {"redirects": table}}, "") == [
         "zensical.toml: redirects: guide.md is a page",
         "zensical.toml: redirects: no such page: missing.md",
+        "zensical.toml: redirects: no such section: guide.md#lost",
     ]

@@ -30,18 +30,22 @@ from .access.guard import Guard
 from .application import AdminAuthentication, Application, Authentication
 from .config import ServerConfig
 from .dialects.chat.route import ChatDialect
-from .dialects.completions import CompletionDialect
+from .dialects.completions.route import CompletionDialect
+from .dialects.invocations import InvocationRoute
 from .dialects.messages import MessagesDialect
 from .dialects.pooling.io_processors import PoolingRoute
 from .dialects.pooling.vectors import VectorRoutes
+from .dialects.rendering import RenderRoute
 from .dialects.responses.route import ResponsesDialect
 from .dialects.sessions import SessionRoutes
-from .dialects.tokens import TokenRoutes
+from .dialects.tokenization import TokenRoutes
+from .dialects.tokens import GenerateDialect
 from .extensions import Transforms, backgrounds_of, in_order, routes_of, store_of
 from .faults import Owned, ServerFaults
 from .openapi import OpenAPIRoute
 from .operations.addresses import BoundAddress
 from .routes.admin import AdminRoutes
+from .routes.api_docs import api_docs_routes
 from .routes.models import StatusRoutes
 from .routes.page import live_routes, page_routes, with_page_files
 from .service import Service, call_of
@@ -77,10 +81,13 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         *StatusRoutes(service).routes(),
         *OpenAPIRoute(service).routes(),
         *ChatDialect(service).routes(),
+        *RenderRoute(service).routes(),
         *CompletionDialect(service).routes(),
         *ResponsesDialect(service).routes(),
         *MessagesDialect(service).routes(),
+        *GenerateDialect(service).routes(),
         *TokenRoutes(service).routes(),
+        *InvocationRoute(service).routes(),
         *VectorRoutes(service).routes(),
         *PoolingRoute(service).routes(),
         *SessionRoutes(service).routes(),
@@ -137,7 +144,7 @@ def assemble(
     service.transforms = Transforms(in_order(installed, Transform), faults)
     service.response_store = store_of(installed, settings.workers)
     service.background = backgrounds_of(installed)
-    page = page_routes() if settings.page else []
+    page = [*page_routes(), *api_docs_routes()] if settings.page else []
     for_users = [item for item in installed if not _is_for_admin(item)]
     routes = routes_of(for_users, core_routes(service, page), settings.replace_routes)
     service.routes = [route for route, _ in routes]

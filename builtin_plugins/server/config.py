@@ -110,7 +110,8 @@ class ServerConfig(Strict):
             be set, too.
         trace: whether all clients may ask how the tokens of their requests were chosen (`trace`);
             if not, those whose keys have `trace = true`.
-        page: whether `/` is a web page.
+        tokenizer_info: whether `/tokenizer_info` describes the tokenizer, with its chat templates.
+        page: whether `/` is a web page, and `/docs` another one that describes the routes.
         access_log: log of requests, on standard error.
         heartbeat_seconds: time without an event after which a stream gets a comment, so that no
             proxy ends it; 0 is never.
@@ -150,6 +151,7 @@ class ServerConfig(Strict):
     weight_folders: list[Annotated[str, Meta(min_length=1)]] = []
     prompt_embeds: bool = False
     trace: bool = False
+    tokenizer_info: bool = False
     page: bool = True
     access_log: Literal["text", "json", "off"] = "text"
     heartbeat_seconds: Seconds = 15.0

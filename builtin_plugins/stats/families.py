@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -450,6 +450,42 @@ def cache_families(
             f"{prefix}:cache_config_info", "The KV cache, in labels.", labels=tuple(labels)
         )
         metric.add_metric([str(value) for value in labels.values()], 1.0)
+        yield metric
+
+
+def adapter_families(
+    engines: Iterable[EngineFigures], prefixes: Sequence[str], now: float
+) -> Iterator[Metric]:
+    """Yield `lora_requests_info` under the aliases: the adapters of requests, in labels.
+
+    Args:
+        now: seconds since the epoch, the value of the metric.
+    """
+    schedulers = [engine.scheduler for engine in engines]
+    slots = max((stats.num_adapter_slots for stats in schedulers), default=0)
+    if not slots:
+        return
+    running = {
+        name
+        for stats in schedulers
+        for name, number in stats.num_requests_by_adapter.items()
+        if number
+    }
+    waiting = {name for stats in schedulers for name in stats.num_waiting_by_adapter}
+    labels = {
+        "max_lora": str(slots),
+        "waiting_lora_adapters": ",".join(sorted(waiting)),
+        "running_lora_adapters": ",".join(sorted(running)),
+    }
+    for prefix in prefixes:
+        if prefix == OWN:
+            continue
+        metric = GaugeMetricFamily(
+            f"{prefix}:lora_requests_info",
+            "The adapters of running and waiting requests, in labels; the value is the time.",
+            labels=tuple(labels),
+        )
+        metric.add_metric(list(labels.values()), now)
         yield metric
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from hardpoint.plugins import (
     StatSinkContext,
 )
 
-from .families import OWN, cache_families, engine_families, plugin_families
+from .families import OWN, adapter_families, cache_families, engine_families, plugin_families
 from .figures import EngineFigures, PluginFigures
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class PrometheusSink(StatSink, Collector):
         """Yield all metrics, for the registry."""
         context, model_name = self.context, self._model_name
         yield from engine_families(model_name, self._engines, self._prefixes)
+        yield from adapter_families(self._engines.values(), self._prefixes, time.time())
         yield from plugin_families(model_name, context.engine_index, self._plugins)
         if self._plugins.num_blocks is not None:
             config = {

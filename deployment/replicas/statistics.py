@@ -74,6 +74,8 @@ def ended_stats(stats: SchedulerStats | None) -> SchedulerStats:
         "num_deferred": 0,
         "kv_cache_usage": 0.0,
         "num_requests_by_adapter": {},
+        "num_waiting_by_adapter": {},
+        "num_adapter_slots": 0,
         "num_retained_blocks": 0,
     }
     if stats is None:

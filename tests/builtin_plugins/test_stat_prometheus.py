@@ -379,6 +379,31 @@ def test_requests_by_adapter_are_exported_while_adapters_are_loaded():
     assert "by_adapter" not in exporter.exposition(PluginReport())
 
 
+def test_adapters_of_requests_are_labels_under_the_alias():
+    one = sink(aliases=("vllm",))
+    one.record(IterationStats(scheduler=scheduler_stats()))
+    assert "lora_requests_info" not in one.exposition(PluginReport())
+    stats = scheduler_stats(
+        num_requests_by_adapter={"b": 1, "a": 2, "idle": 0},
+        num_waiting_by_adapter={"c": 1},
+        num_adapter_slots=4,
+    )
+    before = time.time()
+    one.record(IterationStats(scheduler=stats))
+    (sample,) = [
+        sample
+        for family in text_string_to_metric_families(one.exposition(PluginReport()))
+        for sample in family.samples
+        if sample.name == "vllm:lora_requests_info"
+    ]
+    assert sample.labels == {
+        "max_lora": "4",
+        "running_lora_adapters": "a,b",
+        "waiting_lora_adapters": "c",
+    }
+    assert before <= sample.value <= time.time()
+
+
 def test_tiers_have_figures_of_their_own_and_those_that_dashboards_read():
     exporter = sink(aliases=("vllm",))
     assert "kv_tier" not in exporter.exposition(PluginReport())

@@ -1,17 +1,13 @@
-"""Tokens in and out: `/inference/v1/generate`, `/tokenize` and `/detokenize`, in vLLM's shape."""
+"""Tokens in and out: `/inference/v1/generate`, in vLLM's shape."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import re
 from collections.abc import AsyncGenerator, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
-from starlette.requests import Request
-from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.routes.answers import (
     EncodedArrays,
@@ -20,22 +16,15 @@ from hardpoint.builtin_plugins.server.routes.answers import (
     only,
     prompt_logprobs,
 )
-from hardpoint.builtin_plugins.server.routes.compatibility_fields import (
-    ThinkingMode,
-    drop_thinking,
-)
 from hardpoint.builtin_plugins.server.routes.fields import (
     NO_TEMPLATE,
     SAMPLING_REFUSED,
     Renaming,
     SamplingFields,
     StreamOptions,
-    reasoning_variables,
     renamed,
 )
-from hardpoint.builtin_plugins.server.routes.images import with_owner
-from hardpoint.builtin_plugins.server.routes.models import json_response
-from hardpoint.builtin_plugins.server.service import Service, call_of
+from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import (
     CompletionOutput,
     Logprob,
@@ -45,17 +34,13 @@ from hardpoint.plugins import (
     SamplingParams,
 )
 from hardpoint.plugins.requests import AdapterScale, WeightRun
-from hardpoint.plugins.server import Call, Route
 from hardpoint.toolkit.trace import CompletionTrace
 from hardpoint.typed import Strict
 
 from .chat.answer import ended
 from .chat.logprobs import ChoiceLogprobs, choice_logprobs
-from .chat.request import Effort, Message, plain_messages, plain_tools
 from .chunks import ChunkAnswer
 from .dialect import Dialect, ParsedRequest
-
-T = TypeVar("T")
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -77,12 +62,12 @@ class TokenSampling(SamplingFields):
         Raises:
             RequestError: one is.
         """
-        for name in _OUTSIDE:
+        for name in OUTSIDE:
             if getattr(self, name):
                 raise RequestError(f"{name}: expected outside of sampling_params")
 
 
-_OUTSIDE = (
+OUTSIDE = (
     "model",
     "stream",
     "stream_options",
@@ -101,7 +86,11 @@ _OUTSIDE = (
 
 
 _REFUSED = {**SAMPLING_REFUSED, **NO_TEMPLATE}
-_INSIDE = "|".join(name for name in TokenSampling.__struct_fields__ if name not in _OUTSIDE)
+
+
+_INSIDE = "|".join(name for name in TokenSampling.__struct_fields__ if name not in OUTSIDE)
+
+
 _NAMES: Renaming = (
     (re.compile(r"^resumed\.(?=output_token_ids)"), ""),
     (re.compile(r"^prompt(_token_ids)?(?=[\[:])"), "token_ids"),
@@ -150,7 +139,7 @@ class GenerateRequest(Strict):
             RequestError: a sampling parameter is outside of them, or is not supported.
         """
         for name in fields:
-            if name in TokenSampling.__struct_fields__ and name not in _OUTSIDE:
+            if name in TokenSampling.__struct_fields__ and name not in OUTSIDE:
                 raise RequestError(f"{name}: expected inside of sampling_params")
         params = fields.get("sampling_params")
         for name, value in params.items() if isinstance(params, dict) else ():
@@ -190,63 +179,6 @@ class Generated(msgspec.Struct, kw_only=True):
     seed: int
     prompt_logprobs: list[Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
-
-
-class TokenizeRequest(Strict):
-    """A text or a conversation.
-
-    Attributes:
-        prompt: a text.
-        messages: a conversation, with `tools` and what else its template takes.
-        add_special_tokens: whether to add the model's own, such as the one at the beginning; by
-            default to texts alone, for templates write them.
-        return_token_strs: whether the answer holds the text of each token.
-    """
-
-    refused: ClassVar[Mapping[str, str]] = {"mm_processor_kwargs": "the model reads text alone"}
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    reasoning_effort: Effort | None = None
-    enable_thinking: bool | None = None
-    thinking: bool | ThinkingMode | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool = False
-
-    without_thinking = drop_thinking
-
-
-class Tokenized(msgspec.Struct):
-    """The tokens of a text or a conversation; `token_strs` is null unless asked for."""
-
-    count: int
-    max_model_len: int | None
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class DetokenizeRequest(Strict):
-    """Tokens.
-
-    Attributes:
-        skip_special_tokens: leave special tokens out of the text.
-    """
-
-    tokens: list[TokenId]
-    model: str | None = None
-    skip_special_tokens: bool = False
-
-
-class Detokenized(msgspec.Struct):
-    """The text of tokens."""
-
-    prompt: str
 
 
 class GenerateDialect(Dialect[GenerateRequest, RequestOutput]):
@@ -364,109 +296,3 @@ class GeneratedAnswer(ChunkAnswer[RequestOutput]):
 def _seed_of(output: RequestOutput) -> int:
     assert output.seed is not None, "the engine gives each request that generates one"
     return output.seed
-
-
-class TokenRoutes:
-    """The routes of tokens."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def routes(self) -> list[Route]:
-        """Return the routes."""
-        return [
-            *GenerateDialect(self._service).routes(),
-            Route(
-                path="/tokenize",
-                endpoint=self.tokenize,
-                methods=("POST",),
-                summary="Return the tokens of a text or a conversation.",
-                request_type=TokenizeRequest,
-                response_type=Tokenized,
-            ),
-            Route(
-                path="/detokenize",
-                endpoint=self.detokenize,
-                methods=("POST",),
-                summary="Return the text of tokens.",
-                request_type=DetokenizeRequest,
-                response_type=Detokenized,
-            ),
-        ]
-
-    async def tokenize(self, request: Request) -> Response:
-        """Return the tokens of a text or a conversation."""
-        call = call_of(request)
-        asked = await self._service.read_plain(request, TokenizeRequest)
-        await self._service.model(asked.model)
-        return json_response(await self._service.run(request, lambda: self._tokenized(call, asked)))
-
-    async def _tokenized(self, call: Call, asked: TokenizeRequest) -> Tokenized:
-        tokens = await self._tokens(call, asked)
-        longest = self._service.engine.config.max_model_len
-        answer = Tokenized(len(tokens), longest if isinstance(longest, int) else None, tokens)
-        if asked.return_token_strs:
-            answer.token_strs = await asyncio.to_thread(self._texts, tokens)
-        return answer
-
-    async def _tokens(self, call: Call, asked: TokenizeRequest) -> list[int]:
-        engine = self._service.engine
-        if (asked.prompt is None) == (asked.messages is None):
-            raise RequestError("prompt and messages: expected one of them")
-        if asked.prompt is not None:
-            if asked.chat_template:
-                raise RequestError(
-                    f"chat_template: expected none with a prompt, for templates are of "
-                    f"conversations, got {asked.chat_template!r}"
-                )
-            self._service.check_prompt(asked.prompt)
-            special = asked.add_special_tokens is not False
-            return await engine.model.tokenize(asked.prompt, add_special_tokens=special)
-        messages = plain_messages(asked.messages or ())
-        tools = plain_tools(asked.tools)
-        self._service.check_prompt(messages, tools, name="messages")
-        rendered = await engine.model.apply_chat_template(
-            with_owner(messages, self._service.owner_of(call)),
-            tools=tools,
-            add_generation_prompt=asked.add_generation_prompt,
-            continue_final_message=asked.continue_final_message,
-            chat_template=asked.chat_template or None,
-            chat_template_kwargs=reasoning_variables(
-                engine.tokenizer.chat_template,
-                asked.reasoning_effort,
-                asked.chat_template_kwargs,
-                enable_thinking=asked.enable_thinking,
-                thinking=asked.thinking,
-            ),
-        )
-        if asked.add_special_tokens and "multi_modal_data" in rendered:
-            raise RequestError(
-                "add_special_tokens: expected false for a conversation with images, whose template "
-                "writes them"
-            )
-        if asked.add_special_tokens:
-            return await engine.model.tokenize(rendered["prompt"], add_special_tokens=True)
-        return await engine.model.prompt_tokens(rendered)
-
-    def _texts(self, tokens: list[int]) -> list[str]:
-        decode = self._service.engine.tokenizer.decode
-        return [decode([token], skip_special_tokens=False) for token in tokens]
-
-    async def detokenize(self, request: Request) -> Response:
-        """Return the text of tokens."""
-        asked = await self._service.read_plain(request, DetokenizeRequest)
-        await self._service.model(asked.model)
-        tokenizer = self._service.engine.tokenizer
-        with contextlib.suppress(NotImplementedError):  # without details of the request
-            size = tokenizer.vocab_size
-            for index, token in enumerate(asked.tokens):
-                if token >= size:
-                    raise RequestError(
-                        f"tokens[{index}]: expected a token id below {size}, got {token}"
-                    )
-
-        def decode() -> str:
-            return tokenizer.decode(asked.tokens, skip_special_tokens=asked.skip_special_tokens)
-
-        text = await self._service.run(request, lambda: asyncio.to_thread(decode))
-        return json_response(Detokenized(text))

@@ -42,15 +42,22 @@ _NOT_MODIFIED = 304
 class PageFile:
     """A file of the page, served from memory."""
 
-    def __init__(self, name: str, content: bytes) -> None:
-        """Hold a file's content; the end of its name gives its type."""
+    def __init__(self, name: str, content: bytes, policy: str = _POLICY) -> None:
+        """Hold the content of a file.
+
+        Args:
+            name: name of the file; its end gives the type.
+            content: bytes of the file.
+            policy: content security policy.
+        """
         self._content = content
+        self._headers = {**_HEADERS, "content-security-policy": policy}
         self._type = _TYPES[name[name.rindex(".") :]]
         self._tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
     async def answer(self, request: Request) -> Response:
         """Answer with the file, or that the browser has it."""
-        headers = {**_HEADERS, "etag": self._tag}
+        headers = {**self._headers, "etag": self._tag}
         if _names(request.headers.get("if-none-match", ""), self._tag):
             return Response(status_code=_NOT_MODIFIED, headers=headers)
         return Response(self._content, headers=headers, media_type=self._type)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -231,8 +232,13 @@ class AdapterSlots(
         time.sleep(_WAIT_SECONDS)
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """Add the number of requests that run with each adapter."""
+        """Add the numbers of requests that run with and wait for each adapter."""
         running = self._leases.counts()
+        waiting = Counter(
+            name for user, name in self._named.items() if not self._leases.is_holder(user)
+        )
+        stats.num_waiting_by_adapter = dict(waiting)
+        stats.num_adapter_slots = self._config.max_loras
         stats.num_requests_by_adapter = {
             name: running.get(lora.content_hash, 0) for name, lora in self._names.items()
         }

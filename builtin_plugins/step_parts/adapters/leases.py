@@ -60,6 +60,10 @@ class Leases:
         """Return whether a request holds a content."""
         return content in self._of.values()
 
+    def is_holder(self, request_id: str) -> bool:
+        """Return whether a request holds a slot."""
+        return request_id in self._of
+
     def contents(self) -> Sequence[str]:
         """Return the contents that requests hold."""
         return list(dict.fromkeys(self._of.values()))

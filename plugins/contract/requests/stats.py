@@ -115,6 +115,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
         num_waits_for_results: steps that were not planned, or sampled, before the results of the
             step before were in, by name of the step part that needs these.
         num_requests_by_adapter: requests that run with each loaded adapter, by its name.
+        num_waiting_by_adapter: requests that wait, by the name of their adapter.
+        num_adapter_slots: adapters that can run at once (`adapters.max_loras`).
         weight_version: version of the weights, once they have one; see `update_weights`.
         num_retained_blocks: cached blocks that requests wish to be kept (`retain_seconds`).
         num_retained_hits: how often requests found such a block that no other used.
@@ -138,6 +140,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
     step_cost_error: float | None = None
     num_waits_for_results: dict[str, int] = {}
     num_requests_by_adapter: dict[str, int] = {}
+    num_waiting_by_adapter: dict[str, int] = {}
+    num_adapter_slots: int = 0
     weight_version: str | None = None
     num_retained_blocks: int = 0
     num_retained_hits: int = 0

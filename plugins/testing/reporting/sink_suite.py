@@ -100,6 +100,8 @@ _SCHEDULERS = st.builds(
     num_accepted_by_position=st.lists(_COUNTS, max_size=2),
     num_waits_for_results=st.dictionaries(st.text(max_size=3), _COUNTS, max_size=2),
     num_requests_by_adapter=st.dictionaries(st.text(max_size=3), _COUNTS, max_size=2),
+    num_waiting_by_adapter=st.dictionaries(st.text(max_size=3), _COUNTS, max_size=2),
+    num_adapter_slots=_COUNTS,
     weight_version=st.none() | st.text(max_size=3),
     num_retained_blocks=_COUNTS,
     num_retained_hits=_COUNTS,

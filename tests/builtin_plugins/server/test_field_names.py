@@ -12,7 +12,7 @@ from support.scripted_server import WEATHER, user
 
 from hardpoint.builtin_plugins.server.config import ServerLimits
 from hardpoint.builtin_plugins.server.dialects.chat.request import ChatCompletionRequest
-from hardpoint.builtin_plugins.server.dialects.completions import CompletionRequest
+from hardpoint.builtin_plugins.server.dialects.completions.request import CompletionRequest
 from hardpoint.builtin_plugins.server.dialects.messages import MessagesRequest
 from hardpoint.builtin_plugins.server.dialects.responses.request import ResponsesRequest
 from hardpoint.builtin_plugins.server.errors import answer_error

@@ -271,6 +271,8 @@ STATS = whole(
     step_cost_error=st.none() | st.floats(0, 8),
     num_waits_for_results=st.dictionaries(TEXT, COUNT, max_size=2),
     num_requests_by_adapter=st.dictionaries(TEXT, COUNT, max_size=2),
+    num_waiting_by_adapter=st.dictionaries(TEXT, COUNT, max_size=2),
+    num_adapter_slots=COUNT,
     weight_version=MAYBE_TEXT,
     num_retained_blocks=COUNT,
     num_retained_hits=COUNT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from hardpoint.builtin_plugins.server.dialects.dialect import Dialect, ParsedRequest
 from hardpoint.builtin_plugins.server.routes.fields import (
@@ -10,7 +11,9 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     renamed,
 )
 from hardpoint.builtin_plugins.server.routes.images import with_owner
+from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError, RequestOutput
+from hardpoint.plugins.server import Call
 
 from .answer import ChatAnswer, ChatCompletion
 from .request import ChatCompletionRequest, plain_messages
@@ -39,26 +42,37 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         fields = {} if max_tokens is None else {"max_tokens": max_tokens}
         params = self._params(body, **fields, logprobs=logprobs)
-        tools, choice = body.tools_and_choice()
-        messages = plain_messages(body.messages)
-        self._service.check_prompt(messages, tools, name="messages")
+        _, choice = body.tools_and_choice()
         outputs = engine.chat(
-            with_owner(messages, self._service.owner_of(asked.call)),
-            params,
-            asked.request_id,
-            tools=tools,
+            **chat_prompt(self._service, asked.call, body),
+            sampling_params=params,
+            request_id=asked.request_id,
             tool_choice=choice,
             parallel_tool_calls=body.parallel_tool_calls,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            chat_template=body.chat_template or None,
-            chat_template_kwargs=reasoning_variables(
-                engine.tokenizer.chat_template,
-                body.reasoning_effort,
-                body.chat_template_kwargs,
-                enable_thinking=body.enable_thinking,
-                thinking=body.thinking,
-            ),
             **self._service.extras(asked.call, body, asked.adapter),
         )
         return renamed(outputs, (), body), ChatAnswer(self._service, asked)
+
+
+def chat_prompt(service: Service, call: Call, body: ChatCompletionRequest) -> dict[str, Any]:
+    """Return the conversation, the tools and the arguments of the template, for the engine.
+
+    Raises:
+        RequestError: the conversation is malformed or too long.
+    """
+    messages, (tools, _) = plain_messages(body.messages), body.tools_and_choice()
+    service.check_prompt(messages, tools, name="messages")
+    return {
+        "messages": with_owner(messages, service.owner_of(call)),
+        "tools": tools,
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+        "chat_template": body.chat_template or None,
+        "chat_template_kwargs": reasoning_variables(
+            service.engine.tokenizer.chat_template,
+            body.reasoning_effort,
+            body.chat_template_kwargs,
+            enable_thinking=body.enable_thinking,
+            thinking=body.thinking,
+        ),
+    }

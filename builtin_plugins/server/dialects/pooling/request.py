@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from hardpoint.builtin_plugins.server.dialects.chat.request import Message
 from hardpoint.builtin_plugins.server.routes.fields import IGNORED
 from hardpoint.typed import Strict
 
@@ -107,17 +108,25 @@ class PooledFields(Strict):
 
 
 class EmbeddingsRequest(PooledFields, kw_only=True):
-    """Texts to embed.
+    """Texts or a conversation to embed.
 
     Attributes:
         input: a text, token ids, or a list of these.
+        messages: a conversation, in place of `input`; the chat template makes one text of it.
+        add_generation_prompt, continue_final_message, chat_template, chat_template_kwargs: for the
+            template, as in `/v1/chat/completions`.
         encoding_format: "base64" gives float32 numbers, little-endian.
         dimensions: size of the vectors, of a model that was trained for vectors that are cut.
         normalize: whether vectors are scaled to length 1; by default as the model has it.
         prompt_name: name of the model's text that is put before texts, such as "query".
     """
 
-    input: Texts
+    input: Texts = msgspec.UNSET
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     normalize: bool | None = None

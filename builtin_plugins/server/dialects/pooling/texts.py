@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hardpoint.builtin_plugins.server.dialects.chat.request import plain_messages
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.routes.answers import new_id
 from hardpoint.builtin_plugins.server.routes.compatibility_fields import check_truncation_side
@@ -21,7 +22,7 @@ from hardpoint.plugins.server import Call
 if TYPE_CHECKING:
     from hardpoint.plugins.requests.outputs import PoolingRequestOutput
 
-from .request import MAX_INPUTS, PooledFields, PooledUsage
+from .request import MAX_INPUTS, EmbeddingsRequest, PooledFields, PooledUsage
 
 
 class TextPooler:
@@ -41,6 +42,25 @@ class TextPooler:
             AnswerError: one ended without a result.
         """
         return await self.pool(call, asked, places_of(given, "input"), params)
+
+    async def conversation(self, body: EmbeddingsRequest) -> list[int]:
+        """Return the token ids of a conversation by the chat template.
+
+        Raises:
+            RequestError: the model has no template, or the conversation is malformed.
+        """
+        model, messages = self._service.engine.model, plain_messages(body.messages or ())
+        self._service.check_prompt(messages, name="messages")
+        rendered = await model.apply_chat_template(
+            messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template=body.chat_template or None,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        if "multi_modal_data" in rendered:
+            raise RequestError("messages: expected texts, because images cannot be embedded")
+        return await model.prompt_tokens(rendered)
 
     @property
     def reads_pairs(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,6 +12,7 @@ from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Route
 
+from .cohere import CohereEmbeddings, CohereEmbedRequest, cohere_embeddings
 from .request import (
     Classes,
     ClassifyRequest,
@@ -57,6 +59,14 @@ class VectorRoutes:
                 request_type=EmbeddingsRequest,
                 response_type=Embeddings,
             ),
+            Route(
+                path="/v2/embed",
+                endpoint=self.embed,
+                methods=("POST",),
+                summary="Return a vector for each text, in the shape of Cohere's API.",
+                request_type=CohereEmbedRequest,
+                response_type=CohereEmbeddings,
+            ),
             *(
                 Route(
                     path=path,
@@ -90,24 +100,43 @@ class VectorRoutes:
         ]
 
     async def embeddings(self, request: Request) -> Response:
-        """Return a vector for each text."""
-        call, asked = await self._service.read(request, EmbeddingsRequest)
-        model = self._service.base_model(asked.model)
-        texts = places_of(asked.input, "input")
-        params = pooling_params(
-            asked, "embed", dimensions=asked.dimensions, normalize=asked.normalize
-        )
+        """Return a vector for each text, or for a conversation."""
+        call, body = await self._service.read(request, EmbeddingsRequest)
+        model = self._service.base_model(body.model)
+        if (body.input is msgspec.UNSET) == (body.messages is None):
+            raise RequestError("input and messages: expected one of them")
+        texts = {} if body.input is msgspec.UNSET else places_of(body.input, "input")
+        params = pooling_params(body, "embed", dimensions=body.dimensions, normalize=body.normalize)
 
         async def work() -> Embeddings:
-            await self._pooler.add_prefix(texts, "prompt_name", asked.prompt_name)
-            outputs = await self._pooler.pool(call, asked, texts, params)
+            inputs = texts or {"messages": await self._pooler.conversation(body)}
+            await self._pooler.add_prefix(inputs, "prompt_name", body.prompt_name)
+            outputs = await self._pooler.pool(call, body, inputs, params)
             data = [
                 EmbeddingItem("embedding", index, vector)
-                for index, vector in enumerate(encoded(outputs, asked.encoding_format))
+                for index, vector in enumerate(encoded(outputs, body.encoding_format))
             ]
             return Embeddings(
-                answer_id(asked, "embd"), "list", now(), model, data, usage_of(outputs)
+                answer_id(body, "embd"), "list", now(), model, data, usage_of(outputs)
             )
+
+        return await self._service.answer(request, call, work)
+
+    async def embed(self, request: Request) -> Response:
+        """Return a vector for each text, in the shape of Cohere's API."""
+        call, body = await self._service.read(request, CohereEmbedRequest)
+        self._service.base_model(body.model)
+        texts = body.places()
+        fields = body.pooled_fields()
+        params = pooling_params(fields, "embed", dimensions=body.output_dimension)
+
+        async def work() -> CohereEmbeddings:
+            inputs: dict[str, Any] = dict(texts)
+            if (purpose := body.purpose) is not None:
+                await self._pooler.add_prefix(inputs, "purpose", purpose)
+            outputs = await self._pooler.pool(call, fields, inputs, params)
+            usage = usage_of(outputs)
+            return cohere_embeddings(body, list(texts.values()), outputs, usage.prompt_tokens)
 
         return await self._service.answer(request, call, work)
 

@@ -129,7 +129,9 @@ def test_remove_while_requests_run_and_wait(llm, adapters, expected, mode):
     assert lives[0].step()
     waiting = [live for live in llm.engines.live_requests() if live.waits_for is not None]
     assert "2 others run (adapters.max_loras)" in waiting[0].waits_for.message
-    assert llm.engines.scheduler_stats().num_requests_by_adapter == {"one": 1, "two": 1, "three": 0}
+    stats = llm.engines.scheduler_stats()
+    assert stats.num_requests_by_adapter == {"one": 1, "two": 1, "three": 0}
+    assert (stats.num_waiting_by_adapter, stats.num_adapter_slots) == ({"three": 1}, 2)
     for number in (1, 3):  # one that runs, and the one that waits
         assert llm.adapters.remove(number, mode)
     for name in ("one", "three"):

@@ -1,0 +1,1 @@
+"""Prompts in the shape of OpenAI's completions."""

@@ -1,0 +1,103 @@
+"""`/v1/chat/completions/render`: the request to `/inference/v1/generate` for a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hardpoint.builtin_plugins.server.routes.answers import new_id
+from hardpoint.builtin_plugins.server.routes.models import json_response
+from hardpoint.builtin_plugins.server.service import Service
+from hardpoint.plugins import RequestError
+from hardpoint.plugins.server import Route
+
+from .chat.request import ChatCompletionRequest
+from .chat.route import chat_prompt
+from .tokens import OUTSIDE, GenerateRequest, TokenSampling
+
+_SAMPLING = tuple(name for name in TokenSampling.__struct_fields__ if name not in OUTSIDE)
+
+
+class RenderRoute:
+    """The route."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        """Return the route."""
+        return [
+            Route(
+                path="/v1/chat/completions/render",
+                endpoint=self.render,
+                methods=("POST",),
+                summary="Return the request to /inference/v1/generate for a conversation.",
+                request_type=ChatCompletionRequest,
+                response_type=GenerateRequest,
+            )
+        ]
+
+    async def render(self, request: Request) -> Response:
+        """Answer with the tokens and the sampling parameters of a conversation."""
+        call, body = await self._service.read(request, ChatCompletionRequest)
+        body = body.resolved()
+        model, _ = await self._service.model(body.model)
+
+        async def work() -> GenerateRequest:
+            engine = self._service.engine
+            prompt = await engine.model.apply_chat_template(
+                **chat_prompt(self._service, call, body)
+            )
+            if "multi_modal_data" in prompt:
+                raise RequestError("messages: expected texts, because tokens cannot hold images")
+            ids = await engine.model.prompt_tokens(prompt)
+            length = engine.config.max_model_len
+            room = length - len(ids) if isinstance(length, int) else None
+            return rendered_request(body, ids, model, new_id("chatcmpl-", body.request_id), room)
+
+        return json_response(await self._service.run(request, work))
+
+
+def rendered_request(
+    body: ChatCompletionRequest,
+    token_ids: Sequence[int],
+    model: str,
+    request_id: str,
+    max_tokens: int | None,
+) -> GenerateRequest:
+    """Return the request that generates from the tokens of a conversation.
+
+    Args:
+        token_ids: tokens of the conversation by the chat template.
+        model: name of the model or adapter.
+        max_tokens: default maximum length of the answer: the rest of the context.
+
+    Raises:
+        RequestError: the request constrains its tool calls, which sampling parameters cannot hold.
+    """
+    _, choice = body.tools_and_choice()
+    if choice not in ("auto", "none"):
+        raise RequestError(
+            'tool_choice: expected "auto" or "none", because the rendered request holds no tools'
+        )
+    fields: dict[str, Any] = {}
+    for name in _SAMPLING:
+        value = getattr(body, name, msgspec.UNSET)
+        if value is not msgspec.UNSET:
+            fields[name] = value
+    fields["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+    limit = body.max_completion_tokens or body.max_tokens or max_tokens
+    if limit is not None:
+        fields["max_tokens"] = limit
+    names = set(GenerateRequest.__struct_fields__) & set(OUTSIDE) - {"model", "request_id"}
+    return GenerateRequest(
+        token_ids=list(token_ids),
+        sampling_params=TokenSampling(**fields),
+        model=model,
+        request_id=request_id,
+        **{name: getattr(body, name) for name in sorted(names)},
+    )

@@ -331,7 +331,7 @@ def request_of(number):
 def test_requests_that_cannot_be_sent_are_not_expected(count):
     """They would stay in the table for as long as the engine runs."""
     client = Client(encodes=False)
-    calls = [client.offer_requests, client.add_requests, lambda given: client.add_request(given[0])]
+    calls = [client.offer_requests, client.add_requests, lambda sent: client.add_request(sent[0])]
     for number in range(1000):
         requests = [request_of(number * 2 + more) for more in range(count)]
         with pytest.raises(UnsendableError):

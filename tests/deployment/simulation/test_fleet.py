@@ -97,7 +97,7 @@ class TestRuns:
 
     def test_what_an_engine_refuses_is_counted(self, open_fleet, request_at):
         report = open_fleet(2, blocks=8).run(
-            [request_at(0, 0), request_at(0, 1, own=1000), request_at(1, 2)]
+            [request_at(0, 0), request_at(0, 1, length=1000), request_at(1, 2)]
         )
         assert (report.finished, report.refused) == (2, 1)
         assert list(report.refusals) == ["PromptTooLongError"]
@@ -108,7 +108,7 @@ class TestRuns:
         self, open_fleet, request_at
     ):
         turns = [request_at(number, number, session="a") for number in range(2)]
-        turns += [request_at(2, 2, session="b"), request_at(3, 3, own=1000, session="b")]
+        turns += [request_at(2, 2, session="b"), request_at(3, 3, length=1000, session="b")]
         fleet = open_fleet(2, blocks=8)
         conversations = fleet.run(turns).conversations
         assert (conversations.count, conversations.turns, conversations.goodput_share) == (
@@ -298,7 +298,7 @@ class TestPlugins:
         """With one place to run in, the shorter of two waiting prompts comes first."""
         requests = [
             request_at(0.0, 0, output=8),
-            request_at(0.01, 1, shared=1, own=600, output=8),
+            request_at(0.01, 1, shared=1, length=600, output=8),
             request_at(0.02, 2, shared=2, output=8),
         ]
         means = {

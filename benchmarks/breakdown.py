@@ -19,8 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from loads import VALID, random_ids
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.core.engine.core import EngineCore

@@ -14,8 +14,7 @@ import time
 
 import torch
 import torch.multiprocessing as multiprocessing
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint.builtin_plugins.communicators.shared_memory import SharedMemoryCommunicator
 from hardpoint.builtin_plugins.communicators.torch import TorchCommunicator

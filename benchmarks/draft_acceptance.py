@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 import torch
 from loads import random_ids
+from options import show_table
 from scenarios import write_llama
-from tables import show_table
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.speculators.draft_model import DraftModel

@@ -19,8 +19,7 @@ from collections.abc import Sequence
 
 import msgspec
 from acme_caching import AdaptiveReplacement, LeastFrequentlyUsed, TwoQueues
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.plugins import EvictionPolicy

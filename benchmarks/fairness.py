@@ -15,8 +15,7 @@ import statistics
 import time
 from typing import Any
 
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint.configuration.loading import config_from
 from hardpoint.core.build import build_engine

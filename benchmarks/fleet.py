@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from options import options_of, save
+from options import options_of, save, show_table
 from plots import draw_fleets
-from tables import show_table
 
 from hardpoint.plugins import StepCost
 from hardpoint.simulation import (

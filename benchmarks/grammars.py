@@ -36,8 +36,7 @@ import numpy as np
 import torch
 from breakdown import Timers
 from grammar_load import LOADS, OBJECTS, schemas
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.step_parts.structured.grammars import GrammarManager

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import SCRIPTED
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.testing import scripted_config, write_scripted_model

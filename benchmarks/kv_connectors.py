@@ -34,8 +34,7 @@ from typing import Any
 
 from engines import Peer, opened, take_turns
 from loads import VALID, Load, random_ids
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint import LLM, SamplingParams
 

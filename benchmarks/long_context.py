@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from options import options_of, save
+from options import options_of, save, show_table
 from scenarios import FAMILIES
-from tables import show_table
 
 MIB = 1 << 20
 BLOCK = 16

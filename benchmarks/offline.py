@@ -26,8 +26,7 @@ from typing import Any
 from bounds import Machine, ModelSize, bound_seconds, measure
 from engines import PEER_OPTIONS, PEERS, choose, exported, opened, take_turns
 from loads import LOADS, Load
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 Speeds = dict[str, dict[str, list[float]]]
 """Tokens per second of each round, by load and engine."""

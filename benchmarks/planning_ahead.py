@@ -26,9 +26,8 @@ from typing import Any
 from engines import Peer, opened, take_turns
 from instruments import DEVICE_SECONDS, MAX_SEQS, ON_DEVICE
 from loads import BYTES, Load
-from options import options_of, save
+from options import options_of, save, show_table
 from scenarios import scripted
-from tables import show_table
 
 DEVICE_MS = {1: 2.0, 64: 5.5, 256: 6.0}
 """Of a step, by the number of requests."""

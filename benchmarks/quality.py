@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from engines import exported
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hardpoint import LLM, SamplingParams

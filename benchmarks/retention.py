@@ -16,8 +16,7 @@ import time
 from typing import Any
 
 from loads import VALID, random_ids
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint import LLM, SamplingParams
 

@@ -15,7 +15,7 @@ import numpy as np
 from engines import Peer, choose, exported, opened
 from instruments import DEVICE_SECONDS, ON_DEVICE, TIMES
 from loads import BYTES, Load
-from tables import show_table
+from options import show_table
 
 RANK = 8
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

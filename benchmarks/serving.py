@@ -37,9 +37,8 @@ from typing import Any
 
 from engine_process import ClosedLoop, LongPrompt
 from engines import PEER_OPTIONS, Peer, choose, exported, opened
-from options import options_of, save
+from options import options_of, save, show_table
 from plots import draw_gaps
-from tables import show_table
 
 STREAMS = {"hardpoint": Peer("hardpoint-async"), "vllm": Peer("vllm-async", module="vllm")}
 FIGURES = ("tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "ITL max", "CPU us/tok")

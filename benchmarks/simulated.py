@@ -32,8 +32,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 from hardpoint import AsyncLLM, SamplingParams
 from hardpoint.plugins import EngineConfig

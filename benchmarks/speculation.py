@@ -32,8 +32,7 @@ from typing import Any
 
 from backends import Batch
 from engines import PEER_OPTIONS, Engine, Peer, choose, exported, opened
-from options import options_of, save
-from tables import show_table
+from options import options_of, save, show_table
 
 DOCS = Path(__file__).parent.parent / "docs"
 NONE = "none"

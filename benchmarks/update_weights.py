@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from options import options_of, save
+from options import options_of, save, show_table
 from safetensors.torch import save_file
-from tables import show_table
 
 from hardpoint import AsyncLLM, SamplingParams
 

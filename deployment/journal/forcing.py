@@ -107,11 +107,11 @@ class ForcedRun:
         return self.report
 
     def _play_all(self, journal: Journal, until: int | None) -> Event | None:
-        """Play the events up to the first that raised; return it.
+        """Play the events; return the step with which the requests finish.
 
         Returns:
-            The step with which requests finish, which has the error that did not come here; None if
-            the replay has ended.
+            The step, with the recorded error if it did not occur here; None if the replay has
+            ended.
         """
         for number, record in enumerate(journal.records()):
             self._number = number

@@ -178,7 +178,7 @@ class Journal:
 
 
 def replay_config(header: JournalHeader) -> EngineConfig:
-    """Return the configuration of a replay: that it had, in this process, without sinks."""
+    """Return the configuration of a replay: the recorded one, in this process, without sinks."""
     try:
         config = typed.convert(header.config, EngineConfig, path="", error=JournalError)
     except JournalError as cause:

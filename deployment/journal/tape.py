@@ -129,7 +129,7 @@ class TapedExecutor(Executor):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Most batches at once, as the executor has it."""
+        """Largest number of in-flight batches of the executor."""
         return self._inner.max_concurrent_batches
 
     def start(self) -> Sequence[WorkerInfo]:

@@ -199,6 +199,7 @@ class OutputCheck:
                 raise _wrong(output, "new_token_ids", "at most max_tokens tokens")
             if (
                 output.logprobs is None
+                and output.prompt_logprobs is None
                 and output.observed_logprobs is None
                 and (have_tokens_alone or (is_decoded and id(output) not in with_rare))
             ):  # tokens alone: nearly every output

@@ -17,15 +17,15 @@ from hardpoint.host.system.encoding import Buffer, Decoder
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
 from hardpoint.process.protocol import UtilityOutput
 
-_FREQUENT_FIELDS = ("request_id", "new_token_ids", "logprobs", "observed_logprobs")
-"""The last two are long, and converting them takes several times as long as decoding."""
+_LOGPROBS = ("logprobs", "prompt_logprobs", "observed_logprobs")
+"""Not rare, because they are long: converting them takes several times as long as decoding."""
 
 RARE_FIELDS = {
     field.name: field.default
     for field in msgspec.structs.fields(EngineCoreOutput)
-    if field.name not in _FREQUENT_FIELDS
+    if field.name not in ("request_id", "new_token_ids", *_LOGPROBS)
 }
-"""Defaults of the fields that few outputs have."""
+"""Defaults of the fields that few outputs have and that the decoder reports."""
 
 
 class RareField(type):

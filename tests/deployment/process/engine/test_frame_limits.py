@@ -44,7 +44,7 @@ def small(monkeypatch):
 
 
 def test_a_frame_that_is_too_large_is_not_received(small, serve, caplog):
-    """Calls before it are answered, and so are those after the connection is made again."""
+    """Calls before it are answered, and calls after the connection is made again."""
     (client,) = serve().clients
     joins = Joins(client)
     client.send(RequestType.ADD, request("before"))

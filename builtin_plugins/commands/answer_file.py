@@ -79,7 +79,9 @@ class AnswerFile:
         try:
             self._lock(self._fd)
             if resume and not self.is_regular:
-                raise RequestError(f"--resume: expected a file as --output, {self.name!r} is none")
+                raise RequestError(
+                    f"--resume: expected a regular file as --output, got {self.name!r}"
+                )
             if self.is_regular and os.fstat(self._fd).st_size:
                 if not resume and not overwrite:
                     raise RequestError(
@@ -127,9 +129,7 @@ class AnswerFile:
             RequestError: it is.
         """
         if prompts.stat and self.is_regular and os.path.samestat(prompts.stat, os.fstat(self._fd)):
-            raise RequestError(
-                f"--output: expected another file than that of --file, {self.name!r}"
-            )
+            raise RequestError(f"--output: expected another file than --file, got {self.name!r}")
 
     def _read_answers(self, model: str, read: Callable[[bytes], EarlierAnswer]) -> None:
         """Note which requests have an answer.

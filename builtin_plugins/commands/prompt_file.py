@@ -220,7 +220,7 @@ def _check_names(fields: dict[str, Any]) -> None:
     for name in fields:
         if name == "custom_id":
             raise RequestError(
-                "custom_id: this is a line for OpenAI's batch service, and the first line is none; "
+                "custom_id: this is a line for OpenAI's batch service, unlike the first line; "
                 'expected such as {"id": "a", "messages": [...], "max_tokens": 9}'
             )
         if name not in known:

@@ -70,7 +70,7 @@ def add_sampling_options(
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="what the answer must be: json=SCHEMA, regex=..., grammar=..., choice=TEXT "
+        help="constraint on the answer: json=SCHEMA, regex=..., grammar=..., choice=TEXT "
         "(repeatable), json_object=true; @FILE is a file's content",
     )
     add(

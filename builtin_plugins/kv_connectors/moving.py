@@ -463,8 +463,8 @@ def _check_required(tiers: Tiers, required: Sequence[str], connector: str) -> No
     for name in required:
         if name not in by_name:
             raise ConfigError(
-                f"plugin.{connector}.required: no store is called {name!r}; those of "
-                f"kv_connector.stores are {', '.join(by_name)}"
+                f"plugin.{connector}.required: expected one of "
+                f"kv_connector.stores ({', '.join(by_name)}), got {name!r}"
             )
         if (reason := by_name[name].failure()) is not None:
             raise ConfigError(f"plugin.{connector}.required: KV store {name!r}: {reason}")

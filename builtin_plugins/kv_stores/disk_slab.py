@@ -117,7 +117,7 @@ class Slab:
             os.close(descriptor)
         if index.slots * self._slot_bytes > os.fstat(self._file).st_size:
             index.close()
-            raise DamagedError(f"{_name(self._block_bytes)}/slab is shorter than its index says")
+            raise DamagedError(f"{_name(self._block_bytes)}/slab is shorter than its index")
         return index
 
     def _prepared(self) -> SlabIndex:

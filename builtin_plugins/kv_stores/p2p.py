@@ -122,7 +122,9 @@ class PeerToPeerStore(PeerKVStore):
             if is_tcp(address) and name not in keys:
                 raise ConfigError(f"{table}.public_keys: expected one of {name!r}, at {address}")
         if is_tcp(listen) and not keys:
-            raise ConfigError(f"{table}.public_keys: expected those of who may ask at {listen}")
+            raise ConfigError(
+                f"{table}.public_keys: expected the keys of peers that may connect to {listen}"
+            )
         self._pool = PeerBlocks(self._capacity(), context.report_evicted)
         self._where: OrderedDict[bytes, PeerClient] = OrderedDict()
         self._lock = threading.Lock()

@@ -144,6 +144,6 @@ class OutlineLoader(WeightLoader):
         if not isinstance(size, int) or size < 1:
             raise ModelError(
                 f"{self._folder.name}/{INDEX}: metadata.total_size: expected the bytes of all "
-                f"tensors, of which the quantised ones have a part, got {short(size)}"
+                f"tensors, including the quantized ones, got {short(size)}"
             )
         return size

@@ -193,7 +193,7 @@ class SafetensorsLoader(WeightLoader):
     def _unstated(self, problem: str) -> ModelError:
         return ModelError(
             f"{self.context.files.name}/config.json: {problem}: expected a quantization_config "
-            f"with a quant_method, which says how the weights are quantised, got none"
+            f"with a quant_method for the quantized weights, got none"
         )
 
     def _former_names(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:

@@ -158,6 +158,6 @@ def _check_activations(fields: ConfigFields, name: str, settings: Any) -> None:
     if not is_dynamic or settings.get("num_bits") != _BITS:
         raise fields.error(
             name,
-            f"activations that are quantised are not supported, expected none, or eight bits that "
-            f"are dynamic, whose weights alone are read; got {short(settings)}",
+            f"activations that are quantised are not supported, expected none, or dynamic "
+            f"eight bits, with only the weights quantized here; got {short(settings)}",
         )

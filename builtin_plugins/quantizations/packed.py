@@ -80,7 +80,7 @@ def refuse_unknown(values: Mapping[str, Any], known: Collection[str], source: st
     for name, value in values.items():
         if name not in known and value not in (None, False, "", [], {}):
             raise ModelError(
-                f"{source}: {name}: the field is not known and may change what weights mean, "
+                f"{source}: {name}: the field is unknown and may change the meaning of weights, "
                 f"expected none; got {short(value)}"
             )
 

@@ -36,9 +36,9 @@ def check_new_folder(folder: Path) -> None:
                     f"--into: expected a new or empty folder, {folder} has {file_name}"
                 )
         elif folder.exists() or folder.is_symlink():
-            raise RequestError(f"--into: expected a folder, {folder} is none")
+            raise RequestError(f"--into: expected a folder, but {folder} is a file")
         elif not _existing(folder).is_dir():
-            raise RequestError(f"--into: expected a folder, {_existing(folder)} is none")
+            raise RequestError(f"--into: expected a folder, but {_existing(folder)} is a file")
     except OSError as cause:
         raise RequestError(f"--into: {folder} cannot be read: {cause.strerror}") from cause
 

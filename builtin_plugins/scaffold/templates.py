@@ -117,6 +117,6 @@ def _check_names(source: str, spec: PackageSpec) -> None:
             bound.append(node.name)
     if spec.class_name in bound:
         raise RequestError(
-            f"NAME: expected another name than {spec.name!r}, whose class would be called "
-            f"{spec.class_name}, as something that it imports"
+            f"NAME: expected another name than {spec.name!r}: its class would have the name "
+            f"{spec.class_name}, which the module imports"
         )

@@ -96,7 +96,7 @@ ENGINE_FAMILIES = (
     Family(
         "external_prefix_cache_queries",
         _C,
-        "Tokens that the KV connector was asked for, after those found in the prefix cache.",
+        "Tokens looked up in the KV connector, after hits of the prefix cache.",
         lambda e: e.external_queries.value,
     ),
     Family(
@@ -109,7 +109,7 @@ ENGINE_FAMILIES = (
     Family(
         "prompt_tokens",
         _C,
-        "Tokens of prompts whose first token was generated, cached ones included.",
+        "Prompt tokens of requests with a first token, cached ones included.",
         lambda e: e.prompt_tokens,
     ),
     Family(
@@ -126,7 +126,7 @@ ENGINE_FAMILIES = (
     Family(
         "prompt_tokens_cached",
         _C,
-        "Those of them that were not computed.",
+        "Prompt tokens that were cached, and not computed.",
         lambda e: e.prompt_tokens_cached,
     ),
     Family("generation_tokens", _C, "Generated tokens.", lambda e: e.generation_tokens),
@@ -336,7 +336,13 @@ TIER_FAMILIES = (
             "failures": "Calls that raised, took too long, or gave bytes that are wrong.",
         }.items()
     ),
-    Family("kv_tier_used_bytes", _G, "Bytes that it keeps, if it says.", _tier_used_bytes, "tier"),
+    Family(
+        "kv_tier_used_bytes",
+        _G,
+        "Bytes that it keeps, if it reports them.",
+        _tier_used_bytes,
+        "tier",
+    ),
 )
 """Metrics of the tiers of a KV connector, all ranks together, under the own prefix only."""
 

@@ -73,7 +73,7 @@ def read_model(data: bytes, where: str) -> SentencePieceModel:
         raise ModelError(f"{where}: expected a model of SentencePiece: {cause}") from cause
     if not 0 <= model.unknown < len(model.pieces) <= _MOST_PIECES:
         raise ModelError(
-            f"{where}: expected up to {_MOST_PIECES} pieces, one of them for what is unknown, got "
+            f"{where}: expected up to {_MOST_PIECES} pieces, one of them for unknown text, got "
             f"{len(model.pieces)} and the id {model.unknown}"
         )
     if (longest := max(len(text) for text, _, _ in model.pieces)) > _LONGEST:

@@ -41,7 +41,7 @@ def configure_attest(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--attest",
         metavar="WHEEL",
-        help="write what was proved into the wheel of the package, whose files are installed; "
+        help="write the proved checks into the wheel of the installed package; "
         f'"{INSTALLED}" writes it into the installed package',
     )
     parser.add_argument(
@@ -141,7 +141,7 @@ def _installed(name: str) -> importlib_metadata.Distribution:
         return distribution
     except (importlib_metadata.PackageNotFoundError, ValueError) as cause:
         raise ConfigError(
-            f"--attest: expected the name of an installed package, whose plugins are all checked, "
+            f"--attest: expected the name of an installed package, to check all its plugins, "
             f"got {name!r}"
         ) from cause
 

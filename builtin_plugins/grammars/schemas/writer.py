@@ -307,7 +307,7 @@ class SchemaWriter:
         if any(self._is_wrong({"pattern": pattern}) for pattern in patterns):
             return _PATTERN
         if self._is_wrong({"patternProperties": dict.fromkeys(patterns, True)}):
-            return "expected expressions of which one name never matches two"
+            return "expected expressions without a name that matches two"
         return ""
 
     def _add_reference(

@@ -235,7 +235,7 @@ class Specs:
                 raise self.refused(path, problem, f"{name} {list(arguments[name].shape)}")
         if k.shape != (1, kv_heads, tokens, size) or v.shape[:3] != (1, kv_heads, tokens):
             shapes = f"queries {list(q.shape)}, keys {list(k.shape)}, values {list(v.shape)}"
-            raise self.refused(path, "other tokens than those of the step", shapes)
+            raise self.refused(path, "other tokens than in the step", shapes)
         if heads % kv_heads:
             raise self.refused(path, f"{heads} heads", f"{kv_heads} key and value heads")
         softcap = arguments.get("softcap")

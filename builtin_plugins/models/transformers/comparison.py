@@ -86,7 +86,7 @@ def check_classes(actual: torch.Tensor, expected: torch.Tensor, context: ModelCo
     share = float((actual - expected).norm() / expected.norm().clamp_min(_TINY))
     if not share <= _SHARES.get(context.dtype, _SHARE):  # NaN too
         raise ModelError(
-            f"model: {context.config.architecture}: the logits of its classes differ from those of "
+            f"model: {context.config.architecture}: the logits of its classes differ from "
             f"transformers by {share:.2g} of their length: its head reads something besides the "
             "vector of a prompt, so that it cannot run through transformers"
         )
@@ -147,7 +147,7 @@ class _Compared:
         if not largest <= _LARGEST * max(1.0, float(expected.abs().max())):
             raise ModelError(
                 f"model: {self._name}, layer {layer.path}: eager attention of transformers differs "
-                f"by {largest:.3g} from what it was observed to need, {layer.spec}: it uses "
+                f"by {largest:.3g} from the observed settings, {layer.spec}: it uses "
                 f"something else besides ({', '.join(_given(arguments))})"
             )
         return expected.to(dtype)

@@ -36,7 +36,7 @@ class SpecsBothWays(Specs):
         pairs = [(far, 0, True), (0, far, True), (0, 0, True)]
         pairs += [(0, far + 1, window is None), (far + 1, 0, window is None)]
         is_one = shows(function, pairs)
-        return _BOTH_WAYS if is_one else "neither of all tokens nor of those near"
+        return _BOTH_WAYS if is_one else "neither of all tokens nor of near ones"
 
     def attended(self, module: nn.Module, *args: Any) -> torch.Tensor:
         """Add a layer; a shared layer is called several times.
@@ -192,7 +192,7 @@ class EncoderThroughTransformers(ThroughTransformers):
             self._one_batch = False
             comparison.compare(*parts)
             _log.info(
-                "model: %s gets one prompt after another: its modules mix those of a batch",
+                "model: %s gets one prompt after another: its modules mix the prompts of a batch",
                 self.context.config.architecture,
             )
 
@@ -272,7 +272,7 @@ class ClassifierThroughTransformers(EncoderThroughTransformers):
             source = read[0] if read else f"{list(seen[0].shape)} of {list(hidden.shape)}"
             raise ModelError(
                 f"model: {self.context.config.architecture}: its head reads {source} of the hidden "
-                f"states, and classifier_pooling is {expected!r}: expected that of the first token "
+                f"states, and classifier_pooling is {expected!r}: expected the first token "
                 "(cls) or the mean, so that it cannot run through transformers"
             )
 

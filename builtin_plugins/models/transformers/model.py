@@ -301,7 +301,7 @@ class ThroughTransformers(Model):
         if len(first) > 1 or any(len(set(shift)) > 1 for shift in shifts):
             raise ModelError(
                 f"model: {self.context.config.architecture} counts positions otherwise than one by "
-                f"one, {sorted(shifts)} besides those of a step, and cannot run through "
+                f"one, {sorted(shifts)} besides the positions of a step, and cannot run through "
                 "transformers"
             )
         return int(first.pop()) if first else 0

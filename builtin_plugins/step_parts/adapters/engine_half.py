@@ -144,7 +144,7 @@ class AdapterSlots(
             raise RequestError(f"lora.scale: expected a finite number, got {scale}")
         if not content:
             raise RequestError(
-                f"lora.content_hash: expected that of a loaded adapter, as LLM.adapters.add "
+                f"lora.content_hash: expected the hash of a loaded adapter, as LLM.adapters.add "
                 f"returns it, got none for {name!r}"
             )
         if content not in self._paths or content in self._leaving:
@@ -260,7 +260,9 @@ class AdapterSlots(
         try:
             return function(**arguments)
         except TypeError:
-            raise RequestError(f"arguments: not those of {method!r}: {sorted(arguments)}") from None
+            raise RequestError(
+                f"arguments: expected the arguments of {method!r}, got {sorted(arguments)}"
+            ) from None
         finally:
             self._remove_unused()
 
@@ -327,7 +329,7 @@ class AdapterSlots(
         for name, lora in self._names.items():
             if lora.id == new.id and name != new.name:
                 raise RequestError(
-                    f"lora.id: {new.id} is that of {name!r}, got it for {new.name!r}"
+                    f"lora.id: {new.id} belongs to {name!r}, got it for {new.name!r}"
                 )
 
     def _poll(self, ticket: int) -> dict[str, Any] | None:
@@ -338,7 +340,9 @@ class AdapterSlots(
         """
         reading = self._readings.get(ticket)
         if reading is None or reading.lora is None:
-            raise RequestError(f"ticket: expected that of an adapter that is loaded, got {ticket}")
+            raise RequestError(
+                f"ticket: expected the ticket of an adapter being loaded, got {ticket}"
+            )
         reading.asked = self._clock()
         content = self._readings.progress(ticket)
         if content is None:
@@ -409,7 +413,7 @@ class AdapterSlots(
         return next((lora for lora in self._names.values() if lora.id == lora_id), None)
 
     def _known(self) -> str:
-        return ", ".join(map(repr, self._names)) or "the loaded adapters, which are none"
+        return ", ".join(map(repr, self._names)) or "a loaded adapter (there is none)"
 
     # Contents
 

@@ -167,7 +167,7 @@ def _check_off(file: Path, config: Mapping[str, Any]) -> None:
     for name in sorted(config.keys() - _OFF - _INERT - set(_Fields.__struct_fields__)):
         if config[name] not in _NOTHING:
             raise ModelError(
-                f"{file}: {name}: expected no such field, as what it changes is not known here, "
+                f"{file}: {name}: expected no such field, because its effect is unknown here, "
                 f"got {shown(config[name])}"
             )
     how = str(config.get("init_lora_weights")).lower()
@@ -263,8 +263,7 @@ def _change(
     largest = abs(scale) * float(a.abs().max()) * float(b.abs().max()) * rank
     if not largest <= _LARGEST or not abs(scale) <= _LARGEST:
         raise ModelError(
-            f"{where}: expected a change whose numbers float32 holds, "
-            f"got lora_alpha / r of {scale:g}"
+            f"{where}: expected finite products in float32, got lora_alpha / r of {scale:g}"
         )
     return LowRankUpdate(a, b, scale)
 

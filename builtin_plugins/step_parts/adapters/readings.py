@@ -59,7 +59,7 @@ class Readings:
             RequestError: another reading has it.
         """
         if ticket in self._readings:
-            raise RequestError(f"ticket: expected one that is not in use, got {ticket}")
+            raise RequestError(f"ticket: expected an unused ticket, got {ticket}")
         if ticket is None:
             ticket = next(self._tickets)
         self._readings[ticket] = Reading(self._clock(), path, lora)

@@ -421,7 +421,7 @@ class TransferPlanner(BlockTransfer, PlanData, StepObserver):
             )
         for request_id in expired:
             self._note(
-                f"get_finished() did not say within {self._config.lease_seconds:g} s "
+                f"get_finished() did not report within {self._config.lease_seconds:g} s "
                 f"(kv_connector.lease_seconds) that the blocks of request {request_id!r} are saved"
             )
 

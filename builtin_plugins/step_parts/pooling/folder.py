@@ -205,7 +205,7 @@ def _cross_encoder(folder: Path) -> dict[str, Any]:
     modality = table.get("modality_config") or {}
     if "message" in modality:
         raise ModelError(
-            f"{path}: modality_config: expected text alone, for pairs are not put into a chat "
+            f"{path}: modality_config: expected text alone, because pairs have no chat "
             f"template, got {', '.join(modality)}"
         )
     if table.get("processing_kwargs"):
@@ -216,7 +216,7 @@ def _cross_encoder(folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = _read(path, dict) if path.is_file() else {}
     if settings.get("keep_in_fp32_modules"):
         raise ModelError(
-            f"{path}: keep_in_fp32_modules: expected none, for all layers have one dtype, "
+            f"{path}: keep_in_fp32_modules: expected none, because all layers have one dtype, "
             f"got {shown(settings['keep_in_fp32_modules'])}"
         )
     return settings
@@ -242,7 +242,7 @@ def _pooler(path: Path) -> str:
         )
     if table.get("include_prompt") is False:
         raise ModelError(
-            f"{path}: include_prompt: expected true, for prompts are pooled whole, got false"
+            f"{path}: include_prompt: expected true, because prompts are pooled whole, got false"
         )
     return _MODES[mode]
 

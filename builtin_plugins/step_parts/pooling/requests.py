@@ -156,7 +156,7 @@ class PooledRequests(FrontendHalf):
             _check_types(request)
         if (params := request.pooling_params) is None:
             for path, _ in self._named(arguments, KIND) if arguments else ():
-                raise RequestError(f"{path}: expected none, for the request does not pool")
+                raise RequestError(f"{path}: expected none, because the request does not pool")
             if request.second_type_start is not None:
                 raise RequestError(
                     "text_pair: expected one prompt: texts are read in pairs to be classified and "
@@ -192,12 +192,12 @@ class PooledRequests(FrontendHalf):
         """
         for path, name in self._named(arguments, KIND):
             if name != pooler:
-                raise RequestError(f"{path}: expected none, for the request's pooler is {pooler!r}")
+                raise RequestError(f"{path}: expected none, because the pooler is {pooler!r}")
         for kind in _OF_ANSWERS:
             for path, _ in self._named(arguments, kind):
                 raise RequestError(
-                    f"{path}: expected none, for the request pools, and {kind} are for those that "
-                    f"generate"
+                    f"{path}: expected none, because the request pools, and {kind} are for "
+                    f"requests that generate"
                 )
 
     def _named(self, arguments: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:
@@ -241,8 +241,9 @@ class PooledRequests(FrontendHalf):
             )
         if cuts is not None:
             raise RequestError(
-                f"dimensions: expected none, for the model was not trained for vectors that are "
-                f"cut: its config.json has no matryoshka_dimensions, nor is_matryoshka; got {size}"
+                f"dimensions: expected none, because the model was not trained for shortened "
+                f"vectors: its config.json has neither matryoshka_dimensions nor is_matryoshka; "
+                f"got {size}"
             )
         if self._model.size is not None and size > self._model.size:
             raise RequestError(f"dimensions: expected at most {self._model.size}, got {size}")
@@ -299,13 +300,13 @@ class PooledResults(RequestFilter, PlanData, StepObserver, ProgramCalls):
         start = request.second_type_start
         if request.pooling_params is None:
             raise RequestError(
-                f"second_type_start: expected none, for the request does not pool, got {start}"
+                f"second_type_start: expected none, because the request does not pool, got {start}"
             )
         has_types = start is not None and start < len(request.prompt_token_ids)
         if has_types and not self._model.token_types:
             raise RequestError(
                 f"second_type_start: expected {len(request.prompt_token_ids)}, the length of the "
-                f"prompt, for the model has no types of tokens, got {start}"
+                f"prompt, because the model has no token types, got {start}"
             )
         if (name := request.pooling_params.pooler) not in self._poolers:
             known = ", ".join(sorted(self._poolers))

@@ -233,7 +233,7 @@ class DecodeGraphs(ForwardWrapper, CacheObserver, WorkerMemory):
             _log.warning(
                 "decode steps are not recorded: a recorded step gave other hidden states than "
                 "forward(): they differ by %.2g of their length, expected at most %g, "
-                "though the classes of model, operations and attention say that they are "
+                "though the classes of model, operations and attention are marked "
                 "replayable: %s",
                 difference,
                 tolerance,

@@ -90,7 +90,7 @@ class RepeatedSteps(ForwardWrapper, CacheObserver):
             self._clear()
             _log.warning(
                 "steps are not repeated without running Python: a repeated step gave other hidden "
-                "states than forward(), though the model says that it is replayable"
+                "states than forward(), though the model is marked replayable"
             )
         return expected
 

@@ -281,7 +281,7 @@ class TapsInLayers(WorkerStep, ResidualStream):
             if before not in (None, form):
                 raise _FailedError(
                     f"read() gave {form[0]} {form[1]} for a position, expected {before[0]} "
-                    f"{before[1]}, as for those before"
+                    f"{before[1]}, as for earlier positions"
                 )
         for name in request_ids:
             self._requests[name].forms[key] = form

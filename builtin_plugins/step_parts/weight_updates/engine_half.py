@@ -120,8 +120,8 @@ class VersionedRequests(EngineHalf):
         border.give_up(self._name, _GIVEN_UP)
         if not update.recompute and border.moves_blocks is not None:
             raise RequestError(
-                "recompute: expected true: a kv_connector would store keys and values of earlier "
-                "weights among those of the new ones"
+                "recompute: expected true: a kv_connector would mix keys and values of earlier "
+                "and of new weights"
             )
         self._forget_prepared()
         self._prepared = update

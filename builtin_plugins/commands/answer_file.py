@@ -60,7 +60,7 @@ class AnswerFile:
 
         Args:
             path: path of the file; created if it does not exist.
-            read: reads a line of the file; raises ValueError for one that is no answer.
+            read: reads a line of the file; raises ValueError if it is no answer.
             resume: whether answers that are there count.
             overwrite: whether they are removed.
 
@@ -182,7 +182,7 @@ class AnswerFile:
         """Begin the file: remove failed answers and a half-written last line.
 
         Returns:
-            What the user should know of it.
+            A note for the user.
         """
         if not self.is_regular:
             return ""

@@ -35,7 +35,7 @@ _WEIGHTS = (
     *(".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"),
     *(".onnx", ".npz", ".h5", ".msgpack", ".tflite"),
 )
-"""Ends of the names of weights in any format, those that cannot be read included."""
+"""Ends of the names of weights in any format, including unreadable ones."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

@@ -285,7 +285,7 @@ def _changing(folder: int, seconds: float) -> Iterator[None]:
 def _others(folder: int, own_name: str) -> Iterator[tuple[float, int, str]]:
     """Yield when each other slab was used, the size of its files, and the name of its folder.
 
-    The files have no holes: what is not written yet is allocated.
+    The files have no holes: unwritten parts are allocated.
     """
     for name in os.listdir(folder):
         if not name.startswith(_PREFIX) or name == own_name:

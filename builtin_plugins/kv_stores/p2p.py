@@ -42,7 +42,7 @@ from .p2p_server import BlockServer
 
 Socket = zmq.Socket[bytes]
 
-_MOST_REMEMBERED = 1 << 16  # keys of which it is known who has them
+_MOST_REMEMBERED = 1 << 16  # keys with a known owner
 _ANSWERS_PER_CLIENT = 64  # that wait to be sent; a client that does not read loses others
 _MOST_ANSWER_BYTES = 4096  # of one without a block
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 3000
@@ -67,8 +67,8 @@ class PeerToPeerStore(PeerKVStore):
                 which several engines of one program need (`parallel.data`).
             peers: addresses of other engines by `kv_connector.engine_id`, with the same names in
                 them; this engine's own id is passed over, so that all may have the same table.
-            public_keys: public keys of other engines by id; those with tcp addresses need one, and
-                at a tcp address only these may ask.
+            public_keys: public keys of other engines by id; at tcp addresses they need one, and
+                at a tcp address only these may connect.
             secret_key_file: with the secret key of this engine, which tcp needs; owned by the user
                 or root, and with mode 0600 or 0640.
             size_bytes: size of all blocks together, in each rank.

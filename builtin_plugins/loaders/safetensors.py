@@ -225,8 +225,8 @@ class SafetensorsLoader(WeightLoader):
 
         It has others than a weight and a bias, `q_proj.qweight` and `q_proj.scales` for example,
         next to `q_proj.weight` or in its place, some of them below it
-        (`q_proj.weight.absmax`); or a weight of whole numbers, whose scheme states
-        what it lacks.
+        (`q_proj.weight.absmax`); or a weight of whole numbers, with a scheme that states
+        the missing part.
         """
         if self._quantization is None:
             return {}

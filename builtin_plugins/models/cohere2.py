@@ -19,7 +19,7 @@ from .llama import DecoderLayer
 class Cohere2(TypedLayers):
     """Attention and the MLP of a layer get the same normalised states, and are added together.
 
-    Layers with a window rotate neighbours; those of full attention rotate nothing.
+    Layers with a window rotate neighbors; layers of full attention rotate nothing.
     """
 
     contract = 1

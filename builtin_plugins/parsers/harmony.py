@@ -122,7 +122,7 @@ class _Between(Between):
 class _Header(Body):
     """A part of a message's header; the last one decides the kind of the message.
 
-    What is longer than any header is content. So is text of a header without `<|message|>`, and the
+    A longer header is content. So is text of a header without `<|message|>`, and the
     output has a warning.
     """
 

@@ -54,12 +54,12 @@ class Tags:
         end: the tag that ends a call.
         key: the text before a parameter's name; empty where name and value have tags of their own.
         value_end: the tag that ends a value.
-        quote: what is around names.
-        marks: what the tag of a text has behind the name, and that of other values.
+        quote: text around names.
+        marks: text behind the name in the tag of a text, and of other values.
         around: the text before and behind a value.
-        before_calls: what comes before the calls of a section.
-        before: what comes before each.
-        after: what comes after it.
+        before_calls: text before the calls of a section.
+        before: text before each call.
+        after: text after each call.
     """
 
     name: str = "<function="
@@ -154,7 +154,7 @@ class TagCalls(FormatParser):
         Args:
             tool: its name.
             schema: schema of its arguments.
-            is_alone: whether the call's first tag, of which the name is left, stands for itself.
+            is_alone: whether the call's first tag, with the name left out, stands for itself.
         """
         tags = self.tags
         head = f"{tags.quote}{tool}{tags.quote}>\n"

@@ -38,8 +38,8 @@ class Fair(SchedulingPolicy):
     at most 2 * max(input_cost * longest prompt, output_cost * tokens that fit in a batch), divided
     by the smaller weight, as long as input_cost <= output_cost.
 
-    Beyond the paper: tokens are charged when they are computed, so an aborted request costs what it
-    used; tokens from the prefix cache are free; recomputation after a preemption is free.
+    Beyond the paper: tokens are charged when computed, so an aborted request costs its
+    computed tokens; tokens of the prefix cache are free; recomputation after preemption is free.
     """
 
     contract = 1
@@ -90,7 +90,7 @@ class Fair(SchedulingPolicy):
         """Open an account for a request."""
         charged = self._imported.pop(request.request_id, None)
         imported = charged is not None
-        if charged is None:  # what was computed under another policy is not charged
+        if charged is None:  # computed under another policy, which is not charged
             known = request.num_tokens - 1 if request.output_token_ids else 0
             charged = max(known, request.num_computed_tokens)
         account = _Account(self._counters.add(self.group(request)), charged)

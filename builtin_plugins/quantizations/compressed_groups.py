@@ -254,7 +254,7 @@ def read_weights(weights: Mapping[str, Any], source: str, targets: tuple[str, ..
     Args:
         weights: its own description of them.
         source: where that is, for messages.
-        targets: what the group is for.
+        targets: modules of the group.
 
     Raises:
         ModelError: they are no integers of four or eight bits, nor float8, or a field is not known.

@@ -14,14 +14,14 @@ from .packed import SOURCE, StoredScheme, one_of, refuse_unknown
 _FORMATS = (*FORMATS["int"], *FORMATS["float"])
 _ACTIVATIONS = ("input_activations", "output_activations")
 _BITS = 8
-"""Of activations whose quantisation may be left out."""
+"""Keys of activations with optional quantization."""
 
 
 class CompressedTensors(StoredScheme):
     """Integers of four or eight bits, packed (`weight_packed`) or as bytes (`weight`), or float8.
 
-    Activations that are to be quantised with stored scales are refused: the results would be other
-    ones than those that the checkpoint was made for. Those of eight bits whose scales are computed
+    Activations that are to be quantized with stored scales are rejected: the results would be
+    other ones than the checkpoint was made for. Activations of eight bits with scales computed
     while the model runs (`dynamic`) are left as they are, which is nearer to the whole numbers.
     """
 

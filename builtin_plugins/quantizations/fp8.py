@@ -24,8 +24,8 @@ class FP8(StoredScheme):
     number. No operation multiplies such codes, so that matrices are dequantised.
 
     Activations that were to be quantised while the model runs (`dynamic`) are left as they are,
-    which is nearer to the numbers that the weights were made of; those with stored scales
-    (`static`) are refused.
+    which is nearer to the original numbers of the weights; activations with stored scales
+    (`static`) are rejected.
     """
 
     contract = 1

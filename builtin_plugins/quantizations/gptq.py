@@ -28,7 +28,7 @@ from .packed import (
 )
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
-"""A word whose numbers are all 1, by their bits."""
+"""A word with all numbers 1, by their bits."""
 _LEAVES, _CHANGES = "-:", "+:"
 """Beginnings of the patterns of `dynamic`; the second one may be left out."""
 
@@ -57,8 +57,8 @@ class GPTQ(StoredScheme):
     [groups, rows / codes of a word], `scales` [groups, rows], and `g_idx` [columns], the group of
     each column. Where `desc_act` has put columns of a group apart, it is dequantised.
 
-    `dynamic` has patterns of modules that are stored in another way, of which the first one that
-    fits counts: "-:" begins those that are not quantised, "+:" those with fields of their own.
+    `dynamic` has patterns of modules that are stored in another way. The first pattern that
+    fits counts: "-:" begins modules that are not quantized, "+:" modules with fields of their own.
     """
 
     contract = 1
@@ -126,7 +126,7 @@ class GPTQ(StoredScheme):
         """Return how modules are stored that fit a pattern of `dynamic`; None if as numbers.
 
         Raises:
-            ModelError: it is no pattern, or changes what is not supported.
+            ModelError: it is no pattern, or has unsupported changes.
         """
         try:
             matches(pattern, _prefix(pattern), "", "dynamic")

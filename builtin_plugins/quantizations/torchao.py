@@ -28,7 +28,7 @@ _INT8 = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
 _INTX = ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig")
 _FLOAT8 = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
 _ROWS = {"PerRow": ("dim", -1), "PerAxis": ("axis", 0)}
-"""What has one scale per row, and the field that states it."""
+"""Granularities with one scale per row, and the field that states them."""
 _BITS = {f"int{bits}": bits for bits in range(2, 9)}
 
 
@@ -159,7 +159,7 @@ def _read_granularity(place: str, name: str, value: Any) -> int | None:
 
     Args:
         place: where the field is, for messages.
-        value: the granularity; of two, the first one is that of activations.
+        value: the granularity; of two, the first one belongs to activations.
 
     Raises:
         ModelError: scales are of something else.

@@ -22,7 +22,7 @@ def merge(base: str, ours: str, theirs: str, label: str) -> tuple[str, int]:
         base: text that both were made from.
         ours: text with the one change.
         theirs: text with the other change.
-        label: what the other text is, for the markers.
+        label: name of the other text, for the markers.
     """
     texts = [text.splitlines(keepends=True) for text in (base, ours, theirs)]
     sides = [_hunks(texts[0], side) for side in texts[1:]]

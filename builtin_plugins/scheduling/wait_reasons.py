@@ -44,9 +44,9 @@ def no_blocks(needed: int, available: int, reserved: int, states: int | None) ->
 
     Args:
         needed: most that the request needs.
-        available: those that are free.
-        reserved: those that have to remain free.
-        states: those that are free for states; None if the model has none.
+        available: free blocks.
+        reserved: blocks that have to remain free.
+        states: blocks free for states; None if the model has none.
     """
     suffix = f", {reserved} of them reserved for running requests" if reserved else ""
     return WaitReason(

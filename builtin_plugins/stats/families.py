@@ -35,9 +35,9 @@ class Family:
     Attributes:
         name: without the prefix, and without `_total` of a counter.
         kind: class of its Prometheus family.
-        help: what it counts.
+        help: description of its count.
         read: returns its value of an engine, or one per value of `label`.
-        label: in addition to those that all have.
+        label: in addition to the labels of all.
     """
 
     name: str
@@ -232,7 +232,7 @@ ENGINE_FAMILIES = (
         lambda e: e.params_max_tokens,
     ),
 )
-"""Metrics of an engine, under its own prefix and under those of the aliases."""
+"""Metrics of an engine, under its own prefix and under the prefixes of aliases."""
 
 _STEP_TOKENS = Family(
     "iteration_tokens",
@@ -293,7 +293,7 @@ WEIGHT_FAMILIES = (
         "version",
     ),
 )
-"""Metrics of engines whose weights have versions, under the own prefix only."""
+"""Metrics of engines with versions of weights, under the own prefix only."""
 
 RETENTION_FAMILIES = (
     Family(
@@ -372,7 +372,7 @@ OFFLOAD_FAMILIES = (
         lambda e: e.tiers.nearest("store_seconds"),
     ),
 )
-"""What an alias has in their place: all tiers loaded from, and the nearest one stored in."""
+"""Aliases of them: all tiers loaded from, and the nearest one stored in."""
 
 PLUGIN_COUNTERS = {
     "seconds": "Time in a logits processor's methods.",

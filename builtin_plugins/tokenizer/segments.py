@@ -1,8 +1,8 @@
 """Token ids of texts with special tokens, such as conversations, cached by segment.
 
-A tokenizer finds its special tokens in the text first, and tokenises what is between them apart. So
-the tokens of a text are those of its segments one after the other, where each but the first begins
-with a special token. In a conversation, all but the last ones are those of the turn before.
+A tokenizer finds its special tokens in the text first, and tokenizes the parts between. So
+the tokens of a text are the tokens of its segments, each but the first beginning with
+a special token. In a conversation, all but the last ones belong to the turn before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SegmentCache:
     Safe in any thread.
 
     Attributes:
-        num_bytes: memory of what is kept.
+        num_bytes: memory of the cache.
     """
 
     def __init__(self, tokenizer: FastTokenizer, max_bytes: int) -> None:

@@ -36,7 +36,7 @@ class SentencePieceModel:
         byte_fallback: whether an unknown character becomes its bytes.
         charsmap: how characters are replaced first; empty leaves them as they are.
         adds_prefix: whether a text begins with a space.
-        joins_spaces: whether several spaces become one, and those at the ends none.
+        joins_spaces: whether several spaces become one, and spaces at the ends none.
     """
 
     pieces: list[tuple[str, float, int]] = field(default_factory=list)

@@ -38,7 +38,7 @@ def check_options(
 
     Args:
         options: the options of the command.
-        defaults: those of a command line without any.
+        defaults: options of an empty command line.
 
     Raises:
         RequestError: an option is given.

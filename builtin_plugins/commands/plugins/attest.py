@@ -63,7 +63,7 @@ def attest(
         version: version of Hardpoint.
 
     Raises:
-        ConfigError: the name is no package, or its installed files are not those of the wheel.
+        ConfigError: the name is no package, or its installed files differ from the wheel.
     """
     distribution = _installed(name)
     _package_files(distribution, wheel)  # before checks that take minutes

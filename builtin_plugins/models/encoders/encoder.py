@@ -78,7 +78,7 @@ class Tensors:
         """Load them.
 
         Raises:
-            KeyError, ValueError: one is missing, or not what it should be.
+            KeyError, ValueError: a tensor is missing or wrong.
         """
         for name, shape in self._shapes.items():
             tensor = tensors[name]
@@ -111,7 +111,7 @@ class EncoderModel(Model):
     generates: ClassVar[bool] = False
     pooler: ClassVar[str] = "cls"
     prefix: ClassVar[str] = ""
-    """Before the names of all tensors but those of a head."""
+    """Before the names of all tensors except tensors of a head."""
 
     def __init__(self, context: ModelContext) -> None:
         """Read the sizes.

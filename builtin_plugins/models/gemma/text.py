@@ -18,7 +18,7 @@ from hardpoint.toolkit.layers import RMSNorm, RotaryEmbedding
 class _Gemma(TypedLayers):
     """Common to both.
 
-    The weights of norms are what is added to 1, embeddings are multiplied by the square root of
+    The weights of norms are added to 1, embeddings are multiplied by the square root of
     the hidden size, and the outputs of attention and MLP are normalised before they are added.
     """
 

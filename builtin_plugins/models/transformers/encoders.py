@@ -64,7 +64,7 @@ class SpecsBothWays(Specs):
         """Return the window of a layer, tokens at smaller distances; None if it has none.
 
         Raises:
-            ModelError: its tokens do not see those after them, or the mask is another one.
+            ModelError: its attention is not bidirectional, or the mask is another one.
         """
         if getattr(module, "is_causal", False):
             raise self.refused(path, "tokens that do not see later ones", "is_causal = True")
@@ -99,7 +99,7 @@ class EncoderThroughTransformers(ThroughTransformers):
         model = build_encoder(self.context)
         self._set_modules(model, body(model), excluded)
         self._takes = set(inspect.signature(type(self._part).forward).parameters)
-        # ESM scales what is embedded by the share of masked tokens in a prompt.
+        # ESM scales the embeddings by the share of masked tokens in a prompt.
         scales = getattr(self._part.config, "token_dropout", False)
         self._one_batch = "position_ids" in self._takes and not scales
 
@@ -249,7 +249,7 @@ class ClassifierThroughTransformers(EncoderThroughTransformers):
         """Run the head, and observe the input of its first matrix.
 
         Raises:
-            ModelError: it is not what requests pool.
+            ModelError: it is not the input of poolers.
         """
         super()._dry_head()
         generator = torch.Generator().manual_seed(0)
@@ -278,7 +278,7 @@ class ClassifierThroughTransformers(EncoderThroughTransformers):
 
     def _compare_step(self) -> None:
         super()._compare_step()
-        # By the token of padding, some bodies count positions; those of steps are given.
+        # Some bodies count positions by the padding token; positions of steps are given.
         pad, length = self._part.config.pad_token_id, min(_TOKENS, self.context.max_model_len)
         known = [token for token in range(_TOKENS + 1) if token != pad]
         ids = torch.tensor(known[:length], device=self.context.device)

@@ -175,7 +175,7 @@ class TiedHead:
         """Describe it.
 
         Args:
-            stored: names in checkpoints of the tensors that are its own, by those of `linear`.
+            stored: names in checkpoints of its own tensors, by the names in `linear`.
         """
         self.linear, self._stored = linear, stored
 
@@ -252,7 +252,7 @@ class Plain:
         """Load it.
 
         Raises:
-            KeyError, ValueError: it is missing, or not what it should be.
+            KeyError, ValueError: it is missing or wrong.
         """
         tensor = tensors[self._name]
         if tuple(tensor.shape) != self._shape or tensor.dtype != self._dtype:

@@ -101,7 +101,7 @@ class AdapterSlots(
         """Let workers read configured adapters or, after a sleep, the adapters of live requests.
 
         Returns:
-            Requests whose adapter a rank cannot read again.
+            Requests with an adapter that a rank cannot read again.
 
         Raises:
             ModelError: a rank cannot read an adapter of the configuration.
@@ -374,7 +374,7 @@ class AdapterSlots(
         if lora is None:
             return False
         del self._names[lora.name]
-        if mode == "end":  # also those that have what the name stood for before
+        if mode == "end":  # also requests with an earlier content of the name
             self._ending |= {user for user, name in self._named.items() if name == lora.name}
         content = lora.content_hash
         if self._has_name(content):

@@ -19,7 +19,7 @@ class Reading(msgspec.Struct):
     Attributes:
         asked: when its progress was asked for last, on the engine's clock.
         path: folder of the files.
-        lora: what a program adds by it; None if a request waits for it.
+        lora: adapter that a program adds by it; None if a request waits for it.
     """
 
     asked: float

@@ -60,7 +60,7 @@ _OF_ANSWERS = (
     "reasoning_parsers",
     "tool_parsers",
 )
-"""Kinds whose components do nothing for requests that pool."""
+"""Kinds with components that do nothing for pooling requests."""
 
 _PAIR = ("text", "text_pair")
 _POOLING_FIELDS = ("pooling_params", "second_type_start")
@@ -188,7 +188,7 @@ class PooledRequests(FrontendHalf):
         """Check that a pooling request has arguments only for components that it uses.
 
         Raises:
-            RequestError: they are for another pooler, or for what makes or reads an answer.
+            RequestError: they are for another pooler, or for components of answers.
         """
         for path, name in self._named(arguments, KIND):
             if name != pooler:
@@ -293,7 +293,7 @@ class PooledResults(RequestFilter, PlanData, StepObserver, ProgramCalls):
         """Check a request that another frontend may have made.
 
         Raises:
-            RequestError: it names no pooler, or one that is not enabled; or it has types of tokens
+            RequestError: it names no pooler, or a disabled one; or it has types of tokens
                 that it may not have.
         """
         _check_types(request)
@@ -319,9 +319,9 @@ class PooledResults(RequestFilter, PlanData, StepObserver, ProgramCalls):
     def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
         """Answer a call of a program.
 
-        "describe" returns how the model pools. "prompt" returns the text that comes before those
-        that are embedded: with `name`, the one of that name, or the default one for None; with
-        `purpose`, that of a "query" or a "document", empty if the model has none.
+        "describe" returns how the model pools. "prompt" returns the text before embedded
+        texts: with `name`, the one of that name, or the default one for None; with
+        `purpose`, the prompt of a "query" or a "document", empty if the model has none.
 
         Raises:
             RequestError: it is another call, or there is no such prompt.

@@ -54,7 +54,7 @@ class Tap(NamedTap):
     """A tap that a request uses.
 
     Attributes:
-        arguments: those of the request.
+        arguments: the arguments of the request.
         sites: where it is called for the request.
     """
 

@@ -46,7 +46,7 @@ _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.
 
 
 class GGUFLoader(WeightLoader):
-    """Reads models of the architectures in `ARCHITECTURES`, quantised or not."""
+    """Reads models of the architectures in `ARCHITECTURES`, quantized or not."""
 
     contract = 1
 
@@ -101,7 +101,7 @@ class GGUFLoader(WeightLoader):
         """Yield the weights in `shapes` in file order: blocks that a scheme reads, else float32.
 
         Raises:
-            ModelError: a tensor's quantisation is unknown.
+            ModelError: a tensor's quantization is unknown.
         """
         return self.cut_weights(shapes, {})
 
@@ -114,7 +114,7 @@ class GGUFLoader(WeightLoader):
         Of blocks that the part divides, the whole rows are yielded.
 
         Raises:
-            ModelError: a tensor's quantisation is unknown, or a weight to be cut has another shape.
+            ModelError: a tensor's quantization is unknown, or a weight to be cut has another shape.
         """
         hf = self.config().hf
         heads = {"q_proj": hf["num_attention_heads"], "k_proj": hf["num_key_value_heads"]}

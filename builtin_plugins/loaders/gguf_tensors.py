@@ -181,8 +181,8 @@ def stored_tensor(tensor: gguf.ReaderTensor, source: str) -> StoredTensor:
 
 
 def _with_long_rows(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Reshape quantised blocks into fewer, longer rows."""
-    # The library dequantises 16 rows at a time.
+    """Reshape quantized blocks into fewer, longer rows."""
+    # The library dequantizes 16 rows at a time.
     if data.ndim == 1 or data.dtype != np.uint8:
         return data
     count, width = math.prod(data.shape[:-1]), data.shape[-1]

@@ -44,7 +44,7 @@ class OutlineLoader(WeightLoader):
         """Return the configuration in config.json.
 
         Raises:
-            ModelError: config.json is missing or invalid, or states that matrices are quantised
+            ModelError: config.json is missing or invalid, or states that matrices are quantized
                 where no index names them.
         """
         config = read_model_config(self._folder / "config.json")
@@ -84,7 +84,7 @@ class OutlineLoader(WeightLoader):
             if not 0 < share <= 1:
                 raise ModelError(
                     f"{self._folder.name}/{INDEX}: metadata.total_size: {rest} bytes would be left "
-                    f"for {len(quantized)} quantised matrices, expected some, and fewer than in "
+                    f"for {len(quantized)} quantized matrices, expected some, and fewer than in "
                     f"{config.dtype}"
                 )
             formats |= {

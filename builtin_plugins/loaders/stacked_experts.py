@@ -74,7 +74,7 @@ class ExpertLocation:
 
     @property
     def has_codes(self) -> bool:
-        """Whether it is quantised."""
+        """Whether it is quantized."""
         return len(self.tensors) > 1
 
     def of(self, stacked: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -145,7 +145,7 @@ class StackedExperts:
 
         Args:
             shards: paths of the files.
-            scheme: scheme of the checkpoint's matrices; None if they are not quantised.
+            scheme: scheme of the checkpoint's matrices; None if they are not quantized.
             form: form of the stacked tensors.
         """
         self._open, self._scheme, self._form = open_shard, scheme, form

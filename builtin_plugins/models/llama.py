@@ -54,7 +54,7 @@ class DecoderLayer:
 
     Attributes:
         input_norm, mlp_norm: the norms before attention and the MLP; None if there is none.
-        q_norm, k_norm: set for models that normalise queries and keys.
+        q_norm, k_norm: set for models that normalize queries and keys.
         attention_output_norm, mlp_output_norm: set for models that normalize the outputs of
             attention and the MLP before the residual.
         sinks: set for models with attention sinks (`KVSpec.sinks`).
@@ -316,7 +316,7 @@ class Llama(Model):
 
         Args:
             index: number of the layer, in this stage.
-            h: normalised hidden states.
+            h: normalized hidden states.
             angles: as for `ForwardBatch.attend`.
             batch: the step.
         """
@@ -339,7 +339,7 @@ class Llama(Model):
     def normalise_heads(
         self, q_norm: RMSNorm, k_norm: RMSNorm, q: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return q and k [tokens, heads, head_size], each head normalised on its own."""
+        """Return q and k [tokens, heads, head_size], each head normalized on its own."""
         return q_norm(q), k_norm(k)
 
     def _my_ropes(self) -> list[RotaryEmbedding]:
@@ -353,7 +353,7 @@ class Llama(Model):
     def _add(
         self, norm: RMSNorm | None, x: torch.Tensor, delta: torch.Tensor | None
     ) -> torch.Tensor:
-        """Add delta to the residual x in place, if there is one, and return it normalised."""
+        """Add delta to the residual x in place, if there is one, and return it normalized."""
         if norm is not None:
             return norm(x, delta)
         if delta is not None:

@@ -234,7 +234,7 @@ class NativeOps(Ops):
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return the normalised rows."""
+        """Return the normalized rows."""
         check_tensors(self._dtype, x)
         y = self._results.empty(x.shape, x.dtype)
         if x.dim() < 3:
@@ -253,7 +253,7 @@ class NativeOps(Ops):
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Add delta to x in place; return the normalised rows."""
+        """Add delta to x in place; return the normalized rows."""
         check_tensors(self._dtype, x, delta)
         count, width = x.shape
         y = self._results.empty((count, width), x.dtype)

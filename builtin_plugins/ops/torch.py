@@ -62,13 +62,13 @@ class TorchOps(Ops):
         return table[ids]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return the normalised rows."""
+        """Return the normalized rows."""
         return _rms_norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Add delta to x in place; return the normalised rows."""
+        """Add delta to x in place; return the normalized rows."""
         return _rms_norm(x.add_(delta), weight, eps)
 
     def rotate(self, x: torch.Tensor, angles: torch.Tensor) -> None:

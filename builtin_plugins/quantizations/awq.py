@@ -1,4 +1,4 @@
-"""Checkpoints of AutoAWQ (activation-aware weight quantisation, arXiv:2306.00978)."""
+"""Checkpoints of AutoAWQ (activation-aware weight quantization, arXiv:2306.00978)."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class Integers(Weights):
 
 @dataclass(frozen=True)
 class Floats(Weights):
-    """Numbers of float8 e4m3, dequantised.
+    """Numbers of float8 e4m3, dequantized.
 
     Attributes:
         strategy: "channel" (a scale per row), "tensor" (one for the matrix) or "block".
@@ -231,7 +231,7 @@ class Floats(Weights):
         return 1
 
     def stored_bytes(self, shape: tuple[int, int]) -> None:
-        """Return None: matrices are dequantised."""
+        """Return None: matrices are dequantized."""
 
 
 def _is_name(target: str, module: str) -> bool:
@@ -244,7 +244,7 @@ def _is_match(target: str, module: str) -> bool:
     return matches(target, _PATTERN, module, "targets of the config_groups")
 
 
-def _is_class(target: str, module: str) -> bool:  # noqa: ARG001 - all that are quantised have it
+def _is_class(target: str, module: str) -> bool:  # noqa: ARG001 - all that are quantized have it
     return target == "Linear"
 
 

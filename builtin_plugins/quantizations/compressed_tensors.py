@@ -33,7 +33,7 @@ class CompressedTensors(StoredScheme):
         """Read the `config_groups`.
 
         Raises:
-            ModelError: one of them quantises something else than weights, or is not supported.
+            ModelError: one of them quantizes something else than weights, or is not supported.
         """
         config = self.context.config
         one_of(fields, "kv_cache_scheme", config.get("kv_cache_scheme"), [None])
@@ -117,7 +117,7 @@ def _read_group(name: str, group: Any) -> Weights:
     """Return how one of the `config_groups` stores weights.
 
     Raises:
-        ModelError: it quantises something else, or is not supported.
+        ModelError: it quantizes something else, or is not supported.
     """
     fields = ConfigFields({name: group}, SOURCE)
     values = fields.table(name)
@@ -158,6 +158,6 @@ def _check_activations(fields: ConfigFields, name: str, settings: Any) -> None:
     if not is_dynamic or settings.get("num_bits") != _BITS:
         raise fields.error(
             name,
-            f"activations that are quantised are not supported, expected none, or dynamic "
+            f"activations that are quantized are not supported, expected none, or dynamic "
             f"eight bits, with only the weights quantized here; got {short(settings)}",
         )

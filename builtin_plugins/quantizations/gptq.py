@@ -55,7 +55,7 @@ class GPTQ(StoredScheme):
 
     A matrix is stored transposed: `qweight` int32 [columns / codes of a word, rows], `qzeros` int32
     [groups, rows / codes of a word], `scales` [groups, rows], and `g_idx` [columns], the group of
-    each column. Where `desc_act` has put columns of a group apart, it is dequantised.
+    each column. Where `desc_act` has put columns of a group apart, it is dequantized.
 
     `dynamic` has patterns of modules that are stored in another way. The first pattern that
     fits counts: "-:" begins modules that are not quantized, "+:" modules with fields of their own.
@@ -144,7 +144,7 @@ class GPTQ(StoredScheme):
         """Return how a matrix is stored.
 
         Raises:
-            ValueError: it is not quantised by the config.
+            ValueError: it is not quantized by the config.
         """
         module = stored.name.rpartition(".")[0]
         for pattern, layout in self._rules.items():
@@ -308,7 +308,7 @@ class AutoRound(GPTQ):
             self._check_layer(name, layer)
 
     def _check_layer(self, name: str, layer: object) -> None:
-        """Check that a layer with an entry of its own is stored as the others, or not quantised.
+        """Check that a layer with an entry of its own is stored as the others, or not quantized.
 
         Raises:
             ModelError: it is not.

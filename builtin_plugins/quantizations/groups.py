@@ -15,7 +15,7 @@ from hardpoint.plugins.quantization import AffineCodes, QuantizedWeight
 GroupSize = Annotated[int, Meta(ge=32, multiple_of=32, le=1 << 20)]
 
 _CHUNK = 1 << 18
-"""Weights that are quantised at a time, so that they stay in the processor's cache."""
+"""Weights that are quantized at a time, so that they stay in the processor's cache."""
 _SMALLEST, _LARGEST = 2.0**-18, 65504.0
 """Scales that float16 holds with six bits or more."""
 _TOO_LARGE = 1e38
@@ -55,7 +55,7 @@ class _Groups(Quantization):
     def quantize(self, weight: torch.Tensor) -> AffineCodes:
         """Return codes with a scale and an offset per group.
 
-        Groups are quantised alone, so that parts of a weight give parts of the result.
+        Groups are quantized alone, so that parts of a weight give parts of the result.
 
         Raises:
             ValueError: the weight has no columns, or numbers that are too large.

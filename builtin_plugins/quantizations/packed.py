@@ -218,7 +218,7 @@ def alignment(columns: int, group: int | None) -> int:
     """Return the columns at which an `affine` matrix with groups in order can be cut."""
     if group is None or group >= columns:
         return 1  # a row has one scale
-    return group if group == _GROUPS[0] or group % _GROUPS[1] == 0 else 1  # dequantised
+    return group if group == _GROUPS[0] or group % _GROUPS[1] == 0 else 1  # dequantized
 
 
 def _dense(

@@ -37,8 +37,8 @@ class TorchAO(StoredScheme):
 
     The scales, `_weight_scale` [rows, groups], are of groups of columns or of rows; integers may
     have zeros (`_weight_zero_point`). Integers of up to four bits take four in memory, others
-    eight; float8 is dequantised. Configs that pack codes for one kernel (`Int4WeightOnlyConfig`)
-    are refused. Activations that were to be quantised while the model runs are left as they are.
+    eight; float8 is dequantized. Configs that pack codes for one kernel (`Int4WeightOnlyConfig`)
+    are refused. Activations that were to be quantized while the model runs are left as they are.
     """
 
     contract = 1

@@ -15,7 +15,7 @@ OURS, MIDDLE, THEIRS = "<<<<<<< ", "=======", ">>>>>>> "
 def merge(base: str, ours: str, theirs: str, label: str) -> tuple[str, int]:
     """Return the text with both changes, and the number of conflicts.
 
-    Changes conflict if they replace the same lines of the base, or neighbouring ones, by different
+    Changes conflict if they replace the same lines of the base, or neighboring ones, by different
     lines. Both then stand in the result, between markers as git writes them.
 
     Args:

@@ -81,7 +81,7 @@ def _size(segment: str, ids: array[int]) -> int:
 def segment_starts(tokenizer: FastTokenizer) -> set[str]:
     """Return the tokens before which any text may be cut without changing its token ids.
 
-    Tokens that are not normalised are found in the text first, before anything else reads it, from
+    Tokens that are not normalized are found in the text first, before anything else reads it, from
     left to right. One of them is always found where its text is, if no other can begin before that
     place and reach beyond it. It takes nothing from the text before it, if it does not strip blanks
     there (`lstrip`), and begins with no blank that another one could strip (`rstrip`).
@@ -89,7 +89,7 @@ def segment_starts(tokenizer: FastTokenizer) -> set[str]:
     added = list(tokenizer.get_added_tokens_decoder().values())
     if (
         tokenizer.encode_special_tokens  # they are not looked for in texts
-        or any(token.single_word for token in added)  # which look at their neighbours
+        or any(token.single_word for token in added)  # which look at their neighbors
         or getattr(tokenizer.model, "dropout", None) is not None
         or not _is_of_library(tokenizer)
     ):

@@ -109,7 +109,7 @@ class SystemOne:
 
     A prompt is the chat template around one message of the user: the instructions, the state and
     the question, with an empty line between them; without a template, "Answer:" follows. The part
-    that ends with the state and the rest are tokenised apart, so that all questions share the
+    that ends with the state and the rest are tokenized apart, so that all questions share the
     tokens of the first part, whatever they ask.
     """
 

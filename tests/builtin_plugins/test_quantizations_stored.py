@@ -455,7 +455,7 @@ INTEGERS = integers_config()
             CompressedTensors,
             INTEGERS
             | {"config_groups": {"a": {"weights": {}, "input_activations": {"num_bits": 8}}}},
-            "config_groups.a: input_activations: activations that are quantised are not supported, "
+            "config_groups.a: input_activations: activations that are quantized are not supported, "
             "expected none, or dynamic eight bits, with only the weights quantized here; got "
             "{'num_bits': 8}",
         ),

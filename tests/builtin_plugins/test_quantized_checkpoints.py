@@ -341,7 +341,7 @@ def test_wrong_tensors_are_refused_before_weights_are_read(folder, last, tensor,
             "has weights that are quantised by 'int8', which is not supported; supported: auto_ro",
         ),
         ({"quant_method": "gptq"}, "quantization_config: zero_point: the field is unknown"),
-        ({"quant_method": None}, "quantised without a quant_method are not supported"),
+        ({"quant_method": None}, "quantized without a quant_method are not supported"),
     ],
 )
 def test_wrong_configs_are_refused_before_weights_are_read(folder, fields, message):

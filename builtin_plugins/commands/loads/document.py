@@ -102,7 +102,7 @@ def _styles() -> str:
 
 
 def key(names: Sequence[str]) -> str:
-    """Return the names of curves, with their colours."""
+    """Return the names of curves, with their colors."""
     items = "".join(
         f'<li><span class="k{number % NUM_COLOURS}"></span>{escape(name)}</li>'
         for number, name in enumerate(names)

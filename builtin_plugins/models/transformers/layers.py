@@ -124,7 +124,7 @@ class PackedEmbedding(_Called):
 
 
 class PackedNorm(_Called):
-    """Root mean square normalisation by the operations of the engine."""
+    """Root mean square normalization by the operations of the engine."""
 
     def __init__(self, norm: RMSNorm, size: int, step: SharedStep) -> None:
         """`norm` computes it, of `size` elements; `step` has whether there are weights yet."""
@@ -132,7 +132,7 @@ class PackedNorm(_Called):
         self.norm, self._size, self._step = norm, size, step
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [..., size], normalised over its last dimension."""
+        """Return x [..., size], normalized over its last dimension."""
         if self._step.is_dry:
             _check_columns(x, self._size)
             return x

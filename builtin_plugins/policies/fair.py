@@ -38,8 +38,8 @@ class Fair(SchedulingPolicy):
     at most 2 * max(input_cost * longest prompt, output_cost * tokens that fit in a batch), divided
     by the smaller weight, as long as input_cost <= output_cost.
 
-    Beyond the paper: tokens are charged when computed, so an aborted request costs its
-    computed tokens; tokens of the prefix cache are free; recomputation after preemption is free.
+    Beyond the paper: tokens are charged when they are computed, so an aborted request costs what it
+    used; tokens from the prefix cache are free; recomputation after a preemption is free.
     """
 
     contract = 1

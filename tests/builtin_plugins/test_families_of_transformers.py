@@ -1,4 +1,4 @@
-"""docs/model-families.md agrees with its data file, and with a run."""
+"""docs/model-families.md is that of its data file, and a run finds the same."""
 
 from __future__ import annotations
 

@@ -343,7 +343,7 @@ class PeerToPeerStore(PeerKVStore):
 
 
 def _batches(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """Yield available blocks for each key, in batches of the largest size of a message."""
+    """Yield items in batches, each as large as a message may be."""
     for start in range(0, len(items), KEYS_PER_MESSAGE):
         yield items[start : start + KEYS_PER_MESSAGE]
 

@@ -532,8 +532,7 @@ def architecture_of(
     """Return an entry of `ARCHITECTURES`, or an entry with the same name in files.
 
     Mixtral is called "llama" and has experts. Mistral is "llama" and OLMo 3 "olmo2", both with a
-    window. DeepSeek-V3 is "deepseek2" and chooses experts by a
-    sigmoid.
+    window. DeepSeek-V3 is "deepseek2" and chooses experts by a sigmoid.
     """
     if name == "deepseek2" and by_sigmoid:
         return _DEEPSEEK3

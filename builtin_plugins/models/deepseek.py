@@ -160,7 +160,7 @@ class LatentHeads:
             matrix.load_packed(tensors)
 
     def queries(self, q: torch.Tensor, out: torch.Tensor) -> None:
-        """Write to out [rows, heads, latent] the factors of latents, for q [..., nope]."""
+        """Write q [..., nope], multiplied by the key matrices, to out [rows, heads, latent]."""
         for head, keys in enumerate(self._keys):
             out[:, head] = keys(q[:, head])
 

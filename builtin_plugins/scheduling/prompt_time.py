@@ -33,7 +33,7 @@ class PromptTime:
         now: float,
         max_slowdown: float,
     ) -> None:
-        """Leave the time that generating requests do not take.
+        """Compute the time that requests that generate leave for prompts.
 
         Args:
             streams: the requests that generate, in this step.

@@ -99,7 +99,7 @@ class Readings:
         self._send(Drop(ticket))
 
     def drop_unasked(self, seconds: float) -> None:
-        """Forget readings of a program without a poll for as long."""
+        """Forget readings that a program has not polled for so many seconds."""
         now = self._clock()
         for ticket, reading in list(self._readings.items()):
             if reading.lora is not None and now - reading.asked > seconds:

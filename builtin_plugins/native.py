@@ -58,7 +58,7 @@ def check_rows(tensor: torch.Tensor) -> None:
     """
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
-            f"expected rows whose elements are side by side, got a tensor {list(tensor.shape)} "
+            f"expected rows with elements side by side, got a tensor {list(tensor.shape)} "
             f"with the strides {tensor.stride()}"
         )
 

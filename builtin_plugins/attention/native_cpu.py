@@ -17,7 +17,7 @@ _WORK = 13  # index of the work in a plan
 _HUGE_PAGE = 1 << 21
 _SHIFT = 5 << 16  # bytes; its multiples are spread over a huge page
 
-# What a cache stores, as the kernels number it, by `kv_cache.dtype`.
+# Contents of a cache, as the kernels number them, by `kv_cache.dtype`.
 _STORED = {"auto": 0, "int8": 1, "fp8": 2}
 
 _Key = tuple[int | None, int, int]

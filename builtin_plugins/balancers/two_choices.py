@@ -42,7 +42,7 @@ class TwoChoices(LoadBalancer):
 
         Attributes:
             seed: seed of the draws.
-            sessions: number of sessions whose engines are remembered; those used last stay.
+            sessions: number of sessions with a remembered engine; the most recently used ones stay.
         """
 
         seed: int = 0

@@ -157,7 +157,7 @@ class ChatHistory:
                     "/reset begins again, /save FILE keeps it, "
                     "--when-full drop-oldest drops the oldest turns"
                 )
-            # More is dropped than must be: what stays is in the prefix cache in the next turns.
+            # More is dropped than necessary: the rest is in the prefix cache in the next turns.
             prompt_limit = limit - room - limit // _LEAST_ROOM
             first = self._next_turn(first)
         if first != self._first_sent and not self._first_sent:

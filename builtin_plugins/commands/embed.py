@@ -25,8 +25,8 @@ _AT_ONCE = 256
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] TEXT [TEXT ...]\n       %(prog)s [options] --file PATH"
     parser.description = (
-        "Print the vector of each text as a line of JSON: its id (the number of the text, or what "
-        "the line of a file has), the tokens of its prompt, and its embedding."
+        "Print the vector of each text as a line of JSON: its id (the number of the text, or the "
+        "id of its line in a file), the tokens of its prompt, and its embedding."
     )
     add = parser.add_argument
     add("texts", nargs="*", metavar="TEXT", help="a text")

@@ -40,7 +40,7 @@ class PromptLine:
         id: id of the answer.
         given: `prompt` or `messages`, as the line has it.
         messages: the conversation, if the chat template is to be used.
-        params: sampling parameters of the options, with those of the line.
+        params: sampling parameters of the options, overridden by the line.
         digest: 64 bits of a hash of everything but line and id.
     """
 
@@ -57,7 +57,7 @@ class LineFile:
 
     Attributes:
         name: its path, for messages.
-        stat: what it is; None if that is not known.
+        stat: status of the file; None if it is unknown.
         is_regular: whether it can be read again.
     """
 
@@ -220,7 +220,7 @@ def _check_names(fields: dict[str, Any]) -> None:
     for name in fields:
         if name == "custom_id":
             raise RequestError(
-                "custom_id: this is a line for OpenAI's batch service, and the first line is none; "
+                "custom_id: this is a line for OpenAI's batch service, unlike the first line; "
                 'expected such as {"id": "a", "messages": [...], "max_tokens": 9}'
             )
         if name not in known:

@@ -14,7 +14,7 @@ from hardpoint.plugins.parallel import CommunicatorContext
 
 from .rendezvous import Rendezvous, dist
 
-_COLLECTIVE, _MESSAGE, _ABORT = range(3)  # tags: messages of one never match those of another
+_COLLECTIVE, _MESSAGE, _ABORT = range(3)  # tags: messages with different tags never match
 _NO_LIMIT = timedelta(days=365)
 _AT_ONCE = timedelta(milliseconds=1)
 _MAX_PENDING = 4

@@ -148,7 +148,7 @@ class Meeting:
 
         Args:
             step: name of the step. Ranks agree on each name once.
-            make: raises what keeps this rank from taking part.
+            make: raises an error that keeps this rank from taking part.
 
         Raises:
             RankMissingError: a rank did not come in time.

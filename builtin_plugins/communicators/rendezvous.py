@@ -17,7 +17,7 @@ from .meeting import RankMissingError, check_abort, wait_for_listener
 
 T = TypeVar("T")
 
-dist: Any = distributed  # whose annotations lack most of what is needed
+dist: Any = distributed  # most of its annotations are missing
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.005
@@ -27,7 +27,7 @@ class Rendezvous:
     """Where the ranks of a group meet.
 
     Attributes:
-        address: address of this rank, the only one that it listens on.
+        address: address of this rank, the only one it listens on.
         store: key-value store of the group alone.
     """
 
@@ -59,7 +59,7 @@ class Rendezvous:
         """Return the result of `make`, once it has returned in all ranks.
 
         Args:
-            make: raises what keeps this rank from taking part.
+            make: raises an error that keeps this rank from taking part.
             step: name of the step. Ranks agree on each name once.
 
         Raises:

@@ -66,7 +66,7 @@ class MultiprocExecutor(Executor):
         """Run the model in every worker.
 
         With one stage, the future is done at once, so that `sample_tokens` is sent while the model
-        runs; an error of the model, or a result, is then that of `sample_tokens`.
+        runs; an error of the model, or a result, is then returned by `sample_tokens`.
         """
         forward = self._started.step("execute_model", (plan,)).future
         if self.max_concurrent_batches > 1 or not plan.total_num_scheduled_tokens:

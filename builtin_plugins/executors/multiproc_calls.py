@@ -30,7 +30,7 @@ class CallSender(ABC):
     """The executor's side: sends each call to all workers."""
 
     describes: str
-    """What it is, for the log."""
+    """Name of the call, for the log."""
     uses_ring: bool
     sends_to_all_or_none: bool
     """Whether a `send` that an interrupt ends has reached all workers, or none."""
@@ -52,8 +52,8 @@ class CallSender(ABC):
         Args:
             number: number of the call, for its answers.
             call: encoded.
-            all_answer: whether each rank answers, instead of the one that samples and those that
-                fail.
+            all_answer: whether each rank answers, instead of the sampling rank and failing
+                ranks.
 
         Raises:
             CallsEndedError: a worker does not take it any more.

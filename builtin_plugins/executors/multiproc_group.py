@@ -64,7 +64,7 @@ class RankProcesses:
         self._watch_step = StepWatchdog(context)
         self._failure: BaseException | None = None
         self._callback: Callable[[BaseException], None] | None = None
-        self._is_reported = False  # to the callback; an error of a step is that of its future
+        self._is_reported = False  # to the callback; an error of a step is in its future
         self._closing = False
         self._wake_read, self._wake_write = os.pipe()
         self._watcher: threading.Thread | None = None
@@ -275,7 +275,7 @@ class RankProcesses:
     def _end_late_step(self) -> None:
         """Fail for a step that takes too long, once ranks that wait for others have left it.
 
-        Those that have not are named and killed: a rank that hangs does not end by itself.
+        Ranks that have not are named and killed: a rank that hangs does not end by itself.
         """
         with self._lock:
             calls = list(self._calls.values())

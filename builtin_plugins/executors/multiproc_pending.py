@@ -19,7 +19,7 @@ class PendingCall:
         method: name of the method of Worker.
         began: when it was sent, in seconds.
         future: the results in rank order, or the result of the one rank that answers.
-        failures: what ranks raised, in the order in which that was received.
+        failures: exceptions of ranks, in the order of receipt.
     """
 
     def __init__(

@@ -128,7 +128,7 @@ class _Service:
             self._worker.abort("the executor was closed")
 
 
-_FREEZE_AFTER = 4  # calls: those of the start, and the first step
+_FREEZE_AFTER = 4  # calls: the ones of the start, and the first step
 
 
 class _Watchdog:

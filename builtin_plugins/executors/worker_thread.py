@@ -61,7 +61,7 @@ class WorkerThread:
         The error is an EngineDeadError if the thread ends before.
         """
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # what a worker is to run cannot be withdrawn
+        future.set_running_or_notify_cancel()  # a call passed to a worker cannot be withdrawn
         self._calls.put(_WorkerCall(future, call, overlaps))
         if not self._runs:
             self._calls.fail()

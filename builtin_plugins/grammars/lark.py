@@ -33,7 +33,7 @@ from hardpoint.plugins.structured import (
 from .limits import is_lark
 
 FREE = '%llguidance {"no_forcing": true}'
-"""The last line of a grammar whose texts may be cut into any tokens.
+"""The last line of a grammar with texts that may be cut into any tokens.
 
 Without it, one way alone is allowed where a text is certain, and the model cannot choose its own.
 """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hardpoint.plugins.text.grammars import GrammarState
 
 _MAX_ITEMS = 10_000
-"""Of one row of llguidance's parser: what an object with 2000 optional properties needs."""
+"""Items of one row of llguidance's parser: an object with 2000 optional properties needs them."""
 
 
 class LLGuidance(GrammarBackend):
@@ -73,7 +73,7 @@ class LLGuidance(GrammarBackend):
         check_limits(structured)
         matcher = self._matcher(structured, lenient=structured.lenient)
         if _is_in_schema(matcher):
-            # What takes longer, and few schemas need.
+            # Slower, and needed by few schemas.
             matcher = self._matcher(
                 structured, lenient=structured.lenient, error_of=self._error_of, is_inline=True
             )
@@ -255,7 +255,7 @@ class _State:
 
 
 _STUCK = "NoExtensionBias"
-"""What the library calls it that no token fits."""
+"""The library's phrase for a grammar that no token fits."""
 
 _LONGEST = 500
 """Characters of an error of the library."""
@@ -272,5 +272,5 @@ def _reason(message: str) -> str:
     reason = " ".join(message.partition("\n   1 | ")[0].split())
     match = _PLACE.match(reason)
     reason = reason[match.end() :] if match and match[2] else reason
-    # What is wrong stands at the end, after a copy of the text.
+    # The cause comes last, after a copy of the text.
     return reason if len(reason) <= _LONGEST else f"{reason[:100]} ... {reason[100 - _LONGEST :]}"

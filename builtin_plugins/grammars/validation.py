@@ -1,7 +1,7 @@
 """Validation of finished answers against their whole JSON schema, for the grammar backends.
 
-A grammar leaves out what its library cannot enforce where a request is `lenient`; the frontend asks
-here, through the backend's `validate`, whether the answer keeps to it nevertheless.
+A grammar leaves out constraints that its library cannot enforce if a request is `lenient`. The
+frontend checks here, through the backend's `validate`, whether the answer keeps to them.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from hardpoint.plugins import EvictionContext, EvictionPolicy
 class LeastRecentlyUsed(EvictionPolicy):
     """Evicts the block that was released longest ago, in constant time per block.
 
-    Retained blocks come last: those whose time is over are evicted as the others, and the other
-    ones only where nothing else is left, those released first at first.
+    Retained blocks come last: after their time is over, they are evicted as the others. The other
+    ones are evicted only if nothing else is left, in the order of their release.
     """
 
     contract = 2

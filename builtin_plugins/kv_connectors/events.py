@@ -16,7 +16,7 @@ class TierEvents:
     """Events of blocks stored and dropped in tiers. Thread-safe.
 
     Stores know keys, and events have the hashes of blocks. So the hashes of the newest keys are
-    kept. A block whose key is not among them any more is reported as removed, since its eviction
+    kept. A block with a forgotten key is reported as removed, because its eviction
     could not be published.
     """
 
@@ -31,7 +31,7 @@ class TierEvents:
 
         Args:
             block_size: tokens per block.
-            most_blocks: whose keys are kept.
+            most_blocks: number of remembered keys.
         """
         self._publish = publish
         self._block_size = block_size

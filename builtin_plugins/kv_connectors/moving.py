@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("hardpoint")
 
-_SLACK = 0.9  # of the time for a load or a call, so that what was loaded in time is used
+_SLACK = 0.9  # of the time for a load or a call, so that loaded blocks are used in time
 
 
 class _LoadJob:
     """A load that is under way.
 
     Attributes:
-        load: what to load.
+        load: the load.
         deadline: on the monotonic clock.
         lock: held while a block is copied into the KV cache.
         first_bad: index of the first block that could not be loaded.
@@ -145,7 +145,7 @@ class StoresWorker(KVConnectorWorker):
         self._loads: dict[str, _LoadJob] = {}
         self._in_step: list[_LoadJob] = []
         self._saves: list[Save] = []
-        self._distrusted = 0  # steps whose blocks are not saved
+        self._distrusted = 0  # steps with blocks that are not saved
         self._errors: set[int] = set()
         self._ended: set[str] = set()
         self._answers = WorkerMessage()
@@ -231,7 +231,7 @@ class StoresWorker(KVConnectorWorker):
         with self._lock:
             for job in self._in_step:
                 if job.bad_blocks:
-                    # What is computed from them is wrong, here and in steps that are planned.
+                    # Results computed from them are wrong, here and in planned steps.
                     self._distrusted = Executor.MAX_CONCURRENT_BATCHES
                     self._errors.update(job.bad_blocks)
             self._in_step = []
@@ -325,7 +325,7 @@ class StoresWorker(KVConnectorWorker):
     ) -> None:
         """Fetch the first block, and the others if it is there.
 
-        So a request whose blocks are not there holds one thread, and only until the first answer.
+        So a request without its blocks holds one thread, and only until the first answer.
         """
         first, *others = tasks
         first()
@@ -463,8 +463,8 @@ def _check_required(tiers: Tiers, required: Sequence[str], connector: str) -> No
     for name in required:
         if name not in by_name:
             raise ConfigError(
-                f"plugin.{connector}.required: no store is called {name!r}; those of "
-                f"kv_connector.stores are {', '.join(by_name)}"
+                f"plugin.{connector}.required: expected one of "
+                f"kv_connector.stores ({', '.join(by_name)}), got {name!r}"
             )
         if (reason := by_name[name].failure()) is not None:
             raise ConfigError(f"plugin.{connector}.required: KV store {name!r}: {reason}")

@@ -60,7 +60,7 @@ class _Running:
         block_ids: its table.
         num_saved: leading blocks that need not be saved any more.
         secret: under which its blocks are offered to another engine; None if they are stored.
-        offered: hashes of those that are offered.
+        offered: hashes of the offered ones.
         offers_all: whether none was left out, without which later ones are of no use.
         renew_at: when to renew the offers.
     """
@@ -96,7 +96,7 @@ class StoresScheduler(KVConnectorScheduler):
         """Begin without requests.
 
         Args:
-            connector: whose configuration it has.
+            connector: owner of the configuration.
             loads_in_step: whether blocks that another engine offers are loaded in the step that
                 needs them, layers after layers, and not before.
         """
@@ -117,7 +117,7 @@ class StoresScheduler(KVConnectorScheduler):
         self._incoming: dict[str, _Incoming] = {}
         self._admitted: dict[str, Request] = {}
         self._loads_in_next: set[str] = set()  # requests that load in their first step
-        # A load in a step may fail in another rank, and what this one computes from it is wrong,
+        # A load in a step may fail in another rank, and results of this rank are wrong then,
         # also of requests that share the blocks: nothing is saved until that is certainly known.
         self._unsure_until = -1  # step
         self._saved: OrderedDict[bytes, None] = OrderedDict()
@@ -335,7 +335,7 @@ class StoresScheduler(KVConnectorScheduler):
     def request_finished(
         self,
         request: Request,
-        block_ids: BlockIds,  # noqa: ARG002 - what is saved was copied in its step
+        block_ids: BlockIds,  # noqa: ARG002 - saved blocks were copied in their step
     ) -> tuple[bool, Mapping[str, Any] | None]:
         """Forget a request; return where its blocks are offered."""
         request_id = request.request_id

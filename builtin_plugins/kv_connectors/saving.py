@@ -38,7 +38,7 @@ class Saver:
             key: called with a block's hash, group and secret.
             lease: seconds for which blocks are offered.
             open_threads: called with a name and a number of threads.
-            pools: for blocks that are stored, and for those that are offered.
+            pools: for stored blocks, and for offered blocks.
             report: called with a message if there is no room for an offer.
         """
         self._tiers, self._groups, self._key = tiers, groups, key

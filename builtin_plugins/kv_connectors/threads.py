@@ -28,7 +28,7 @@ class TaskThreads:
 
         Args:
             name: name of the threads.
-            count: maximum number of threads, without those that are stuck.
+            count: maximum number of threads, without stuck ones.
             timeout: seconds after which a task's thread is stuck.
             report: called with a message if a task raises.
         """

@@ -25,14 +25,14 @@ from .staging import BadBlockError, check_block, copy_buffer, write_header
 _log = logging.getLogger("hardpoint")
 
 _KEY_BYTES = 32
-_MOST_LATE = 16  # futures, each of which keeps a buffer
+_MOST_LATE = 16  # futures; each keeps a buffer
 _T = TypeVar("_T")
 
 
 class CircuitBreaker:
     """Leaves out a store that keeps failing, for a while.
 
-    Failures are counted by method, since a store whose look-ups work may fail at every load.
+    Failures are counted by method, because a store with working look-ups may fail at every load.
     """
 
     def __init__(self, failures: int, seconds: float) -> None:
@@ -118,7 +118,7 @@ class Tier:
             store: borrowed.
             timeout: seconds after which a call has failed.
             report_fault: counts a fault: name, message.
-            events: reports what the store keeps; None if no events are published.
+            events: reports the contents of the store; None if no events are published.
             secret: for authentication codes, from `read_mac_key`.
         """
         self._secret = secret

@@ -24,7 +24,7 @@ class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         do_remote_prefill: another engine has computed the prompt.
         remote_engine_id: id of that engine.
         transfer_token: the token that it gave.
-        num_tokens: length of the prompt, whose blocks it offers.
+        num_tokens: length of the prompt with the offered blocks.
     """
 
     do_remote_decode: bool = False

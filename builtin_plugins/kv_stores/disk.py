@@ -46,9 +46,9 @@ class DiskStore(KVStore):
         Attributes:
             path: path of a folder on a disk of this machine, for this store alone; it is made if it
                 is not there. Only this user may have access to it.
-            size_bytes: size of all files together, those of all engines and ranks that share the
+            size_bytes: size of all files together, of all engines and ranks that share the
                 path; equal for all of them. Blocks of each size have a file of their own. As one
-                grows, those that no engine uses are removed if there is no other room; those in use
+                grows, unused ones are removed if there is no other room; used ones
                 stay, and it may have an eighth of the size all the same.
         """
 
@@ -73,7 +73,7 @@ class DiskStore(KVStore):
         self._folder_path = path = Path(options.path).expanduser()
         self._files = contextlib.ExitStack()
         self._is_ready = False  # it is not while a full disk has no room for the index
-        self._lock = threading.Lock()  # of what follows, and of the slab's locks
+        self._lock = threading.Lock()  # guards the fields below, and the slab's locks
         self._writing: set[int] = set()
         self._victims: list[tuple[int, int]] = []
         self._slots = 0  # that there were when they were chosen
@@ -215,7 +215,7 @@ class DiskStore(KVStore):
     def _is_gone(self) -> bool:
         """Return whether the files are deleted or cut short, so that nothing is to be done there.
 
-        What is kept in deleted files would be gone unseen. A part of the index that is not there
+        Data in deleted files would be lost unnoticed. A missing part of the index
         must not be touched, so this is asked right before; only a cut in that very moment counts.
         """
         slab = self.slab

@@ -72,7 +72,7 @@ def open_file(name: str, within: int, flags: int = 0) -> int:
     Args:
         name: name of the file.
         within: descriptor of its folder.
-        flags: flags of `os.open` besides those for reading and writing.
+        flags: flags of `os.open` besides reading and writing.
 
     Raises:
         RefusedError: it is a symbolic link, or not a file, or others can use it.

@@ -4,8 +4,8 @@
 
 The first four have an item per slot of the slab, so that the place of a block is never read from
 the file: it follows from the number of its slot. `cells` is a hash table with buckets of 16 cells,
-each the number of a slot and 32 bits of the hash of the key there. A cell is only a hint: what
-counts is the slot's own key, and a sequence that is not 0. So a process may be killed between any
+each the number of a slot and 32 bits of the hash of the key there. A cell is only a hint: the
+slot's own key decides, and a sequence that is not 0. So a process may be killed between any
 two writes:
 
 - a slot that is being written has the sequence 0, and is no block;
@@ -63,7 +63,7 @@ def _num_buckets(table: int) -> int:
 class SlabIndex:
     """The index, mapped.
 
-    What is in the file may be anything: sizes are checked when it is opened, and numbers of slots
+    The file may contain anything: sizes are checked when it is opened, and numbers of slots
     when they are used.
 
     Attributes:
@@ -153,7 +153,7 @@ class SlabIndex:
     def find_all(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which blocks are there, and note that they were used now, the first one last.
 
-        A block is of use only with those before it, so the last ones are to be replaced first.
+        A block is of use only with the earlier ones, so the last ones are to be replaced first.
         """
         items = _key_items(keys)
         hashes = _hash_all(items)

@@ -117,7 +117,7 @@ class Slab:
             os.close(descriptor)
         if index.slots * self._slot_bytes > os.fstat(self._file).st_size:
             index.close()
-            raise DamagedError(f"{_name(self._block_bytes)}/slab is shorter than its index says")
+            raise DamagedError(f"{_name(self._block_bytes)}/slab is shorter than its index")
         return index
 
     def _prepared(self) -> SlabIndex:
@@ -285,7 +285,7 @@ def _changing(folder: int, seconds: float) -> Iterator[None]:
 def _others(folder: int, own_name: str) -> Iterator[tuple[float, int, str]]:
     """Yield when each other slab was used, the size of its files, and the name of its folder.
 
-    The files have no holes: what is not written yet is allocated.
+    The files have no holes: unwritten parts are allocated.
     """
     for name in os.listdir(folder):
         if not name.startswith(_PREFIX) or name == own_name:

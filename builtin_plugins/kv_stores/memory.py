@@ -24,7 +24,7 @@ class MemoryStore(KVStore):
     """Keeps the blocks that were used last, up to a size.
 
     The memory is reserved at start, and divided into places of one block. A copy is made outside of
-    the lock: a place that is read is not given to another block, and one that is written has no key
+    the lock: a place being read is not given to another block, and a place being written has no key
     yet.
     """
 
@@ -55,7 +55,7 @@ class MemoryStore(KVStore):
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which blocks are there, and note that they are used, the first one last.
 
-        A block is of use only with those before it, so the last ones are to be replaced first.
+        A block is of use only with the earlier ones, so the last ones are to be replaced first.
         """
         with self._lock:
             results = [key in self._keys for key in keys]
@@ -156,7 +156,7 @@ class _Places:
                 f"allocate, {available} bytes; make it smaller, or the KV cache"
             )
         self._memory = _Memory(path, count * self._block_bytes, pin=context.pin_memory)
-        self._count, self._used = count, 0  # places that were never used follow those that were
+        self._count, self._used = count, 0  # unused places follow the used ones
         self._free: list[int] = []
         self._entered: dict[int, int] = {}  # number of copies from or to a place
         self._forgotten: set[int] = set()  # places that are free once nothing is copied

@@ -42,7 +42,7 @@ from .p2p_server import BlockServer
 
 Socket = zmq.Socket[bytes]
 
-_MOST_REMEMBERED = 1 << 16  # keys of which it is known who has them
+_MOST_REMEMBERED = 1 << 16  # keys with a known owner
 _ANSWERS_PER_CLIENT = 64  # that wait to be sent; a client that does not read loses others
 _MOST_ANSWER_BYTES = 4096  # of one without a block
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 3000
@@ -67,8 +67,8 @@ class PeerToPeerStore(PeerKVStore):
                 which several engines of one program need (`parallel.data`).
             peers: addresses of other engines by `kv_connector.engine_id`, with the same names in
                 them; this engine's own id is passed over, so that all may have the same table.
-            public_keys: public keys of other engines by id; those with tcp addresses need one, and
-                at a tcp address only these may ask.
+            public_keys: public keys of other engines by id; at tcp addresses they need one, and
+                at a tcp address only these may connect.
             secret_key_file: with the secret key of this engine, which tcp needs; owned by the user
                 or root, and with mode 0600 or 0640.
             size_bytes: size of all blocks together, in each rank.
@@ -122,7 +122,9 @@ class PeerToPeerStore(PeerKVStore):
             if is_tcp(address) and name not in keys:
                 raise ConfigError(f"{table}.public_keys: expected one of {name!r}, at {address}")
         if is_tcp(listen) and not keys:
-            raise ConfigError(f"{table}.public_keys: expected those of who may ask at {listen}")
+            raise ConfigError(
+                f"{table}.public_keys: expected the keys of peers that may connect to {listen}"
+            )
         self._pool = PeerBlocks(self._capacity(), context.report_evicted)
         self._where: OrderedDict[bytes, PeerClient] = OrderedDict()
         self._lock = threading.Lock()
@@ -341,7 +343,7 @@ class PeerToPeerStore(PeerKVStore):
 
 
 def _batches(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """Yield available blocks for each key, in batches of the largest size of a message."""
+    """Yield items in batches, each as large as a message may be."""
     for start in range(0, len(items), KEYS_PER_MESSAGE):
         yield items[start : start + KEYS_PER_MESSAGE]
 

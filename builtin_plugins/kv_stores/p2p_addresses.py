@@ -87,7 +87,7 @@ def is_ipv6(address: str) -> bool:
 class SocketPlace:
     """The place of an ipc socket, which is locked so that no other store takes it.
 
-    The lock is that of a file next to the socket; it ends with the process.
+    The lock belongs to a file next to the socket; it ends with the process.
     """
 
     def __init__(self, address: str, path: str) -> None:
@@ -98,7 +98,7 @@ class SocketPlace:
             path: path of the setting, for messages.
 
         Raises:
-            ConfigError: others can reach what is in the folder, or a process listens there already.
+            ConfigError: others can reach files in the folder, or a process listens there already.
         """
         self._file = Path(address.removeprefix("ipc://"))
         self._lock_file = self._file.with_name(f"{self._file.name}.lock")

@@ -188,7 +188,7 @@ class PeerClient:
         self._silent_until = time.monotonic() + self._retry_seconds
 
     def _report_loss(self, reason: str) -> None:
-        message = f"peer {self._name!r}: {reason}; what it has is computed here"
+        message = f"peer {self._name!r}: {reason}; its blocks are computed here"
         self._report_fault(message)
 
     def failed(self, message: str) -> None:

@@ -40,8 +40,8 @@ class _Waiting:
 class BlockServer:
     """Answers questions from a pool, in a thread that owns the socket.
 
-    A client that does not read its answers loses them, and one whose questions are no questions
-    gets none; no one waits for it.
+    A client that does not read its answers loses them. Invalid questions get no answer. The server
+    waits for no client.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class BlockServer:
         Args:
             listening: ROUTER socket, bound; owned from now on.
             keys: bound to ZeroMQ's authentication, where clients need keys; owned from now on.
-            allowed: public keys of those that may ask, in Z85.
+            allowed: public keys of the clients that may connect, in Z85.
             pool: borrowed.
             identity: identity of the pool's blocks.
             report_fault: called if the thread fails.

@@ -54,7 +54,7 @@ def fingerprint(paths: Iterable[Path]) -> str | None:
         stats = [(path.resolve(), path.stat()) for path in paths]
     except (OSError, RuntimeError, ValueError):
         return None
-    # The time of change is the system's own; that of modification can be set to any value.
+    # The time of change is the system's own; the time of modification can be set to any value.
     return "; ".join(f"{p} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}" for p, s in stats)
 
 

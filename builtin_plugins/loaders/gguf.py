@@ -32,7 +32,7 @@ from .gguf_architectures import (
 from .gguf_file import GGUFFile, open_gguf
 from .gguf_tensors import DTYPES, StoredTensor, stored_tensor
 
-_ENCODER = "clip"  # what llama.cpp's converter writes apart, as mmproj-*.gguf
+_ENCODER = "clip"  # written separately by llama.cpp's converter, as mmproj-*.gguf
 _ROPE_FACTORS = "rope_freqs.weight"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _MOST_PARTS = 1000
@@ -41,12 +41,12 @@ _ENDS = frozenset(
     | {"<|end_of_text|>", "<EOT>", "<end_of_utterance>", "<|return|>", "<|call|>", "<|user|>"}
     | {"<|observation|>"}
 )
-"""Tokens that end a turn or a text, found by what they are: metadata often lacks them."""
+"""Tokens that end a turn or a text, found by their kind: metadata often lacks them."""
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
 class GGUFLoader(WeightLoader):
-    """Reads models of the architectures in `ARCHITECTURES`, quantised or not."""
+    """Reads models of the architectures in `ARCHITECTURES`, quantized or not."""
 
     contract = 1
 
@@ -101,7 +101,7 @@ class GGUFLoader(WeightLoader):
         """Yield the weights in `shapes` in file order: blocks that a scheme reads, else float32.
 
         Raises:
-            ModelError: a tensor's quantisation is unknown.
+            ModelError: a tensor's quantization is unknown.
         """
         return self.cut_weights(shapes, {})
 
@@ -114,7 +114,7 @@ class GGUFLoader(WeightLoader):
         Of blocks that the part divides, the whole rows are yielded.
 
         Raises:
-            ModelError: a tensor's quantisation is unknown, or a weight to be cut has another shape.
+            ModelError: a tensor's quantization is unknown, or a weight to be cut has another shape.
         """
         hf = self.config().hf
         heads = {"q_proj": hf["num_attention_heads"], "k_proj": hf["num_key_value_heads"]}
@@ -149,7 +149,7 @@ class GGUFLoader(WeightLoader):
         """Return the hash of the file, or of its parts.
 
         Raises:
-            ModelError: it is another one than was opened, whose weights are those of the model.
+            ModelError: it is another file than the opened one, which has the weights of the model.
         """
         hashes = " ".join(map(hash_file, self._paths))
         if self.fingerprint() is None:
@@ -287,7 +287,7 @@ class GGUFLoader(WeightLoader):
     def _fields(self) -> dict[str, Any]:
         """Return the config's fields from metadata, and fields derived from them.
 
-        Fields are checked whose invalid values would silently give a different model.
+        Fields are checked if invalid values would silently give a different model.
         """
         fields, prefix = dict[str, Any](), f"{self._source}: {self._name}"
         for key, (name, kind) in self._architecture.all_fields().items():
@@ -382,7 +382,7 @@ class GGUFLoader(WeightLoader):
             name: self._positive(f"{prefix}.yarn_{name}") for name in ("beta_fast", "beta_slow")
         }
         if multiplier := self._file.scalar(f"{prefix}.yarn_log_multiplier", float):
-            # Converters multiply it by 0.1, and leave out that of cosines, which is the same.
+            # Converters multiply it by 0.1, and leave out the factor of cosines, which is the same.
             values["mscale"] = values["mscale_all_dim"] = multiplier / 0.1
         if kind != "yarn":
             return {}

@@ -38,7 +38,7 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
     # The library makes a numpy object of every element of an array, which takes seconds for a
     # vocabulary; here an array is one part, and its strings are decoded when they are asked for.
     #
-    # `fingerprint` is that of the file before it was opened.
+    # `fingerprint` belongs to the file before it was opened.
 
     def __init__(self, path: Path) -> None:
         """Read the header.

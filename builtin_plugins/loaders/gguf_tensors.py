@@ -42,7 +42,7 @@ _SCHEMES = {
     _KINDS.TQ2_0: "tq2_0",
     _KINDS.MXFP4: "mxfp4_gguf",
 }
-"""The schemes that read blocks; those of other types are dequantised here."""
+"""The schemes that read blocks; blocks of other types are dequantized here."""
 DTYPES = {_KINDS.F32: "float32", _KINDS.F16: "float16", _KINDS.BF16: "bfloat16"}
 """Types of plain numbers."""
 
@@ -90,11 +90,11 @@ class StoredTensor:
         """Return it or a part of it: blocks that a scheme reads, else float32.
 
         No more is read than the blocks that the part touches, and of permuted matrices the heads.
-        Whole rows are returned of blocks that the part divides, or of which it has several parts.
+        Whole rows are returned of blocks that the part divides, or that it has in several parts.
 
         Args:
             cut: the part; None is all.
-            head_size: head size of q or k, whose rows llama.cpp has permuted within each head; else
+            head_size: head size of q or k, with rows permuted by llama.cpp within each head; else
                 None.
         """
         scheme = self._scheme
@@ -181,8 +181,8 @@ def stored_tensor(tensor: gguf.ReaderTensor, source: str) -> StoredTensor:
 
 
 def _with_long_rows(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Reshape quantised blocks into fewer, longer rows."""
-    # The library dequantises 16 rows at a time.
+    """Reshape quantized blocks into fewer, longer rows."""
+    # The library dequantizes 16 rows at a time.
     if data.ndim == 1 or data.dtype != np.uint8:
         return data
     count, width = math.prod(data.shape[:-1]), data.shape[-1]

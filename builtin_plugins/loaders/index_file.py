@@ -76,7 +76,7 @@ def last_of(name: str) -> str:
 
 
 def scheme_of(hf: Mapping[str, Any], where: str) -> str | None:
-    """Return the scheme of quantised weights, a component's name; None if they are not quantised.
+    """Return the scheme of quantized weights, a component's name; None if they are not quantized.
 
     Raises:
         ModelError: config.json does not name it.
@@ -89,7 +89,7 @@ def scheme_of(hf: Mapping[str, Any], where: str) -> str | None:
     for name in ("quantization_config", "quantization", "compression_config"):
         if (settings := hf.get(name)) is not None:
             raise ModelError(
-                f"{where}/config.json: {name}: safetensors that are quantised without a "
+                f"{where}/config.json: {name}: safetensors that are quantized without a "
                 f"quant_method are not supported, expected none (bfloat16, float16 or float32 "
                 f"weights), a quant_method such as awq, or a .gguf file; got {short(settings)}"
             )

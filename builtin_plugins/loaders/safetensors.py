@@ -77,7 +77,7 @@ class SafetensorsLoader(WeightLoader):
 
         Raises:
             ModelError: config.json is missing or invalid, does not state how the checkpoint is
-                quantised, or a shard is missing or truncated.
+                quantized, or a shard is missing or truncated.
         """
         path = self.context.files.path
         config = read_model_config(path / "config.json")
@@ -102,7 +102,7 @@ class SafetensorsLoader(WeightLoader):
     ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
         """Yield the same weights, of cut weights only the needed part; read no more of them.
 
-        Matrices that are quantised are yielded whole, once all of their tensors are there.
+        Matrices that are quantized are yielded whole, once all of their tensors are there.
 
         Raises:
             ModelError: a shard is missing or truncated, or a weight to be cut has another shape.
@@ -193,7 +193,7 @@ class SafetensorsLoader(WeightLoader):
     def _unstated(self, problem: str) -> ModelError:
         return ModelError(
             f"{self.context.files.name}/config.json: {problem}: expected a quantization_config "
-            f"with a quant_method, which says how the weights are quantised, got none"
+            f"with a quant_method for the quantized weights, got none"
         )
 
     def _former_names(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
@@ -221,12 +221,12 @@ class SafetensorsLoader(WeightLoader):
         return [*self._shards(), *index]
 
     def _quantized(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[str]]:
-        """Return the names of the tensors of each quantised matrix.
+        """Return the names of the tensors of each quantized matrix.
 
         It has others than a weight and a bias, `q_proj.qweight` and `q_proj.scales` for example,
         next to `q_proj.weight` or in its place, some of them below it
-        (`q_proj.weight.absmax`); or a weight of whole numbers, whose scheme states
-        what it lacks.
+        (`q_proj.weight.absmax`); or a weight of whole numbers, with a scheme that states
+        the missing part.
         """
         if self._quantization is None:
             return {}

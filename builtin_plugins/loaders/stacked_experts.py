@@ -3,7 +3,7 @@
 gpt-oss has `X.experts.gate_up_proj` [experts, hidden, 2 * width], the columns of gate and up in
 turn, and `X.experts.down_proj` [experts, width, hidden]; with `_bias`, [experts, rows]. In MXFP4
 they are `_blocks` [experts, rows, columns / 32, 16] and `_scales` [experts, rows, columns / 32].
-Qwen3.5 has `X.experts.gate_up_proj` [experts, 2 * width, hidden], the rows of gate before those of
+Qwen3.5 has `X.experts.gate_up_proj` [experts, 2 * width, hidden], the rows of gate before rows of
 up, and `X.experts.down_proj` [experts, hidden, width]. Qwen3-VL has these with the last two
 dimensions swapped, unless transformers 5 has written it.
 Models ask for `X.experts.0.gate_proj.weight` and so on.
@@ -45,7 +45,7 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": StackedLayout(),
     "Qwen3_5MoeForConditionalGeneration": StackedLayout(),
 }
-"""Architectures whose checkpoints have stacked experts, and their forms."""
+"""Architectures with stacked experts in checkpoints, and their forms."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _STACKED = {"gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", None)}
 """The stacked tensor of a matrix, and which of the two it is there."""
@@ -62,7 +62,7 @@ class ExpertLocation:
         tensors: names of the stacked tensors that have it: one, or blocks and scales.
         expert: index in their first dimension.
         half: which of two matrices it is; None if there is one.
-        alternates: whether the rows of the two come in turn; else those of one after the other's.
+        alternates: whether the rows of the two come in turn; else one after the other.
         is_transposed: whether its rows are the last dimension there; None if their sizes show it.
     """
 
@@ -74,7 +74,7 @@ class ExpertLocation:
 
     @property
     def has_codes(self) -> bool:
-        """Whether it is quantised."""
+        """Whether it is quantized."""
         return len(self.tensors) > 1
 
     def of(self, stacked: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -145,7 +145,7 @@ class StackedExperts:
 
         Args:
             shards: paths of the files.
-            scheme: scheme of the checkpoint's matrices; None if they are not quantised.
+            scheme: scheme of the checkpoint's matrices; None if they are not quantized.
             form: form of the stacked tensors.
         """
         self._open, self._scheme, self._form = open_shard, scheme, form
@@ -166,7 +166,7 @@ class StackedExperts:
     ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
         """Yield weights, cut; quantized weights are whole.
 
-        What tensors have of an expert is read once, for all weights that it has.
+        The tensors of an expert are read once, for all its weights.
 
         Raises:
             ModelError: a tensor is damaged, or another one than the model's.

@@ -98,8 +98,8 @@ class ThinkingBudget(SparseLogitsProcessor):
             markers = context.reasoning
         if context.params.structured is not None and markers != context.reasoning:
             raise ValueError(
-                "expected no markers of its own together with `structured`, whose answer begins "
-                "after those of the reasoning parser"
+                "expected no markers of its own together with `structured`: the structured answer "
+                "begins after the markers of the reasoning parser"
             )
         for token in itertools.chain(*markers.start, *markers.end):
             if token >= context.vocab_size:

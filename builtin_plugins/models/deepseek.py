@@ -56,7 +56,7 @@ class LatentSizes:
         """Return the sizes of a config.
 
         Raises:
-            ModelError: one is missing, or is not what it should be.
+            ModelError: a size is missing or wrong.
         """
         whole = {
             name: fields.whole(name, at_most=_MAX_SIZE)
@@ -160,7 +160,7 @@ class LatentHeads:
             matrix.load_packed(tensors)
 
     def queries(self, q: torch.Tensor, out: torch.Tensor) -> None:
-        """Write to out [rows, heads, latent] the factors of latents, for q [..., nope]."""
+        """Write q [..., nope], multiplied by the key matrices, to out [rows, heads, latent]."""
         for head, keys in enumerate(self._keys):
             out[:, head] = keys(q[:, head])
 
@@ -175,7 +175,7 @@ class LatentLayer(DecoderLayer):
 
     Attributes:
         query_up: queries from their latent; None if `qkv` gives them.
-        heads: what the latent of keys and values stands for.
+        heads: the heads of the latent of keys and values.
     """
 
     query_up: Linear | None
@@ -190,8 +190,8 @@ class LatentLayer(DecoderLayer):
 class DeepseekV3(MixtureAfterDense):
     """DeepSeek-V3, R1, Kimi K2, Moonlight and others: experts are chosen by sigmoids.
 
-    The cache has one head per layer, that of the latents: a rotated key and a latent of which the
-    keys and values of all heads are made.
+    The cache has one head per layer, for latents: a rotated key and a latent, from which the
+    keys and values of all heads are computed.
     """
 
     contract = 1

@@ -13,9 +13,9 @@ from .llama import Llama
 class Granite(Llama):
     """Granite: scales the embedding, the scores of attention, the logits and the residual branches.
 
-    The hidden states here are those of the model, divided by `residual_multiplier` m: a layer then
+    The hidden states here are the model's, divided by `residual_multiplier` m: a layer then
     adds its results as they are. The norms divide by the size of the hidden states again, so that
-    their eps is divided by m^2, and nothing else changes. No weight is scaled: those of low-bit
+    their eps is divided by m^2, and nothing else changes. No weight is scaled: weights of low-bit
     matrices cannot be, and others would be rounded once more.
     """
 

@@ -40,7 +40,7 @@ class TypedLayers(Llama):
         """Return each layer's rotary embedding, shared by the layers of a type.
 
         The parameters are in `rope_parameters` by type of layer. Configs without these have the
-        base frequencies in fields of their own. `rope_scaling` changes those of full attention.
+        base frequencies in separate fields. `rope_scaling` changes the ones of full attention.
 
         Args:
             thetas: the field with the base frequency of each type, and its default.

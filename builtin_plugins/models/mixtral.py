@@ -60,8 +60,8 @@ class Mixture(Llama):
 class MixtureAfterDense(Mixture):
     """Common to models after DeepSeek-V3 (arXiv:2412.19437).
 
-    The first layers are dense. The others have some experts that all tokens share; what is chosen
-    of the others is chosen by sigmoids.
+    The first layers are dense. The others have some experts that all tokens share; sigmoids choose
+    among the other experts.
     """
 
     contract = 1

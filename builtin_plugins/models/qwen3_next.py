@@ -36,10 +36,10 @@ class DeltaSizes:
         kernel: tokens of the convolution, the token itself included.
         is_split: whether q, k and v of all heads are a matrix, and z is one; else the parts of a
             key head are together.
-        has_own_gates: whether b is a matrix, and a is one; else those of a key head are together.
+        has_own_gates: whether b is a matrix, and a is one; else a key head has them together.
         is_flat: whether the kernels are [channels, kernel], as in GGUF files; else there is a
             dimension of one between.
-        alternates: whether neighbours among the value heads have key heads that are neighbours, as
+        alternates: whether neighbors among the value heads have key heads that are neighbors, as
             in GGUF files of Qwen3.5; else they share one.
     """
 
@@ -173,7 +173,7 @@ class DeltaRule:
 
         Args:
             projected: q, k and v, or these and z of each key head after the other, [tokens, ...].
-            h: normalised hidden states [tokens, hidden].
+            h: normalized hidden states [tokens, hidden].
             layer: index among the layers with a state.
             batch: the step.
         """

@@ -116,13 +116,13 @@ class TritonOps(TorchOps):
         return self._codes.linear_codes(packed, shape, bias, out_dtype or self.context.dtype)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return the normalised rows."""
+        """Return the normalized rows."""
         return self._layers.rms_norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Add delta to x in place; return the normalised rows."""
+        """Add delta to x in place; return the normalized rows."""
         return self._layers.add_rms_norm(x, delta, weight, eps)
 
     def rotate(self, x: torch.Tensor, angles: torch.Tensor) -> None:

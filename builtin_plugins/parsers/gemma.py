@@ -113,7 +113,7 @@ class _GemmaLiterals(LiteralGrammar):
     def key(self, name: str) -> str:
         if not _KEY.fullmatch(name):
             raise ValueError(
-                f"the tool {self.tool!r}: expected parameters whose names have no white space, "
+                f"the tool {self.tool!r}: expected parameter names without white space, "
                 f"brackets, commas and colons, got {name!r}"
             )
         return in_lark(f"{name}:")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from hardpoint.plugins.output_parser import (
     OutputEvent,
@@ -141,22 +141,55 @@ class _KimiName(ToolName):
 _KIMI_ID = re.compile(r"(?:functions[._:-])?(?P<tool>.+?)(?:[._:-]\d+)?")
 
 
-_DEEPSEEK = (
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
-)
+class _DeepSeek(FormatParser):
+    """Base class: a section of calls, each with the name before the arguments.
 
-
-class DeepSeekV3(FormatParser):
-    """DeepSeek-V3 and R1: the kind of tool, its name, and the arguments in a block of code."""
+    Attributes:
+        around: text before the name, between name and arguments, and after the arguments.
+        separator: text between calls.
+    """
 
     contract = 2
     roles = ("tools",)
+    required_tokens = (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    )
+    around: ClassVar[tuple[str, str, str]]
+    separator: ClassVar[str] = ""
+
+    def call_format(
+        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
+    ) -> Format:
+        """Return the grammar of a section of calls, or of text with one at its end."""
+        before, between, after = self.around
+
+        def call(tool: str, schema: Mapping[str, Any]) -> Format:
+            return self.sequence(f"{before}{tool}{between}", arguments_format(tool, schema), after)
+
+        return self.tagged(
+            "<｜tool▁calls▁begin｜>",
+            repeated(choice_of_calls(tools, call), self.separator, parallel=parallel),
+            "<｜tool▁calls▁end｜>",
+            required=required,
+            parallel=False,
+        )
+
+
+class DeepSeekV3(_DeepSeek):
+    """DeepSeek-V3 and R1: the kind of tool, its name, and the arguments in a block of code."""
+
+    contract = 2
     template_marks = ("<｜tool▁calls▁begin｜>", "```json")
-    required_tokens = _DEEPSEEK
+    around = (
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        "\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+    )
+    separator = "\n"
 
     def states(self) -> Mapping[str, ParserState]:
         """Return content, section, kind, name and arguments."""
@@ -172,35 +205,14 @@ class DeepSeekV3(FormatParser):
             "end": ParserState(Between, {"<｜tool▁call▁end｜>": "section"}),
         }
 
-    def call_format(
-        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
-    ) -> Format:
-        """Return the grammar of a section of calls, or of text with one at its end."""
 
-        def call(tool: str, schema: Mapping[str, Any]) -> Format:
-            return self.sequence(
-                f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{tool}\n```json\n",
-                arguments_format(tool, schema),
-                "\n```<｜tool▁call▁end｜>",
-            )
-
-        return self.tagged(
-            "<｜tool▁calls▁begin｜>",
-            repeated(choice_of_calls(tools, call), "\n", parallel=parallel),
-            "<｜tool▁calls▁end｜>",
-            required=required,
-            parallel=False,
-        )
-
-
-class DeepSeekV31(FormatParser):
+class DeepSeekV31(_DeepSeek):
     """DeepSeek-V3.1 and later: the name, then the arguments."""
 
     contract = 2
-    roles = ("tools",)
     other_names = ("deepseek_v31",)
     template_marks = ("<｜tool▁calls▁begin｜>",)
-    required_tokens = _DEEPSEEK
+    around = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
 
     def states(self) -> Mapping[str, ParserState]:
         """Return content, section, name and arguments."""
@@ -211,26 +223,6 @@ class DeepSeekV31(FormatParser):
             "name": ParserState(ToolName, {"<｜tool▁sep｜>": "arguments"}),
             "arguments": ParserState(JsonArguments, {"<｜tool▁call▁end｜>": "section"}),
         }
-
-    def call_format(
-        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
-    ) -> Format:
-        """Return the grammar of a section of calls, or of text with one at its end."""
-
-        def call(tool: str, schema: Mapping[str, Any]) -> Format:
-            return self.sequence(
-                f"<｜tool▁call▁begin｜>{tool}<｜tool▁sep｜>",
-                arguments_format(tool, schema),
-                "<｜tool▁call▁end｜>",
-            )
-
-        return self.tagged(
-            "<｜tool▁calls▁begin｜>",
-            repeated(choice_of_calls(tools, call), parallel=parallel),
-            "<｜tool▁calls▁end｜>",
-            required=required,
-            parallel=False,
-        )
 
 
 class MistralParser(FormatParser):

@@ -39,7 +39,7 @@ class JsonSections(FormatParser):
         sections: the markers around calls: their ends by their beginnings. A bracket that ends a
             beginning is part of the JSON.
         calls: reads the JSON.
-        list_text: what is before, between and behind the calls of a section, in a grammar: of a
+        list_text: text before, between and behind the calls of a section, in a grammar: of a
             list, or of objects one after another. None where each call has a section, in which it
             has a line of its own.
         thinking: the markers around reasoning; none in a parser of tools only.

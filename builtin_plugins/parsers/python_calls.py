@@ -184,14 +184,13 @@ def _call(tool: str, schema: Mapping[str, Any]) -> Format:
         ValueError: the tool, or a parameter, has no name of Python's.
     """
     if not _NAME.fullmatch(tool):
-        raise ValueError(f"expected a tool whose name Python could have, got {tool!r}")
+        raise ValueError(f"expected a tool named by a Python identifier, got {tool!r}")
     parameters = parameters_of(tool, schema)
     for name, _, _ in parameters:
         usual = name.isidentifier() and normalize("NFKC", name) == name
         if not usual or keyword.iskeyword(name) or name == "__debug__":
             raise ValueError(
-                f"the tool {tool!r}: expected parameters whose names Python could have, "
-                f"got {name!r}"
+                f"the tool {tool!r}: expected parameters named by Python identifiers, got {name!r}"
             )
     writer = _PythonLiterals(tool, schema)
     members = writer.members(parameters, [in_lark(f"{name}=") for name, _, _ in parameters])
@@ -383,7 +382,8 @@ class _PythonCalls(Body):
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
         if self._head:
-            events.append(ContentText(self._head))
+            if not (cut and self.output.has_begun):  # else the call fails, with its whole text
+                events.append(ContentText(self._head))
         elif self._missing or "".join(self._parts).strip():
             reason = "the output ended inside it" if cut else "it is not complete"
             self.output.fail_call(reason, events)

@@ -54,12 +54,12 @@ class Tags:
         end: the tag that ends a call.
         key: the text before a parameter's name; empty where name and value have tags of their own.
         value_end: the tag that ends a value.
-        quote: what is around names.
-        marks: what the tag of a text has behind the name, and that of other values.
+        quote: text around names.
+        marks: text behind the name in the tag of a text, and of other values.
         around: the text before and behind a value.
-        before_calls: what comes before the calls of a section.
-        before: what comes before each.
-        after: what comes after it.
+        before_calls: text before the calls of a section.
+        before: text before each call.
+        after: text after each call.
     """
 
     name: str = "<function="
@@ -114,6 +114,7 @@ class TagCalls(FormatParser):
         over, cut = dict.fromkeys(ends, "behind"), dict.fromkeys(ends, "after")
         value = dict(zip(tags.value_ends, ("parameters", "end", "key"), strict=True))
         parameters = {tags.key: "key", tags.end: "end", **cut}
+        after_call = {**content, tags.value_end: "stray"}
         return {
             "call": ParserState(Between, {tags.name: "name", **over}),
             "name": ParserState(_TagName, {">": "opened"}),
@@ -122,8 +123,9 @@ class TagCalls(FormatParser):
             "key": ParserState(Key, {">": "value"}),
             "value": ParserState(partial(Value, around=tags.around), value),
             "end": ParserState(_CallEnd, {**content, tags.name: "name", **over}),
-            "after": ParserState(After, content),
-            "behind": ParserState(AfterCall, content),
+            "after": ParserState(After, after_call),
+            "behind": ParserState(AfterCall, after_call),
+            "stray": ParserState(partial(StrayEnd, tag=tags.value_end), after_call),
         }
 
     def call_format(
@@ -152,7 +154,7 @@ class TagCalls(FormatParser):
         Args:
             tool: its name.
             schema: schema of its arguments.
-            is_alone: whether the call's first tag, of which the name is left, stands for itself.
+            is_alone: whether the call's first tag, with the name left out, stands for itself.
         """
         tags = self.tags
         head = f"{tags.quote}{tool}{tags.quote}>\n"
@@ -172,7 +174,7 @@ class TagCalls(FormatParser):
         if set(name) & {*"<>\n", *quote} or name != name.strip() or not name:
             marks = "angle brackets, quotes and" if quote else "angle brackets and"
             raise ValueError(
-                f"the tool {tool!r}: expected parameters whose names have no {marks} line ends, "
+                f"the tool {tool!r}: expected parameter names without {marks} line ends, "
                 f"got {name!r}"
             )
 
@@ -321,7 +323,7 @@ class Key(Whole):
         notes = self.output.notes
         key, notes["is_text"] = self.parse(text)
         notes["key"] = key
-        if not key:
+        if not key or set(key) & {*"<>\n"}:
             self.output.fail_call(f"expected the name of a parameter, got {text[:100]!r}", events)
         elif key in notes["keys"]:
             self.output.fail_call(f"it has two values of the parameter {key[:100]!r}", events)
@@ -357,6 +359,8 @@ class Value(Whole):
     def finish(self, text: str, events: list[OutputEvent]) -> None:
         """Give the parameter as a member of the arguments."""
         notes, key = self.output.notes, self.output.notes["key"]
+        if self.output.target != "parameters":
+            notes["warnings"].append(f"the value of {key[:100]!r} has no end tag")
         text = text.removeprefix(self._around).removesuffix(self._around)
         value = value_of(text, self._schema, self.output.schema, notes["is_text"])
         events.append(ToolCallArguments(f"{notes['separator']}{quoted(key)}: {value}"))
@@ -391,10 +395,28 @@ class After(AfterCall):
         end_call(self.output, events)
 
 
+class StrayEnd(Content):
+    """Content behind a call, from the end tag of a value on.
+
+    A value may have contained tags that ended it, and its call, too early.
+    """
+
+    def __init__(self, output: OpenOutput, tag: str) -> None:
+        """`tag`: the end tag of values."""
+        super().__init__(output)
+        self._tag = tag
+
+    def open(self, events: list[OutputEvent]) -> None:
+        """Warn, and keep the tag."""
+        reason = f"there is {self._tag} behind a call: a value of it may be cut"
+        self.output.warn(reason, events, self._tag)
+
+
 def begin_call(output: OpenOutput, events: list[OutputEvent]) -> None:
     """Begin a call after its name."""
     output.begin_call(events)
-    output.notes["separator"], output.notes["keys"] = "{", set()
+    notes = output.notes
+    notes["separator"], notes["keys"], notes["warnings"] = "{", set(), list[str]()
 
 
 def end_call(output: OpenOutput, events: list[OutputEvent]) -> None:
@@ -403,3 +425,5 @@ def end_call(output: OpenOutput, events: list[OutputEvent]) -> None:
         separator = output.notes["separator"]
         events.append(ToolCallArguments("{}" if separator == "{" else "}"))
         output.end_call(events)
+        for reason in output.notes["warnings"]:
+            output.warn(reason, events)

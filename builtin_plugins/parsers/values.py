@@ -18,8 +18,8 @@ _KEYWORDS = {
     "array": {"items", "minItems", "maxItems", "uniqueItems"},
     "object": {"properties", "required", "additionalProperties"},
 }
-_DEEPEST = 5  # levels of lists and objects in a value whose schema leaves it open
-_LARGEST = 10**15  # number whose bounds the schema leaves open: in Python, 1e999 is infinite
+_DEEPEST = 5  # levels of lists and objects in a value with an open schema
+_LARGEST = 10**15  # number with open bounds in the schema: in Python, 1e999 is infinite
 
 
 class Parameter(NamedTuple):
@@ -39,7 +39,7 @@ def text_without(
         pattern: a regular expression.
         markers: texts.
         end: a text behind it, which may be one of the markers.
-        patterns: regular expressions, of which it has no match either.
+        patterns: regular expressions without a match in it.
     """
     escaped = [re.escape(marker).replace("\\\n", r"\n") for marker in markers]
     excluded = [expression.replace("/", r"\/") for expression in (*escaped, *patterns)]
@@ -104,7 +104,7 @@ class LiteralGrammar(ABC):
     no type, is of any value with a few levels at most.
 
     Attributes:
-        comma: what is between two members or items, in Lark.
+        comma: text between two members or items, in Lark.
         literals: the literals `true`, `false` and `null`, in Lark.
     """
 

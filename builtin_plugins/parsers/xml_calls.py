@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from hardpoint.plugins.output_parser import OutputEvent
@@ -19,7 +20,17 @@ from hardpoint.toolkit.parsing.format_parser import (
     choice_of_calls,
 )
 
-from .tag_calls import After, Key, Parameters, TagCalls, Tags, Value, begin_call, either
+from .tag_calls import (
+    After,
+    Key,
+    Parameters,
+    StrayEnd,
+    TagCalls,
+    Tags,
+    Value,
+    begin_call,
+    either,
+)
 from .values import parameters_of
 
 
@@ -181,13 +192,15 @@ class Glm45(TagCalls):
     def call_states(self, content: Mapping[str, str]) -> dict[str, ParserState]:
         """Return the states of a call, and of the content behind it."""
         parameters = {"<arg_key>": "key", "</tool_call>": "end"}
+        after_call = {**content, self.tags.value_end: "stray"}
         return {
             "call": ParserState(_GlmName, parameters),
             "parameters": ParserState(Parameters, parameters),
             "key": ParserState(_GlmKey, {"</arg_key>": "before"}),
             "before": ParserState(Parameters, {"<arg_value>": "value"}),
             "value": ParserState(Value, {"</arg_value>": "parameters"}),
-            "end": ParserState(After, content),
+            "end": ParserState(After, after_call),
+            "stray": ParserState(partial(StrayEnd, tag=self.tags.value_end), after_call),
         }
 
     def call(self, tool: str, schema: Mapping[str, Any], *, is_alone: bool = False) -> Format:  # noqa: ARG002

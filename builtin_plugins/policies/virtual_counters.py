@@ -38,7 +38,7 @@ class VirtualCounters:
     # The level never falls: counters only rise, a client that begins to wait is at the level or
     # above, and the last one to wait had the smallest counter. So a client without requests is
     # dropped once its counter is not above the level: it would be lifted to the level anyway. Kept
-    # are clients with requests and those above the level.
+    # are clients with requests, and clients above the level.
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         """`weights` are by client name; the default is 1."""

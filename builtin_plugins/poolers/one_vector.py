@@ -10,7 +10,7 @@ import torch
 from hardpoint.plugins import Pooler, PromptPooler
 
 _ROWS = 64
-"""Tokens whose hidden states are added at once; the rest waits for more, so that how a prompt is
+"""Tokens with hidden states added at once; the rest waits for more, so that how a prompt is
 cut into chunks makes no difference in any bit."""
 
 

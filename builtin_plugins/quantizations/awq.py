@@ -1,4 +1,4 @@
-"""Checkpoints of AutoAWQ (activation-aware weight quantisation, arXiv:2306.00978)."""
+"""Checkpoints of AutoAWQ (activation-aware weight quantization, arXiv:2306.00978)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .packed import (
 )
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The rows of the matrix whose codes a word has, from its lowest four bits on."""
+"""The rows of the matrix with codes in a word, from its lowest four bits on."""
 _PER_WORD = 8
 _BITS = 4
 

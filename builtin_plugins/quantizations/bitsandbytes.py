@@ -31,7 +31,7 @@ class BitsAndBytes(StoredScheme):
     Of four bits, `weight` has two codes in a byte, uint8 [rows * columns / 2, 1], the first one in
     its upper half. They stand for the numbers of `quant_map`, times the `absmax` of their block,
     which may be in codes itself (`nested_absmax`, `nested_quant_map`). bfloat16 does not hold the
-    numbers, so that matrices are dequantised. Those of int8 (`weight` and `SCB`) stay codes.
+    numbers, so that matrices are dequantized. int8 matrices (`weight` and `SCB`) stay codes.
     """
 
     contract = 1
@@ -169,7 +169,7 @@ class BitsAndBytes(StoredScheme):
         """Return the scales of blocks, float32.
 
         Raises:
-            ValueError: one is not finite, or those of codes have other blocks or no offset.
+            ValueError: a number is not finite, or codes have other blocks or no offset.
         """
         scales = tensors["absmax"]
         if scales.dtype == torch.uint8:

@@ -192,7 +192,7 @@ class Integers(Weights):
 
 @dataclass(frozen=True)
 class Floats(Weights):
-    """Numbers of float8 e4m3, dequantised.
+    """Numbers of float8 e4m3, dequantized.
 
     Attributes:
         strategy: "channel" (a scale per row), "tensor" (one for the matrix) or "block".
@@ -231,7 +231,7 @@ class Floats(Weights):
         return 1
 
     def stored_bytes(self, shape: tuple[int, int]) -> None:
-        """Return None: matrices are dequantised."""
+        """Return None: matrices are dequantized."""
 
 
 def _is_name(target: str, module: str) -> bool:
@@ -244,7 +244,7 @@ def _is_match(target: str, module: str) -> bool:
     return matches(target, _PATTERN, module, "targets of the config_groups")
 
 
-def _is_class(target: str, module: str) -> bool:  # noqa: ARG001 - all that are quantised have it
+def _is_class(target: str, module: str) -> bool:  # noqa: ARG001 - all that are quantized have it
     return target == "Linear"
 
 
@@ -254,7 +254,7 @@ def read_weights(weights: Mapping[str, Any], source: str, targets: tuple[str, ..
     Args:
         weights: its own description of them.
         source: where that is, for messages.
-        targets: what the group is for.
+        targets: modules of the group.
 
     Raises:
         ModelError: they are no integers of four or eight bits, nor float8, or a field is not known.

@@ -14,14 +14,14 @@ from .packed import SOURCE, StoredScheme, one_of, refuse_unknown
 _FORMATS = (*FORMATS["int"], *FORMATS["float"])
 _ACTIVATIONS = ("input_activations", "output_activations")
 _BITS = 8
-"""Of activations whose quantisation may be left out."""
+"""Keys of activations with optional quantization."""
 
 
 class CompressedTensors(StoredScheme):
     """Integers of four or eight bits, packed (`weight_packed`) or as bytes (`weight`), or float8.
 
-    Activations that are to be quantised with stored scales are refused: the results would be other
-    ones than those that the checkpoint was made for. Those of eight bits whose scales are computed
+    Activations that are to be quantized with stored scales are rejected: the results would be
+    other ones than the checkpoint was made for. Activations of eight bits with scales computed
     while the model runs (`dynamic`) are left as they are, which is nearer to the whole numbers.
     """
 
@@ -33,7 +33,7 @@ class CompressedTensors(StoredScheme):
         """Read the `config_groups`.
 
         Raises:
-            ModelError: one of them quantises something else than weights, or is not supported.
+            ModelError: one of them quantizes something else than weights, or is not supported.
         """
         config = self.context.config
         one_of(fields, "kv_cache_scheme", config.get("kv_cache_scheme"), [None])
@@ -117,7 +117,7 @@ def _read_group(name: str, group: Any) -> Weights:
     """Return how one of the `config_groups` stores weights.
 
     Raises:
-        ModelError: it quantises something else, or is not supported.
+        ModelError: it quantizes something else, or is not supported.
     """
     fields = ConfigFields({name: group}, SOURCE)
     values = fields.table(name)
@@ -158,6 +158,6 @@ def _check_activations(fields: ConfigFields, name: str, settings: Any) -> None:
     if not is_dynamic or settings.get("num_bits") != _BITS:
         raise fields.error(
             name,
-            f"activations that are quantised are not supported, expected none, or eight bits that "
-            f"are dynamic, whose weights alone are read; got {short(settings)}",
+            f"activations that are quantized are not supported, expected none, or dynamic "
+            f"eight bits, with only the weights quantized here; got {short(settings)}",
         )

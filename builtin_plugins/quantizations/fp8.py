@@ -21,11 +21,11 @@ class FP8(StoredScheme):
 
     The scales are `weight_scale_inv` or `weight_scale`, [rows / rows of a block, columns / columns
     of a block], both rounded up; without `weight_block_size` they are [rows], [rows, 1] or one
-    number. No operation multiplies such codes, so that matrices are dequantised.
+    number. No operation multiplies such codes, so that matrices are dequantized.
 
-    Activations that were to be quantised while the model runs (`dynamic`) are left as they are,
-    which is nearer to the numbers that the weights were made of; those with stored scales
-    (`static`) are refused.
+    Activations that were to be quantized while the model runs (`dynamic`) are left as they are,
+    which is nearer to the original numbers of the weights; activations with stored scales
+    (`static`) are rejected.
     """
 
     contract = 1

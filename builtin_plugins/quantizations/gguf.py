@@ -196,7 +196,7 @@ class Q6_K(Blocks):  # noqa: N801
 
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return codes, scales of 16 columns and outer scales."""
-        # Of each 128 columns, the lower halves of 64 bytes are those of the first 64.
+        # Of each 128 columns, the lower halves of 64 bytes belong to the first 64.
         rows, count, _ = blocks.shape
         codes = nibbles(blocks[..., :128], 64).view(rows, count, 2, 4, 32)
         high = blocks[..., 128:192].reshape(rows, count, 2, 32)
@@ -213,7 +213,7 @@ class Q6_K(Blocks):  # noqa: N801
 
 
 def _with_minima(blocks: torch.Tensor, codes: torch.Tensor, bits: int) -> AffineCodes:
-    # 12 bytes: the lower six bits of 4 scales, then of 4 minima, whose two upper bits are those of
+    # 12 bytes: the lower six bits of 4 scales, then of 4 minima, with the upper two bits of
     # 4 further scales and minima; the lower four bits of these.
     low, middle, last = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat([low & 63, (last & 15) | (low >> 6 << 4)], -1)
@@ -239,7 +239,7 @@ def nibbles(packed: torch.Tensor, run: int) -> torch.Tensor:
 
     Args:
         packed: uint8 [rows, blocks, bytes].
-        run: bytes whose lower halves come first, then the upper ones.
+        run: bytes with lower halves first, then upper ones.
     """
     rows, blocks, size = packed.shape
     packed = packed.view(rows, blocks, size // run, run)

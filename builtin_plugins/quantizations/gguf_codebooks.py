@@ -19,7 +19,7 @@ from .gguf import halves, nibbles
 from .gguf_low import Low
 
 _SIGN = 8
-"""What is added to the code of a number that is negative."""
+"""Number added to the code of a negative number."""
 
 
 class _Codebook(Low):
@@ -28,7 +28,7 @@ class _Codebook(Low):
     contract = 1
     group: ClassVar[int] = 32
     unit: ClassVar[float]
-    """What the numbers of entries are divided by: scales are odd whole numbers."""
+    """Divisor of the numbers of entries: scales are odd whole numbers."""
 
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return codes, scales and outer scales."""

@@ -69,7 +69,7 @@ class Q3_K(Low):  # noqa: N801
         high = blocks[..., :32]
         for index in range(8):
             codes[:, :, index] |= (high >> index & 1) << 2
-        # The lower four bits of scales 0 to 7 are lower halves of 8 bytes, those of 8 to 15 the
+        # The lower four bits of scales 0 to 7 are lower halves of 8 bytes, the ones of 8 to 15 the
         # upper ones; four bytes have the upper two bits of scales 0 to 3, 4 to 7 and so on.
         low = nibbles(blocks[..., 96:104], 8).flatten(2)
         upper = torch.cat([blocks[..., 104:108] >> 2 * index & 3 for index in range(4)], -1)
@@ -144,7 +144,7 @@ def pairs(packed: torch.Tensor, run: int) -> torch.Tensor:
 
     Args:
         packed: uint8 [rows, blocks, bytes].
-        run: bytes whose lowest bits come first, then the next ones.
+        run: bytes with lowest bits first, then the next ones.
     """
     rows, blocks, size = packed.shape
     packed = packed.reshape(rows, blocks, size // run, 1, run)

@@ -28,7 +28,7 @@ from .packed import (
 )
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
-"""A word whose numbers are all 1, by their bits."""
+"""A word with all numbers 1, by their bits."""
 _LEAVES, _CHANGES = "-:", "+:"
 """Beginnings of the patterns of `dynamic`; the second one may be left out."""
 
@@ -55,10 +55,10 @@ class GPTQ(StoredScheme):
 
     A matrix is stored transposed: `qweight` int32 [columns / codes of a word, rows], `qzeros` int32
     [groups, rows / codes of a word], `scales` [groups, rows], and `g_idx` [columns], the group of
-    each column. Where `desc_act` has put columns of a group apart, it is dequantised.
+    each column. Where `desc_act` has put columns of a group apart, it is dequantized.
 
-    `dynamic` has patterns of modules that are stored in another way, of which the first one that
-    fits counts: "-:" begins those that are not quantised, "+:" those with fields of their own.
+    `dynamic` has patterns of modules that are stored in another way. The first pattern that
+    fits counts: "-:" begins modules that are not quantized, "+:" modules with fields of their own.
     """
 
     contract = 1
@@ -126,7 +126,7 @@ class GPTQ(StoredScheme):
         """Return how modules are stored that fit a pattern of `dynamic`; None if as numbers.
 
         Raises:
-            ModelError: it is no pattern, or changes what is not supported.
+            ModelError: it is no pattern, or has unsupported changes.
         """
         try:
             matches(pattern, _prefix(pattern), "", "dynamic")
@@ -144,7 +144,7 @@ class GPTQ(StoredScheme):
         """Return how a matrix is stored.
 
         Raises:
-            ValueError: it is not quantised by the config.
+            ValueError: it is not quantized by the config.
         """
         module = stored.name.rpartition(".")[0]
         for pattern, layout in self._rules.items():
@@ -308,7 +308,7 @@ class AutoRound(GPTQ):
             self._check_layer(name, layer)
 
     def _check_layer(self, name: str, layer: object) -> None:
-        """Check that a layer with an entry of its own is stored as the others, or not quantised.
+        """Check that a layer with an entry of its own is stored as the others, or not quantized.
 
         Raises:
             ModelError: it is not.

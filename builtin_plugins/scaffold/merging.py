@@ -15,14 +15,14 @@ OURS, MIDDLE, THEIRS = "<<<<<<< ", "=======", ">>>>>>> "
 def merge(base: str, ours: str, theirs: str, label: str) -> tuple[str, int]:
     """Return the text with both changes, and the number of conflicts.
 
-    Changes conflict if they replace the same lines of the base, or neighbouring ones, by different
+    Changes conflict if they replace the same lines of the base, or neighboring ones, by different
     lines. Both then stand in the result, between markers as git writes them.
 
     Args:
         base: text that both were made from.
         ours: text with the one change.
         theirs: text with the other change.
-        label: what the other text is, for the markers.
+        label: name of the other text, for the markers.
     """
     texts = [text.splitlines(keepends=True) for text in (base, ours, theirs)]
     sides = [_hunks(texts[0], side) for side in texts[1:]]

@@ -36,9 +36,9 @@ def check_new_folder(folder: Path) -> None:
                     f"--into: expected a new or empty folder, {folder} has {file_name}"
                 )
         elif folder.exists() or folder.is_symlink():
-            raise RequestError(f"--into: expected a folder, {folder} is none")
+            raise RequestError(f"--into: expected a folder, but {folder} is a file")
         elif not _existing(folder).is_dir():
-            raise RequestError(f"--into: expected a folder, {_existing(folder)} is none")
+            raise RequestError(f"--into: expected a folder, but {_existing(folder)} is a file")
     except OSError as cause:
         raise RequestError(f"--into: {folder} cannot be read: {cause.strerror}") from cause
 
@@ -120,8 +120,8 @@ def read_spec(folder: Path, templates: Templates) -> PackageSpec:
 def plan_update(folder: Path, spec: PackageSpec, templates: Templates) -> dict[str, FileUpdate]:
     """Return the change of each file of a package by the newest templates, by path.
 
-    What the author has changed stays; what the templates have changed since is added. A file that
-    the author has removed stays removed, and one that the templates no longer have is removed
+    The author's changes stay; later changes of the templates are added. A file that
+    the author has removed stays removed, and a file that the templates no longer have is removed
     unless the author has changed it.
 
     Raises:
@@ -138,7 +138,7 @@ def plan_update(folder: Path, spec: PackageSpec, templates: Templates) -> dict[s
 def update(folder: Path, changes: Mapping[str, FileUpdate]) -> None:
     """Write the changes to the files of a package, each at once.
 
-    The one that states the version of the templates is the last: until then, the update can be
+    The file with the version of the templates is the last: until then, the update can be
     made again.
 
     Raises:

@@ -32,7 +32,7 @@ class AdmissionOptions:
     """How far a waiting request may be overtaken.
 
     Attributes:
-        max_overtaken: steps in which later requests may be admitted before one that was set aside;
+        max_overtaken: steps in which later requests may be admitted before a deferred one;
             after that, none behind it in the queue is admitted before it.
         max_set_aside: limit of requests that one step sets aside.
     """

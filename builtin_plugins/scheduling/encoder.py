@@ -86,7 +86,7 @@ def _uncut(request: SchedulerRequest, start: int, tokens: int, step: StepState) 
     whole = request.source.whole_prefix(start + tokens) - start
     if whole > 0:
         return whole
-    # What limits a prompt's tokens besides the budget would keep it from going on.
+    # Limits of a prompt's tokens besides the budget would keep it from going on.
     whole = next(f.end for f in request.features if f.sees_itself and f.end > start) - start
     if whole <= step.budget:
         return whole

@@ -27,7 +27,7 @@ class SchedulerRequest(Request):
         num_loading_tokens: tokens that were last to be loaded between steps.
         skip_transfer: whether all its tokens are computed locally, since a load failed or its
             result became invalid.
-        num_external_tokens: those of `num_cached_tokens` that a connector loaded.
+        num_external_tokens: the part of `num_cached_tokens` that a connector loaded.
         prefill_reported: whether an output has reported the prefill statistics.
         last_step: number of the step that scheduled it last, where several are under way at once.
         max_total_tokens: number of prompt and output tokens at which it ends.
@@ -143,7 +143,7 @@ def _has_period(backwards: Sequence[int], candidates: Sequence[int], count: int)
     """Return whether `backwards` begins with `count` copies of a pattern of a candidate length.
 
     Z algorithm (Gusfield, Algorithms on Strings, 1997): `z[n]` is the number of tokens from n on
-    that equal those from 0 on; no token is compared twice.
+    that equal the first ones; no token is compared twice.
     """
     z = [0]
     left = right = 0  # the matching segment that reaches furthest

@@ -197,7 +197,7 @@ def _count(
     drafts: DraftCounts,
 ) -> None:
     if tracker.limits.asynchronous:
-        request.num_output_placeholders -= 1  # of the step, whose drafts were known
+        request.num_output_placeholders -= 1  # of the step, with known drafts
     verified = len(draft_token_ids.get(request.request_id, ()))
     if not verified:
         return
@@ -246,12 +246,12 @@ def _new_experts(request: SchedulerRequest, first: int, routed: Any) -> Any:
 
     Args:
         first: position of the first row.
-        routed: experts of the step's tokens, some of which were drafts that are not in the output,
-                and some of which a preempted request has computed again.
+        routed: experts of the step's tokens, including rejected drafts, and tokens that a
+                preempted request has computed again.
     """
     sent, end = request.num_routed_positions, request.num_tokens - 1
     new = routed[max(sent - first, 0) : end - first]
-    if first > sent:  # what the cache had
+    if first > sent:  # tokens of the cache
         missing = np.full((first - sent, *routed.shape[1:]), -1, routed.dtype)
         new = np.concatenate((missing, new))
     request.num_routed_positions += len(new)

@@ -56,7 +56,7 @@ class DefaultScheduler(Scheduler):
                 budget or an adapter's slot; after that, none behind it is admitted before it.
             max_set_aside: limit of requests that one step considers and sets aside.
             max_slowdown: with `scheduler.step_milliseconds`, a step with prompts takes at most so
-                many times what the requests that generate take alone; it grows with the time for
+                times the time of the requests that generate alone; it grows with the time for
                 which a prompt has waited, by its value each second.
         """
 
@@ -304,7 +304,7 @@ class DefaultScheduler(Scheduler):
             for request in list(tracker.loaded.values()):
                 tracker.reset_progress(request)
             for request in tracker.loading.values():
-                request.skip_transfer = True  # what is being loaded is outdated
+                request.skip_transfer = True  # the loaded blocks are outdated
 
     def _new_step(self) -> StepState:
         self._num_steps += 1

@@ -38,7 +38,7 @@ class RequestTracker:
         blocked: held back by a gate of a step part, by id.
         loading: waiting for blocks that are filled between steps, by id.
         loaded: waiting requests that hold blocks which were filled, by id.
-        pending_free: finished requests whose blocks are still read or written, by id, each with
+        pending_free: finished requests with blocks still read or written, by id, each with
             its unfinished transfers (LOAD, SAVE or both).
         all_fit: whether the cache has room for every request of at most `max_model_len` tokens.
         finished_outputs: last outputs of requests that ended during planning.

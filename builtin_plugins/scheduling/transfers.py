@@ -71,7 +71,7 @@ def process_transfers(
     """Process the transfers in a result: failed and finished loads, finished saves.
 
     Args:
-        plans: the result's plan, and those made since.
+        plans: the result's plan, and later plans.
     """
     if result.invalid_block_ids:
         reset_uncertain_cache(tracker, plans)
@@ -119,7 +119,7 @@ def _skip_transfer(tracker: RequestTracker, invalid: frozenset[int], step: Plann
 def _recompute_invalid(tracker: RequestTracker, invalid: frozenset[int], now: float) -> None:
     """Reset all requests with a block of a failed load; valid blocks stay cached.
 
-    They compute what is missing locally; it is not looked up again.
+    They compute the missing blocks locally, without another lookup.
     """
     tracker.cache.discard(invalid)
     for request in list(tracker.requests.values()):

@@ -126,7 +126,7 @@ class QueueCursor:
     """One pass over the queue, best request first; skipped requests keep their place in it.
 
     The best request of the group with the smallest group key comes first; of equal group keys, the
-    group whose best request arrived first. Nothing is added to the queue during the pass.
+    group with the earliest best request. Nothing is added to the queue during the pass.
     """
 
     def __init__(self, queue: WaitingQueue, now: float) -> None:

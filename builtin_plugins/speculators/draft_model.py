@@ -34,7 +34,7 @@ class DraftModel(Speculator):
     2024).
     The drafts of a request do not depend on others, and its KV cache is its own: it survives a
     preemption of the request, and a prefix that the engine had cached is computed once. A request
-    whose prompt has embeddings, which are those of the engine's model, has no drafts.
+    with embeddings in its prompt, which belong to the engine's model, has no drafts.
     """
 
     contract = 1
@@ -113,7 +113,7 @@ class DraftModel(Speculator):
         known: list[int] = request.state
         prompt, output = request.prompt_token_ids, request.output_token_ids
         length = len(prompt) + len(output)
-        # Drafts are at the end of the sequence; what is before them was compared earlier.
+        # Drafts are at the end of the sequence; earlier tokens were compared before.
         same = min(len(known), length - 1, self._model.length(request.request_id))
         at = max(0, min(len(prompt), same))
         while at < same and known[at] == output[at - len(prompt)]:

@@ -20,16 +20,16 @@ _T = TypeVar("_T")
 class Suffix(Speculator):
     """Drafts from the request's own text and from outputs of others, by a tree of suffixes each.
 
-    The last 1, 2, ... tokens are looked up in both. What followed them most often is drafted while
+    The last 1, 2, ... tokens are looked up in both. The most frequent continuation is drafted while
     its share of the places is large enough, and the draft with the most tokens that are
-    expected to be right is taken; of equals, that of the longest run of tokens, in the request's
+    expected to be right is taken; of equals, the longest run of tokens, in the request's
     own text (G. Oliaro et al., "SuffixDecoding", NeurIPS 2025). More tokens are drafted the more
     are the same: a text that repeats another one gets many, a new one few or none.
 
-    Outputs, those of running requests too, are seen by requests of the same cache salt and adapter
-    only. They stay until the limits of all together are reached, then the oldest go. The trees of
+    Outputs, including outputs of running requests, are seen by requests of the same cache salt and
+    adapter only. They stay until the limits of all are reached, then the oldest go. The trees of
     running requests take 50 to 110 bytes a token of prompt and output besides. Of a prompt with
-    embeddings, what comes after the last one is part of the text.
+    embeddings, the part after the last one belongs to the text.
     """
 
     contract = 1
@@ -41,7 +41,7 @@ class Suffix(Speculator):
 
         Attributes:
             max_tree_depth: tokens that are compared and drafted, together, at most.
-            max_cached_requests: requests whose outputs are kept, at most; 0 keeps none.
+            max_cached_requests: requests with kept outputs, at most; 0 keeps none.
             max_bytes: bytes that these occupy, at most.
             max_spec_factor: tokens that are drafted for each token that is the same, at most.
             max_spec_offset: tokens that may be drafted besides.

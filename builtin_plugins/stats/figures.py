@@ -18,7 +18,7 @@ from hardpoint.plugins import (
 if TYPE_CHECKING:
     from hardpoint.plugins.requests.stats import FinishedRequest, PluginReport
 
-# The bounds are those of vLLM, with smaller ones for small models: sums over instances of both
+# The bounds are vLLM's, with smaller ones for small models: sums over instances of both
 # engines are right from vLLM's first bound on.
 _FIRST_TOKEN = (
     "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560"

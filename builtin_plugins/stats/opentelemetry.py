@@ -30,8 +30,8 @@ _NS = 1_000_000_000
 class OpenTelemetrySink(StatSink):
     """Exports a span for each completion, with a child span for each of its stages.
 
-    Spans are made when a completion ends, and sent by another thread; what that cannot send in time
-    is dropped by the library. A `traceparent` among the request's trace headers is the parent.
+    Spans are made when a completion ends, and sent by another thread; the library drops late
+    ones. A `traceparent` among the request's trace headers is the parent.
     Sampling is the library's, by its environment variables (`OTEL_TRACES_SAMPLER`).
     """
 

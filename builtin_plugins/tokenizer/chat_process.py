@@ -108,7 +108,7 @@ def _variables(request: dict[str, Any]) -> dict[str, Any]:
 def _adapted(messages: list[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
     """Return messages with calls in another form, as the error of the template asks for.
 
-    Mistral's templates want ids of nine characters, and those of DeepSeek's R1 and V3.1 join
+    Mistral's templates want ids of nine characters, and templates of DeepSeek's R1 and V3.1 join
     arguments to a text.
     """
 
@@ -172,6 +172,6 @@ def start(settings: dict[str, Any]) -> Callable[[bytes], bytes]:
         settings: `max_characters`, the maximum length of an answer.
     """
     compiled = lru_cache(maxsize=8)(compile_template)
-    compiled("")  # imports what compiling needs
+    compiled("")  # imports the modules of compilation
     max_characters = settings["max_characters"]
     return lambda request: json.dumps(answer(compiled, request, max_characters)).encode()

@@ -48,7 +48,7 @@ _SENTENCEPIECE_CLASSES: Mapping[str, tuple[bool, bool]] = {
     "LlamaTokenizer": (True, False),
     "T5Tokenizer": (False, True),
 }
-"""Classes whose ids are those of SentencePiece: whether they add bos and eos by default."""
+"""Classes with ids of SentencePiece: whether they add bos and eos by default."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ def _growth(part: Mapping[str, Any]) -> float:
     growth = math.prod(map(_growth, parts))
     if part.get("type") == "Replace":
         pattern = part["pattern"].get("String")
-        matched = len(pattern) if pattern else 1  # what an expression matches is not known
+        matched = len(pattern) if pattern else 1  # the length of an expression's match is unknown
         growth *= max(1.0, len(part["content"]) / matched)
     return growth
 

@@ -24,8 +24,8 @@ _CHECKS_WITH_TEXT = (
 class NoTokenizer(Tokenizer):
     """Of engines without a tokenizer, which read none of its files.
 
-    Prompts of token ids run, and give vectors, or token ids with `detokenize=False`. What needs
-    texts is refused.
+    Prompts of token ids run, and give vectors, or token ids with `detokenize=False`. Features that
+    need texts are rejected.
     """
 
     contract = 1

@@ -112,7 +112,7 @@ class TransformersTokenizer(Tokenizer):
         have their own.
 
         Raises:
-            NotImplementedError: the decoder is of a kind whose tokens have no bytes of their own.
+            NotImplementedError: the decoder has tokens without bytes of their own.
         """
         return read_vocabulary(self._tokenizer, self._num_token_ids)
 

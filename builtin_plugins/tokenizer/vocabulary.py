@@ -32,7 +32,7 @@ _CLEANUP = {
     " 've": "'ve",
     " 're": "'re",
 }
-"""What the library's WordPiece decoder replaces, in order."""
+"""Replacements of the library's WordPiece decoder, in order."""
 
 _CLEANED = re.compile("|".join(map(re.escape, _CLEANUP)))
 
@@ -53,10 +53,10 @@ def read_vocabulary(tokenizer: FastTokenizer, num_ids: int) -> Vocabulary:
 
     Args:
         tokenizer: tokenizer of the library.
-        num_ids: what `num_token_ids` returns for it.
+        num_ids: `num_token_ids` of it.
 
     Raises:
-        NotImplementedError: the decoder is of a kind whose tokens have no bytes of their own, or
+        NotImplementedError: the decoder has tokens without bytes of their own, or
             the ids are too large for a table.
     """
     if num_ids > _MAX_IDS:
@@ -100,7 +100,7 @@ def _decoders(tokenizer: FastTokenizer) -> list[_Decode]:
     is_fused = False
     for part in _parts(json.loads(tokenizer.decoder.__getstate__())):
         is_fused = is_fused or part["type"] == "Fuse"
-        # What is fused is stripped as a whole, not each token.
+        # Fused parts are stripped as a whole, not each token.
         if part["type"] != "Fuse" and not (is_fused and part["type"] == "Strip"):
             decoders.append(_decoder(part))
     return decoders

@@ -71,11 +71,11 @@ class Question(Strict, tag_field="type"):
     """A question with a label per possible answer.
 
     Attributes:
-        instructions: what is asked: a text, or JSON.
+        instructions: the question: a text, or JSON.
     """
 
     last_line: ClassVar[str]
-    """The end of what the model reads, before its answer begins."""
+    """The end of the text that the model reads, before its answer begins."""
 
     instructions: Content | None = None
 
@@ -144,7 +144,7 @@ class ChoiceQuestion(Question, tag="choice"):
     """Which of several options it is.
 
     Attributes:
-        criteria: the options: names, and what they mean or null.
+        criteria: the options: names, and their meaning or null.
     """
 
     last_line: ClassVar[str] = "Answer with the letter of one option alone."

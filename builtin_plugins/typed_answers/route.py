@@ -20,23 +20,23 @@ from .label_scores import LabelledPrompt, Tokens, score_labels
 from .questions import Answer, AnyQuestion, Content, as_text
 
 _PLACE = "(the state and the question)"
-"""What a chat template is rendered with; the texts then take its place."""
+"""Placeholder of a rendered chat template; the texts then replace it."""
 
 _MOST_LABELS = 4096
-"""Labels whose tokens are remembered."""
+"""Labels with remembered tokens."""
 
 
 class SystemOneRequest(Strict):
     """Questions about a state.
 
     Attributes:
-        state: what the questions are about: a text, or JSON.
+        state: subject of the questions: a text, or JSON.
         questions: by their ids; each is answered as if it were the only one.
         instructions: read before the state.
         model: name of the model.
         priority: smaller is more important; within the bounds of the key.
         timeout: seconds after which the call ends without answers.
-        tags: labels for policies and sinks; those of the key win.
+        tags: labels for policies and sinks; the key's own tags win.
         cache_salt: requests with different salts share no cached prompts.
     """
 
@@ -60,7 +60,7 @@ class SystemOneUsage(msgspec.Struct):
 
     Attributes:
         input_tokens: tokens of the prompts of all questions together, the state in each.
-        cached_tokens: those of them whose keys and values were there, of other questions too.
+        cached_tokens: the tokens among them with cached keys and values, of other questions too.
         output_tokens: 0: nothing is written.
     """
 
@@ -109,7 +109,7 @@ class SystemOne:
 
     A prompt is the chat template around one message of the user: the instructions, the state and
     the question, with an empty line between them; without a template, "Answer:" follows. The part
-    that ends with the state and the rest are tokenised apart, so that all questions share the
+    that ends with the state and the rest are tokenized apart, so that all questions share the
     tokens of the first part, whatever they ask.
     """
 

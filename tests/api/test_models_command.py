@@ -172,7 +172,7 @@ def test_a_checkpoint_that_lacks_weights_has_no_report(capsys, tmp_path, names, 
         ({"quant_method": "awq", "bits": 3}, ": bits: expected 4, got 3"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"g": ACTIVATIONS}},
-            ".config_groups.g: input_activations: activations that are quantised are not supported",
+            ".config_groups.g: input_activations: activations that are quantized are not supported",
         ),
     ],
 )

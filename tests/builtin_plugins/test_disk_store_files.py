@@ -302,7 +302,7 @@ def test_a_slab_that_is_cut_while_it_is_open_has_misses(filled: Path) -> None:
 def test_a_second_engine_refuses_files_that_are_wrong(filled: Path) -> None:
     store = open_disk(filled)
     os.truncate(filled / NAME / "slab", SLOT)
-    assert f"{NAME}/slab is shorter than its index says" in refused(filled)
+    assert f"{NAME}/slab is shorter than its index" in refused(filled)
     store.close()
 
 

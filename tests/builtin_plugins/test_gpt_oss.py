@@ -257,7 +257,7 @@ def test_codes_without_a_scheme_are_refused(mxfp4, tmp_path):
 
 
 def test_a_field_of_mxfp4_that_is_not_known_is_refused():
-    with pytest.raises(ModelError, match="quantization_config: block_size: the field is not known"):
+    with pytest.raises(ModelError, match="quantization_config: block_size: the field is unknown"):
         build_scheme(MXFP4, CONFIG | {"block_size": 16})
 
 

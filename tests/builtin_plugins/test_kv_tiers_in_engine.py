@@ -195,7 +195,7 @@ def test_prompts_that_do_not_fit_together_still_find_their_beginnings(opened, ch
 @pytest.mark.parametrize(
     ("required", "message"),
     [
-        (["redis"], "plugin.stores.required: no store is called 'redis'.* are failing, memory"),
+        (["redis"], r"plugin.stores.required: expected one of .*\(failing, memory\), got 'redis'"),
         (["memory"], None),
         (["memory", "failing"], r"plugin.stores.required: KV store 'failing': .*lookup.. failed: "),
     ],

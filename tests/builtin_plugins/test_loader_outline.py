@@ -182,7 +182,7 @@ def test_stacked_experts_have_their_codes(
     ("size", "message"),
     [
         (None, "metadata.total_size: expected the bytes of all tensors, .* got None"),
-        (1000, "metadata.total_size: -524.* bytes would be left for 14 quantised matrices"),
+        (1000, "metadata.total_size: -524.* bytes would be left for 14 quantized matrices"),
         (10**9, "metadata.total_size: .* expected some, and fewer than in bfloat16"),
     ],
 )

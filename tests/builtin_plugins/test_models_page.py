@@ -35,10 +35,10 @@ def test_every_architecture_has_a_row():
 def test_the_names_in_gguf_files_are_those_of_the_loader():
     for family, name in ROWS:
         architecture = f"{family}ForCausalLM"
-        actual = architecture_of(
+        found = architecture_of(
             name, family == "Mixtral", family in ("Mistral", "Olmo3"), family == "DeepseekV3"
         ).name
-        assert actual == architecture
+        assert found == architecture
     assert {name for _, name in ROWS} == ARCHITECTURES.keys()
 
 

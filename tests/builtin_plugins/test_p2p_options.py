@@ -235,7 +235,9 @@ class TestKeys:
         message = self.tcp(tmp_path, public_keys={"c": PUBLIC})
         assert message == "plugin.p2p.public_keys: expected one of 'b', at tcp://127.0.0.1:9"
         message = self.tcp(tmp_path, public_keys={}, peers={})
-        assert message.startswith("plugin.p2p.public_keys: expected those of who may ask at tcp:")
+        assert message.startswith(
+            "plugin.p2p.public_keys: expected the keys of peers that may connect to tcp:"
+        )
 
     @pytest.mark.parametrize("public", ["", "short", PUBLIC[:-1], "~" * 40, PUBLIC + "x", "ä" * 40])
     def test_a_public_key_is_one(self, tmp_path, public):

@@ -549,7 +549,7 @@ class TestPeersThatAreGone:
         b = peers.open("b", retry_seconds=5.0)
         for _ in range(3):
             assert not b.fetch("a", key(1), block(), 60.0)
-        told = "peer 'a': no engine listens at its address; what it has is computed here"
+        told = "peer 'a': no engine listens at its address; its blocks are computed here"
         assert peers.faults == [told]
         clock.advance(5.1)
         assert b.lookup([key(1)]) == [False]
@@ -565,7 +565,7 @@ class TestPeersThatAreGone:
             hung.listen()
             for _ in range(2):
                 assert not b.fetch("a", key(1), block(), 0.4)
-        assert peers.faults == ["peer 'a': it does not answer; what it has is computed here"]
+        assert peers.faults == ["peer 'a': it does not answer; its blocks are computed here"]
         os.unlink(address)
         a = peers.open("a")
         a.offer(key(1), block(5), 3600.0)

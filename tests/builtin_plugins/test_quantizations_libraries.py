@@ -211,7 +211,7 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         (FP8, BLOCKS | {"expert_dtype": "fp4"}, "expert_dtype: expected fp8, got 'fp4'"),
         (FP8, BLOCKS | {"weight_block_size": 128}, "weight_block_size: expected two whole numbers"),
         (FP8, BLOCKS | {"weight_block_size": [0, 1]}, "two whole numbers >= 1, got .0, 1."),
-        (FP8, BLOCKS | {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: the field is not known"),
+        (FP8, BLOCKS | {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: the field is unknown"),
         (CompressedTensors, floats(num_bits=4), "weights: num_bits: expected 8, got 4"),
         (CompressedTensors, floats(symmetric=False), "symmetric: expected True, got False"),
         (CompressedTensors, floats(strategy="group"), "strategy: expected tensor or channel or bl"),
@@ -241,7 +241,7 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
             "granularity: _type: expected PerG",
         ),
         (TorchAO, ao(granularity={"_type": "PerGroup"}), "granularity: group_size: expected"),
-        (BitsAndBytes, BYTES | {"rotation": 1}, "rotation: the field is not known"),
+        (BitsAndBytes, BYTES | {"rotation": 1}, "rotation: the field is unknown"),
     ],
 )
 def test_configs_that_mean_something_else_are_refused_by_name(kind, config, message):
@@ -259,7 +259,9 @@ def test_weights_alone_are_read_where_activations_are_dynamic_and_not_where_they
         if activations is settings:
             assert isinstance(build_scheme(CompressedTensors, config), CompressedTensors)
             continue
-        with pytest.raises(ModelError, match="input_activations: .* expected none, or eight bits"):
+        with pytest.raises(
+            ModelError, match="input_activations: .* expected none, or dynamic eight bits"
+        ):
             build_scheme(CompressedTensors, config)
 
 

@@ -410,7 +410,7 @@ INTEGERS = integers_config()
         (AWQ, awq_config(0), "group_size: expected a whole number >= 1, or -1, got 0"),
         (AWQ, awq_config(zero_point=False), "zero_point: expected True, got False"),
         (AWQ, awq_config(version="gemv"), "version: expected gemm, got 'gemv'"),
-        (AWQ, awq_config(rotation="hadamard"), "rotation: the field is not known and may change"),
+        (AWQ, awq_config(rotation="hadamard"), "rotation: the field is unknown and may change"),
         (GPTQ, gptq_config(bits=3), "bits: expected 4 or 8, got 3"),
         (GPTQ, gptq_config(group_size="x"), "group_size: expected a whole number"),
         (GPTQ, gptq_config(desc_act="x"), "desc_act: expected true or false"),
@@ -433,7 +433,7 @@ INTEGERS = integers_config()
         (CompressedTensors, changed(INTEGERS, type="x"), "type: expected int or float, got 'x'"),
         (CompressedTensors, changed(INTEGERS, type="float"), "num_bits: expected 8, got 4"),
         (CompressedTensors, changed(INTEGERS, strategy="block"), "strategy: expected group or"),
-        (CompressedTensors, changed(INTEGERS, dynamic=True), "dynamic: the field is not known"),
+        (CompressedTensors, changed(INTEGERS, dynamic=True), "dynamic: the field is unknown"),
         (CompressedTensors, changed(INTEGERS, group_size=-5), "group_size: expected a whole"),
         (CompressedTensors, changed(INTEGERS, actorder="x"), "actorder: expected none or weight"),
         (CompressedTensors, INTEGERS | {"config_groups": {}}, "config_groups: expected at least"),
@@ -455,8 +455,8 @@ INTEGERS = integers_config()
             CompressedTensors,
             INTEGERS
             | {"config_groups": {"a": {"weights": {}, "input_activations": {"num_bits": 8}}}},
-            "config_groups.a: input_activations: activations that are quantised are not supported, "
-            "expected none, or eight bits that are dynamic, whose weights alone are read; got "
+            "config_groups.a: input_activations: activations that are quantized are not supported, "
+            "expected none, or dynamic eight bits, with only the weights quantized here; got "
             "{'num_bits': 8}",
         ),
         (AutoRound, auto_round_config(bits=2), "bits: expected 4 or 8, got 2"),
@@ -467,7 +467,7 @@ INTEGERS = integers_config()
         ),
         (AutoRound, auto_round_config(data_type="mx_fp"), "data_type: expected int, got 'mx_fp'"),
         (AutoRound, auto_round_config(act_bits=8), "act_bits: expected 16 or 32, got 8"),
-        (AutoRound, auto_round_config(super_bits=6), "super_bits: the field is not known"),
+        (AutoRound, auto_round_config(super_bits=6), "super_bits: the field is unknown"),
         (
             AutoRound,
             auto_round_config(extra_config={"model.layers.0.mlp.up_proj": {"bits": 8}}),

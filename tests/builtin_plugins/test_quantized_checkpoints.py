@@ -340,8 +340,8 @@ def test_wrong_tensors_are_refused_before_weights_are_read(folder, last, tensor,
             {"quant_method": "int8"},
             "has weights that are quantized by 'int8', which is not supported; supported: auto_ro",
         ),
-        ({"quant_method": "gptq"}, "quantization_config: zero_point: the field is not known"),
-        ({"quant_method": None}, "quantised without a quant_method are not supported"),
+        ({"quant_method": "gptq"}, "quantization_config: zero_point: the field is unknown"),
+        ({"quant_method": None}, "quantized without a quant_method are not supported"),
     ],
 )
 def test_wrong_configs_are_refused_before_weights_are_read(folder, fields, message):

@@ -71,7 +71,7 @@ def test_one_that_waits_for_results_does_not_stop_those_after_it():
     assert sim.plan().num_scheduled_tokens == {"b": 1}
     reason = sim.why("a")
     assert reason.waiting_for is WaitingFor.RESULTS
-    assert reason.message == "1 of its tokens is in steps whose results have not arrived"
+    assert reason.message == "1 of its tokens is in steps without results yet"
 
 
 def test_one_that_the_encoder_has_no_room_for_does_not_stop_those_after_it():

@@ -136,7 +136,7 @@ def test_a_connector_that_does_not_know_yet_is_asked_again():
     sim.add("b", prompt=3)
     assert list(sim.step().num_scheduled_tokens) == ["b"]
     assert sim.why("a").waiting_for is WaitingFor.REMOTE_KV
-    assert sim.why("a").message == "the KV connector does not know yet what it can load"
+    assert sim.why("a").message == "the KV connector has not answered the lookup yet"
     connector.found["a"] = (0, False)
     assert sim.step().num_scheduled_tokens == {"b": 1, "a": 10}
 

@@ -296,7 +296,7 @@ class TestFailures:
         assert time.monotonic() - began < 60
         fault = split.engines[DECODE].plugins.health().fallbacks["p2p"]
         assert fault.message == (
-            "peer 'prefill': no engine listens at its address; what it has is computed here"
+            "peer 'prefill': no engine listens at its address; its blocks are computed here"
         )
         assert fault.count >= 1
 

@@ -21,7 +21,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Download a model of the Hugging Face hub into its cache, and check its files by their "
         "SHA-256. Files that are complete are not downloaded again, so that an interrupted pull "
-        "goes on. HF_ENDPOINT, HF_TOKEN and HF_HOME are those of huggingface_hub."
+        "resumes. HF_ENDPOINT, HF_TOKEN and HF_HOME mean the same as for huggingface_hub."
     )
     parser.add_argument(
         "name",

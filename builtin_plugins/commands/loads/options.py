@@ -57,7 +57,7 @@ def load_of(options: argparse.Namespace, trace: str | None) -> dict[str, Any]:
     """Return the fields of a load.
 
     Args:
-        options: those of `add_load_options`.
+        options: options of `add_load_options`.
         trace: path of a file; None is a synthetic load.
     """
     fields: dict[str, Any] = {"speed": options.speed}
@@ -138,8 +138,8 @@ def combinations(
 
     Args:
         values: values of each setting.
-        short: settings of which the value alone is in names.
-        units: settings of which the value and a noun are.
+        short: settings with only the value in names.
+        units: settings with the value and a noun in names.
 
     Raises:
         ConfigError: one is there twice.

@@ -34,10 +34,10 @@ def line_plot(
     """Return a plot of curves.
 
     Args:
-        series: the curves, of which the n-th has the n-th colour.
+        series: the curves; the n-th one has the n-th color.
         x_label, y_label: labels of the axes.
         log_x: whether x is logarithmic; values of at most 0 are left out then.
-        y_top: greatest value of y; 0 is that of the curves.
+        y_top: greatest value of y; 0 takes it from the curves.
     """
     drawn = [
         Series(line.name, [(x, y) for x, y in line.points if x > 0 or not log_x]) for line in series

@@ -19,8 +19,8 @@ _FROM_BEST = (0, 1, 3, 2)
 """Exit codes: no check failed, one did, another contract, cannot load."""
 
 _NOT_TESTED = (
-    "what is not proved was not tested, for the reasons above. The author gives samples by a suite "
-    'in the package, named in the class body: conformance_suite = "package.module:Class" '
+    "checks that are not proved were not run, for the reasons above. The author gives samples by "
+    'a suite in the package, named in the class body: conformance_suite = "package.module:Class" '
     "(docs/conformance-kit.md)"
 )
 
@@ -50,7 +50,7 @@ def configure_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--require-proof",
         action="store_true",
-        help="end with code 1 if a check is not proved, too, and list those that are not",
+        help="also end with code 1 if a check is not proved, and list such checks",
     )
     configure_attest(parser)
     parser.add_argument(
@@ -214,7 +214,7 @@ def _cost_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def _activity_lines(record: Mapping[str, Any]) -> list[str]:
-    lines = ["", "what its code did"]
+    lines = ["", "actions of its code"]
     for verb in ("imported", "wrote", "connected", "listened", "started"):
         lines.append(f"  {verb:<9}  {', '.join(record[verb]) or 'nothing'}")
     return lines

@@ -36,7 +36,7 @@ def served_trace(options: argparse.Namespace, prompt: str) -> Trace:
     """Return the trace of a prompt, which a server continues.
 
     Args:
-        options: those of `hardpoint trace`; the server has defaults for the others.
+        options: options of `hardpoint trace`; the server has defaults for the others.
 
     Raises:
         RequestError: the options do not go together, or the server refuses the request.

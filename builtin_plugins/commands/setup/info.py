@@ -27,7 +27,7 @@ _WIDTH = 12
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Print versions, processor, kernels, plugins and environment: what a bug report needs. "
+        "Print versions, processor, kernels, plugins and environment, for a bug report. "
         "Values of keys and tokens are left out."
     )
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -20,8 +20,8 @@ _DISTURBED = 0.1  # share of the steps from which it is worth a remark
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Run a model with batches of many sizes, measure each step, and write what a step takes, "
-        "by what it computes, for `hardpoint simulate`. The machine should do nothing else then."
+        "Run a model with batches of many sizes, measure each step, and write the cost of a "
+        "step by its work, for `hardpoint simulate`. Leave the machine idle otherwise."
     )
     parser.add_argument("measured", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument(
@@ -79,4 +79,4 @@ def _print(cost: Mapping[str, Any], path: Path) -> None:
         )
 
 
-COMMAND = Command("calibrate", "measure what steps of a model take", _configure, _run)
+COMMAND = Command("calibrate", "measure the cost of a model's steps", _configure, _run)

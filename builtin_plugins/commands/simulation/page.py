@@ -28,7 +28,7 @@ def page(results: Mapping[str, Any], version: str) -> str:
     """Return the page.
 
     Args:
-        results: what `hardpoint simulate --json` prints.
+        results: output of `hardpoint simulate --json`.
         version: version of Hardpoint.
     """
     variants = results["variants"]

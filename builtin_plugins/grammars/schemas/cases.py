@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
     Attributes:
         schemas: it fits all of these.
-        evaluated: those of them whose properties count as evaluated.
+        evaluated: the schemas among them with evaluated properties.
     """
 
     schemas: tuple[Schema, ...] = ()
@@ -252,7 +252,7 @@ def _listed(schema: Schema) -> str | None:
 def _arrays(values: Sequence[Any], low: int, high: int) -> list[Made]:
     arrays = [Made(type="array", maxItems=0)] if low == 0 else []
     count = 0
-    # Two lengths at a time, the last item of which may be missing.
+    # Two lengths at a time; the last item may be missing.
     for length in range(max(low, 1), high + 1, 2):
         longer = min(length + 1, high)
         for first in permutations(values, longer - 1):

@@ -16,7 +16,7 @@ _MAX_SECONDS = 1.0
 _NO_VALUE = "Unsatisfiable"
 
 _EXPECTED = {
-    "are not disjoint": "expected patternProperties of which one name never matches two",
+    "are not disjoint": "expected patternProperties without a name that matches two",
     "circular references": "expected references to a schema that refers to itself to stand alone",
     "min/maxProperties only": "expected required properties only, next to such a limit",
     "regex is empty": "expected a simpler pattern, or no length next to it",

@@ -65,8 +65,8 @@ class Facts:
         types: the types that they may have.
         values: the values there may be, by their canonical texts; None is any.
         required: names of properties that an object has.
-        parts: the views of the schemas, and of those that they refer to.
-        choices: lists of schemas, one of each of which a value fits.
+        parts: the views of the schemas, and of the schemas that they refer to.
+        choices: lists of schemas; a value fits one schema of each list.
     """
 
     def __init__(

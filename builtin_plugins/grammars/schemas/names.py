@@ -70,7 +70,7 @@ def without_escapes(result: dict[str, Any]) -> None:
     Args:
         result: the written schema, which is changed. One with patterns of names is left as it is,
             since no expression has the names that fit none of them; and so is one with a schema for
-            other names next to long listed ones, of which the expression would be slow to compile.
+            other names next to long listed ones, because their expression would compile slowly.
     """
     rest, listed = result.get("additionalProperties", True), result.get("properties")
     if not listed or rest is False or "patternProperties" in result:

@@ -128,7 +128,7 @@ class Negations:
                 ]
             case "anyOf" | "oneOf":
                 if keyword == "oneOf" and not self._proofs.are_all_apart(view["oneOf"], context):
-                    raise InexpressibleError("a oneOf whose branches may overlap")
+                    raise InexpressibleError("a oneOf with branches that may overlap")
                 parts = [self.others(part, context, depth + 1) for part in view[keyword]]
                 return [Made(allOf=[Made(anyOf=part) for part in parts])] if all(parts) else []
             case "$ref":

@@ -30,7 +30,7 @@ class Literal(NamedTuple):
     """An expression that has one text, apart from its anchors.
 
     Attributes:
-        text: what it matches.
+        text: the text that it matches.
         starts: whether a match begins where the string does.
         ends: whether a match ends where the string does.
     """
@@ -86,7 +86,7 @@ def quotable(pattern: str) -> str:
     """Return an expression with which llguidance accepts no string without a match.
 
     In JSON strings, its classes of all control characters take a quote and a backslash, too. So
-    those that have not both take no NUL.
+    classes without both of them take no NUL.
     """
     parts: list[str] = []
     start = end = 0
@@ -120,7 +120,7 @@ def _end_of_item(pattern: str, start: int) -> int:
 def _is_misread(item: str) -> bool:
     """Return whether an escape or class may have all control characters, but not all of _ESCAPED.
 
-    One that cannot be read here may.
+    An expression that cannot be read here may.
     """
     if item[0] == "\\" and item[1:2] not in "DPSWp":
         return False

@@ -1,7 +1,7 @@
 """JSON schemas as draft 2020-12 has them, whatever draft they are written in.
 
-A view of a schema has the keywords that restrict what it describes: no annotations, none that its
-draft does not have, none that hold anyway, and one form of those that have several.
+A view of a schema has its restricting keywords: no annotations, no keywords unknown to its draft,
+no redundant ones, and one form of each keyword that has several.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _KNOWN = frozenset((*SIZES, *LISTS, *MAPS, *SCHEMAS, *_PLAIN))
 _ITEMS_ELSEWHERE = frozenset(
     {"allOf", "anyOf", "oneOf", "if", "$ref", "contains", "dependentSchemas"}
 )
-"""Keywords that may describe items, so that those are not what others leave."""
+"""Keywords that may describe items, so that such items do not count as the remaining ones."""
 
 _SINCE = {
     "const": 6,
@@ -147,7 +147,7 @@ class Views:
             if isinstance(size := view.get(name), float) and size.is_integer():
                 view[name] = int(size)
         base = self._bases.get(id(schema))
-        if base and "$ref" in view:  # of a view, and of what is made of it, no base is known
+        if base and "$ref" in view:  # the base of a view, and of schemas made from it, is unknown
             view["$ref"] = urljoin(base, str(view["$ref"]))
         _with_items(view, draft)
         for name, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):

@@ -1,7 +1,7 @@
 """JSON schemas in the keywords that llguidance enforces.
 
-What it does not have is written in what it has where both describe the same values; the rest is
-refused, with its path, or left out where the request is lenient.
+Unsupported keywords are written with supported ones that describe the same values. The rest is
+rejected, with its path, or left out if the request is lenient.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class SchemaWriter:
 
         Args:
             root: the outermost schema, to which references refer.
-            lenient: leave out what cannot be enforced.
-            error_of: returns what is wrong with a written schema, to try expressions with; None
+            lenient: leave out constraints that cannot be enforced.
+            error_of: returns the error of a written schema, to try expressions with; None
                 takes each.
-            is_inline: write what a reference refers to in its place, where it is not alone:
+            is_inline: write the target of a reference in its place, where it is not alone:
                 llguidance cannot join these with a schema that refers to itself.
         """
         self._root, self._lenient, self._error_of = root, lenient, error_of
@@ -176,7 +176,7 @@ class SchemaWriter:
             if inner.keys() & {"$ref", "unevaluatedProperties"} or not inner.keys() & _CASES:
                 parts.append((part, where))
                 continue
-            # Its cases are those of the whole, of which more exclude each other.
+            # Its cases are the cases of the whole, with more that exclude each other.
             rest, more, part_lists = self._split(part, inner, where, (*outer, base))
             parts += [(rest, where), *more]
             lists += part_lists
@@ -307,7 +307,7 @@ class SchemaWriter:
         if any(self._is_wrong({"pattern": pattern}) for pattern in patterns):
             return _PATTERN
         if self._is_wrong({"patternProperties": dict.fromkeys(patterns, True)}):
-            return "expected expressions of which one name never matches two"
+            return "expected expressions without a name that matches two"
         return ""
 
     def _add_reference(
@@ -387,7 +387,7 @@ def _excluded(name: str, view: View, *, is_within: bool) -> float:
     """Return a limit that numbers do not reach.
 
     Between a whole number and one that is less than 1 away, llguidance lets the whole number
-    through, too. What is next to it takes its place there.
+    through, too. The neighboring number takes its place there.
     """
     limit: float = view[name]
     above = name == "exclusiveMinimum"

@@ -78,7 +78,7 @@ class Tensors:
         """Load them.
 
         Raises:
-            KeyError, ValueError: one is missing, or not what it should be.
+            KeyError, ValueError: a tensor is missing or wrong.
         """
         for name, shape in self._shapes.items():
             tensor = tensors[name]
@@ -88,7 +88,7 @@ class Tensors:
 
 
 class LayerNorm(Tensors):
-    """Layer normalisation (arXiv:1607.06450), with or without a bias."""
+    """Layer normalization (arXiv:1607.06450), with or without a bias."""
 
     def __init__(
         self, name: str, size: int, eps: float, context: ModelContext, *, bias: bool = True
@@ -99,7 +99,7 @@ class LayerNorm(Tensors):
         super().__init__({part: (size,) for part in self._names if part}, context)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [..., size], normalised over its last dimension."""
+        """Return x [..., size], normalized over its last dimension."""
         weight, bias = self._names
         shift = None if bias is None else self[bias]
         return F.layer_norm(x, (self._size,), self[weight], shift, self._eps)
@@ -111,7 +111,7 @@ class EncoderModel(Model):
     generates: ClassVar[bool] = False
     pooler: ClassVar[str] = "cls"
     prefix: ClassVar[str] = ""
-    """Before the names of all tensors but those of a head."""
+    """Before the names of all tensors except tensors of a head."""
 
     def __init__(self, context: ModelContext) -> None:
         """Read the sizes.

@@ -42,7 +42,7 @@ class SiglipTower:
     Attributes:
         image_size: pixels of a side.
         side: patches of a side.
-        hidden: width of what it gives for each patch.
+        hidden: width of its output for each patch.
         eps: epsilon of its norms.
     """
 

@@ -104,7 +104,7 @@ class Merger:
             norm: norm of patches.
             inner: width of a square of patches.
             size: width of the text model.
-            merges_first: whether the norm is that of squares.
+            merges_first: whether squares are normalized.
         """
         self._norm, self._inner, self._merges_first = norm, inner, merges_first
         context = norm._context

@@ -51,7 +51,7 @@ class AttentionLayer:
     Attributes:
         path: name of its module.
         index: in `Model.kv_specs`.
-        spec: what the attention backend computes.
+        spec: parameters of the attention backend.
         value_size: elements of a value head; the smaller ones of it and the heads of queries and
             keys are padded with zeros.
         sinks: parameter of the module that `spec.sinks` has the values of; None is without.
@@ -78,7 +78,7 @@ class AttentionLayer:
             q, k = (nn.functional.pad(x, (0, size - x.shape[2])) for x in (q, k))
         if self.value_size < size:
             v = nn.functional.pad(v, (0, size - self.value_size))
-        # Backends take tokens whose heads are adjacent; those of rotated ones may not be.
+        # Backends take tokens with adjacent heads; rotated heads may not be adjacent.
         out = self.step.attend(self.index, q.contiguous(), k.contiguous(), v.contiguous())
         return out[..., : self.value_size].unsqueeze(0)
 
@@ -116,7 +116,7 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,  # noqa: ARG001 - the backend's is that of the spec
+    attention_mask: torch.Tensor | None = None,  # noqa: ARG001 - the spec decides
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     layer: AttentionLayer = getattr(module, _SLOT)
@@ -235,7 +235,7 @@ class Specs:
                 raise self.refused(path, problem, f"{name} {list(arguments[name].shape)}")
         if k.shape != (1, kv_heads, tokens, size) or v.shape[:3] != (1, kv_heads, tokens):
             shapes = f"queries {list(q.shape)}, keys {list(k.shape)}, values {list(v.shape)}"
-            raise self.refused(path, "other tokens than those of the step", shapes)
+            raise self.refused(path, "other tokens than in the step", shapes)
         if heads % kv_heads:
             raise self.refused(path, f"{heads} heads", f"{kv_heads} key and value heads")
         softcap = arguments.get("softcap")

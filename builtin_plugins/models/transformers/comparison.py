@@ -45,15 +45,15 @@ def compare(
 ) -> None:
     """Compare attention layer by layer in float32, then the logits of two prompts in one batch.
 
-    These are compared with those of each alone, and of the prompts in another order.
+    These are compared with the states of each alone, and of the prompts in another order.
 
     Args:
         model: the modules, with weights.
-        step: what their attention layers share.
+        step: data that their attention layers share.
         hidden: returns hidden states of token ids and positions.
         logits: returns logits of hidden states.
         context: the context of the model.
-        attention: computes that of one sequence; by default it is causal.
+        attention: computes the attention of one sequence; by default it is causal.
 
     Raises:
         ModelError: they differ: the modules use something that attention does not get, or mix the
@@ -86,7 +86,7 @@ def check_classes(actual: torch.Tensor, expected: torch.Tensor, context: ModelCo
     share = float((actual - expected).norm() / expected.norm().clamp_min(_TINY))
     if not share <= _SHARES.get(context.dtype, _SHARE):  # NaN too
         raise ModelError(
-            f"model: {context.config.architecture}: the logits of its classes differ from those of "
+            f"model: {context.config.architecture}: the logits of its classes differ from "
             f"transformers by {share:.2g} of their length: its head reads something besides the "
             "vector of a prompt, so that it cannot run through transformers"
         )
@@ -98,7 +98,7 @@ def _check(shares: torch.Tensor, limit: float, than: str, context: ModelContext)
     Args:
         shares: lengths of differences, per length of the logits.
         limit: largest share that roundings may make.
-        than: with what they were compared.
+        than: basis of the comparison.
     """
     share = float(shares.max())
     if not share <= limit:  # NaN too
@@ -147,7 +147,7 @@ class _Compared:
         if not largest <= _LARGEST * max(1.0, float(expected.abs().max())):
             raise ModelError(
                 f"model: {self._name}, layer {layer.path}: eager attention of transformers differs "
-                f"by {largest:.3g} from what it was observed to need, {layer.spec}: it uses "
+                f"by {largest:.3g} from the observed settings, {layer.spec}: it uses "
                 f"something else besides ({', '.join(_given(arguments))})"
             )
         return expected.to(dtype)
@@ -163,11 +163,11 @@ def attend(
     """Return attention [tokens, heads, size of v] of one sequence, in the dtype of q.
 
     Args:
-        spec: what its layer needs.
+        spec: parameters of its layer.
         q: queries [tokens, heads, size].
         k: keys.
         v: values.
-        both_ways: tokens see those after them, too.
+        both_ways: attention is bidirectional.
     """
     groups = spec.num_heads // spec.num_kv_heads
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))

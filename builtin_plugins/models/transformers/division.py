@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _COLUMNS, _ROWS, _PACKED = "colwise", "rowwise", "packed_colwise"
 _EXPERTS, _OWNER = "moe_tp_experts", "local_params"
-"""Modules whose own tensors are divided: experts, whose results the ranks add up, and others."""
+"""Modules with divided tensors of their own: experts, which the ranks sum, and others."""
 _WHOLE = ("", "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 """Each rank has all; the last two differ in gradients alone."""
 _TABLE = "embedding_rowwise"
@@ -28,15 +28,15 @@ _GATHERED = ("colwise_gather_output", "colwise_rep")
 """Heads that give all logits, as ours do."""
 _KNOWN = (*_WHOLE, _COLUMNS, _ROWS, _PACKED, _EXPERTS, _OWNER, _TABLE)
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")
-"""Matrices whose rows are heads."""
+"""Matrices with heads as rows."""
 _HEADS = {"num_attention_heads": "attention heads", "num_key_value_heads": "key and value heads"}
 
 
 class ShardingPlan:
     """How ranks divide the modules of a model; not at all, if there is one rank.
 
-    A rank has some rows of a "colwise" matrix, and some columns of a "rowwise" one, whose results
-    the ranks add up. Stacked experts are divided in the same way, each of them.
+    A rank has some rows of a "colwise" matrix, and some columns of a "rowwise" one; the ranks sum
+    the results of the latter. Stacked experts are divided in the same way, each of them.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class SpecsBothWays(Specs):
         pairs = [(far, 0, True), (0, far, True), (0, 0, True)]
         pairs += [(0, far + 1, window is None), (far + 1, 0, window is None)]
         is_one = shows(function, pairs)
-        return _BOTH_WAYS if is_one else "neither of all tokens nor of those near"
+        return _BOTH_WAYS if is_one else "neither of all tokens nor of near ones"
 
     def attended(self, module: nn.Module, *args: Any) -> torch.Tensor:
         """Add a layer; a shared layer is called several times.
@@ -64,7 +64,7 @@ class SpecsBothWays(Specs):
         """Return the window of a layer, tokens at smaller distances; None if it has none.
 
         Raises:
-            ModelError: its tokens do not see those after them, or the mask is another one.
+            ModelError: its attention is not bidirectional, or the mask is another one.
         """
         if getattr(module, "is_causal", False):
             raise self.refused(path, "tokens that do not see later ones", "is_causal = True")
@@ -99,7 +99,7 @@ class EncoderThroughTransformers(ThroughTransformers):
         model = build_encoder(self.context)
         self._set_modules(model, body(model), excluded)
         self._takes = set(inspect.signature(type(self._part).forward).parameters)
-        # ESM scales what is embedded by the share of masked tokens in a prompt.
+        # ESM scales the embeddings by the share of masked tokens in a prompt.
         scales = getattr(self._part.config, "token_dropout", False)
         self._one_batch = "position_ids" in self._takes and not scales
 
@@ -192,7 +192,7 @@ class EncoderThroughTransformers(ThroughTransformers):
             self._one_batch = False
             comparison.compare(*parts)
             _log.info(
-                "model: %s gets one prompt after another: its modules mix those of a batch",
+                "model: %s gets one prompt after another: its modules mix the prompts of a batch",
                 self.context.config.architecture,
             )
 
@@ -249,7 +249,7 @@ class ClassifierThroughTransformers(EncoderThroughTransformers):
         """Run the head, and observe the input of its first matrix.
 
         Raises:
-            ModelError: it is not what requests pool.
+            ModelError: it is not the input of poolers.
         """
         super()._dry_head()
         generator = torch.Generator().manual_seed(0)
@@ -272,13 +272,13 @@ class ClassifierThroughTransformers(EncoderThroughTransformers):
             source = read[0] if read else f"{list(seen[0].shape)} of {list(hidden.shape)}"
             raise ModelError(
                 f"model: {self.context.config.architecture}: its head reads {source} of the hidden "
-                f"states, and classifier_pooling is {expected!r}: expected that of the first token "
+                f"states, and classifier_pooling is {expected!r}: expected the first token "
                 "(cls) or the mean, so that it cannot run through transformers"
             )
 
     def _compare_step(self) -> None:
         super()._compare_step()
-        # By the token of padding, some bodies count positions; those of steps are given.
+        # Some bodies count positions by the padding token; positions of steps are given.
         pad, length = self._part.config.pad_token_id, min(_TOKENS, self.context.max_model_len)
         known = [token for token in range(_TOKENS + 1) if token != pad]
         ids = torch.tensor(known[:length], device=self.context.device)

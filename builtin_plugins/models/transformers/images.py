@@ -26,7 +26,7 @@ from .layers import Plain
 from .names import StoredNames
 
 FAMILIES = ("idefics3", "internvl", "llava", "smolvlm")
-"""Values of `model_type` of models whose images are tokens of one axis, embedded by a tower."""
+"""Values of `model_type` of models with image tokens of one axis, embedded by a tower."""
 
 _VERSION = 1  # of the tokens and arrays of an image
 _MAX_ITEM_BYTES = 1 << 28
@@ -216,7 +216,7 @@ class ImageTower:
 
         Args:
             item: result of the program.
-            table: embeds the other tokens among those of the image.
+            table: embeds the other tokens of the image.
 
         Raises:
             ValueError: the tower gives more or fewer embeddings than tokens.

@@ -124,7 +124,7 @@ class PackedEmbedding(_Called):
 
 
 class PackedNorm(_Called):
-    """Root mean square normalisation by the operations of the engine."""
+    """Root mean square normalization by the operations of the engine."""
 
     def __init__(self, norm: RMSNorm, size: int, step: SharedStep) -> None:
         """`norm` computes it, of `size` elements; `step` has whether there are weights yet."""
@@ -132,7 +132,7 @@ class PackedNorm(_Called):
         self.norm, self._size, self._step = norm, size, step
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [..., size], normalised over its last dimension."""
+        """Return x [..., size], normalized over its last dimension."""
         if self._step.is_dry:
             _check_columns(x, self._size)
             return x
@@ -175,7 +175,7 @@ class TiedHead:
         """Describe it.
 
         Args:
-            stored: names in checkpoints of the tensors that are its own, by those of `linear`.
+            stored: names in checkpoints of its own tensors, by the names in `linear`.
         """
         self.linear, self._stored = linear, stored
 
@@ -252,7 +252,7 @@ class Plain:
         """Load it.
 
         Raises:
-            KeyError, ValueError: it is missing, or not what it should be.
+            KeyError, ValueError: it is missing or wrong.
         """
         tensor = tensors[self._name]
         if tuple(tensor.shape) != self._shape or tensor.dtype != self._dtype:

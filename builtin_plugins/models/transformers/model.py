@@ -39,8 +39,8 @@ _DRY_TOKENS = 4
 class ThroughTransformers(Model):
     """Modules of transformers over the KV cache of the engine.
 
-    Their attention is that of the engine's backend, their products those of its operations. What
-    each layer needs of attention is observed in a step without weights.
+    Attention runs in the engine's backend, and products in its operations. The
+    attention of each layer is observed in a step without weights.
     """
 
     contract = 1
@@ -65,7 +65,7 @@ class ThroughTransformers(Model):
         """Build the modules, and observe their attention.
 
         Raises:
-            ModelError: they cannot run over a KV cache of blocks, naming layer, what and value.
+            ModelError: they cannot run over a KV cache of blocks, naming layer, problem and value.
         """
         super().__init__(context)
         self._step = SharedStep(context.device)
@@ -301,7 +301,7 @@ class ThroughTransformers(Model):
         if len(first) > 1 or any(len(set(shift)) > 1 for shift in shifts):
             raise ModelError(
                 f"model: {self.context.config.architecture} counts positions otherwise than one by "
-                f"one, {sorted(shifts)} besides those of a step, and cannot run through "
+                f"one, {sorted(shifts)} besides the positions of a step, and cannot run through "
                 "transformers"
             )
         return int(first.pop()) if first else 0

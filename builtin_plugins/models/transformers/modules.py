@@ -44,7 +44,7 @@ from .names import StoredNames
 class Modules:
     """The layers that have the weights of a model of transformers, which it replaces in it.
 
-    Products and the table of tokens are those of the engine's operations; other tensors stay with
+    Products and the table of tokens run in the engine's operations; other tensors stay with
     the modules that read them.
     """
 

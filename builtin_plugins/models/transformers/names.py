@@ -73,7 +73,7 @@ class Conversion:
         sources: their shapes, by name.
         places: where they are in it, by name; empty if it is made by other operations.
         cuts: the parts of them that this rank has.
-        arrived: those that were read; of those with places, nothing is kept.
+        arrived: tensors read; with places, nothing is kept of them.
         made: the tensor that the others are written to.
     """
 
@@ -89,7 +89,7 @@ class StoredNames:
 
     Attributes:
         plain: names in checkpoints of tensors that are stored as they are, by the model's names.
-        converted: what the others are made of, by the model's names.
+        converted: sources of the other tensors, by the model's names.
     """
 
     def __init__(self, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -173,8 +173,8 @@ class StoredNames:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Take a tensor of a checkpoint; yield one of the model, by its name, once it is whole.
 
-        Those that are stacked or joined are copied to their place at once, so that none waits for
-        the others. The result is this rank's part then, and that of `empty`.
+        Stacked or joined tensors are copied to their place at once, so that none waits for
+        the others. The result is this rank's part then, from `empty`.
 
         Args:
             name: name of the tensor.

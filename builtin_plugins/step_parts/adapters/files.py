@@ -43,7 +43,7 @@ _OFF: Mapping[str, tuple[Any, str]] = {
     "arrow_config": (None, "routed adapters"),
     "use_bdlora": (None, "block-diagonal LoRA"),
 }
-"""Fields that change what is computed, with the value that does not, and what another one is."""
+"""Fields that change the computation, with the neutral value, and the name of the feature."""
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
@@ -57,7 +57,7 @@ _INERT = {
 """Fields that describe the base model or the training, or that other ones decide over."""
 
 _KEEPS_BASE = ("none", "true", "false", "gaussian", "eva", "orthogonal", "mica")
-"""Initialisations whose adapters belong to the base model as it is published."""
+"""Initializations with adapters that belong to the base model as it is published."""
 
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -123,7 +123,7 @@ def read_adapter(path: str, max_rank: int) -> AdapterFiles:
     """Read an adapter.
 
     Raises:
-        ModelError: a file is missing, broken or too large, or has what is not supported; names
+        ModelError: a file is missing, broken or too large, or has unsupported content; names
             file, field or module, and value.
     """
     raw, data = read_files(path)
@@ -137,7 +137,7 @@ def _checked_sizes(file: Path, raw: bytes) -> _Sizes:
     """Return the ranks and scales that a configuration states.
 
     Raises:
-        ModelError: one is wrong, or asks for what is not supported.
+        ModelError: a field is wrong, or unsupported.
     """
     try:
         config = msgspec.json.decode(raw, type=dict[str, Any])
@@ -167,7 +167,7 @@ def _check_off(file: Path, config: Mapping[str, Any]) -> None:
     for name in sorted(config.keys() - _OFF - _INERT - set(_Fields.__struct_fields__)):
         if config[name] not in _NOTHING:
             raise ModelError(
-                f"{file}: {name}: expected no such field, as what it changes is not known here, "
+                f"{file}: {name}: expected no such field, because its effect is unknown here, "
                 f"got {shown(config[name])}"
             )
     how = str(config.get("init_lora_weights")).lower()
@@ -263,8 +263,7 @@ def _change(
     largest = abs(scale) * float(a.abs().max()) * float(b.abs().max()) * rank
     if not largest <= _LARGEST or not abs(scale) <= _LARGEST:
         raise ModelError(
-            f"{where}: expected a change whose numbers float32 holds, "
-            f"got lora_alpha / r of {scale:g}"
+            f"{where}: expected finite products in float32, got lora_alpha / r of {scale:g}"
         )
     return LowRankUpdate(a, b, scale)
 

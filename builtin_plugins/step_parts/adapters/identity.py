@@ -52,7 +52,7 @@ def read_files(path: str) -> tuple[bytes, bytes]:
 def link_files(path: str) -> str:
     """Return a folder within the adapter's folder, with links to its two files.
 
-    They stay when those of the adapter are removed, as by the program that wrote them.
+    They stay when the adapter's files are removed, as by the program that wrote them.
 
     Raises:
         ModelError: a file is missing, or cannot be linked.
@@ -106,7 +106,7 @@ def _read(folder: Path, name: str, limit: int) -> bytes:
 def _checked_header(file: Path, opened: BinaryIO, size: int) -> bytes:
     """Return the header of a safetensors file, with the 8 bytes before it.
 
-    Nothing else is read of a file whose tensors do not fill it.
+    Nothing else is read of a file with tensors that do not fill it.
     """
     start = opened.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1

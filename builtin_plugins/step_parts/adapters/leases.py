@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 _PATIENCE_SECONDS = 1.0
-"""After this, requests that came later do not get ahead of one that waits for a slot."""
+"""After this, later requests do not overtake a request that waits for a slot."""
 
 
 class Leases:

@@ -26,7 +26,7 @@ class StepAdapters(msgspec.Struct, array_like=True):
     """The data of a plan for the worker halves: its slots, and the slot of each request.
 
     Attributes:
-        scales: factors of what adapters change, of requests for which they are not 1.0.
+        scales: factors of the adapters' products, for requests with another one than 1.0.
     """
 
     slots: list[AdapterSlot]
@@ -62,7 +62,7 @@ class Drop(msgspec.Struct, tag=True):
 
 
 Call = Read | Ask | Keep | Drop
-"""What the engine's half asks of the worker halves."""
+"""A request of the engine's half to the worker halves."""
 
 
 class Progress(msgspec.Struct):

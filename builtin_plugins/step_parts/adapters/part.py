@@ -44,7 +44,7 @@ class Adapters(StepPart):
         """Return the half that gives requests slots; None if adapters are off."""
         if not self.context.config.adapters.max_loras:
             return None
-        from .engine_half import AdapterSlots  # noqa: PLC0415 - what is off costs nothing
+        from .engine_half import AdapterSlots  # noqa: PLC0415 - disabled features cost nothing
 
         return AdapterSlots(self.context.name, self.context.config, context)
 

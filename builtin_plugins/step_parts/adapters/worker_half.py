@@ -106,7 +106,7 @@ class AdapterProducts(WorkerStep, LinearProducts, WorkerMemory, WorkerCalls):
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
         """Fill the slots of a step, where they hold something else.
 
-        The engine's half has seen to it that each rank has what they need.
+        The engine's half has checked that each rank has them.
         """
         self._step = msgspec.msgpack.decode(data, type=StepAdapters)
         self._rows, self._failures = None, {}

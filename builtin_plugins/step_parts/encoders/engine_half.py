@@ -25,7 +25,7 @@ from .messages import EncoderItem, EncoderStep, PlacedItem, Span
 class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, EncoderBudget):
     """Sends workers the inputs of a plan to encode, and the places of their embeddings.
 
-    It knows which embeddings workers have, so that those of a plan that was lost, or of earlier
+    It knows which embeddings workers have, so that embeddings of a lost plan, or of earlier
     weights, are encoded again when they are needed.
     """
 
@@ -39,7 +39,7 @@ class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, E
             budget: tokens that a step may encode, and that workers keep embeddings for.
         """
         self._name, self._media = name, media
-        self.every_plan = media is not None  # what is freed is in plans without media, too
+        self.every_plan = media is not None  # plans without media free embeddings, too
         self.encoder_cache = None if media is None else EncoderCacheManager(budget)
         self.max_encoder_tokens = 0 if media is None else budget
         self._kept: dict[str, Sequence[MultiModalFeature]] = {}
@@ -50,7 +50,7 @@ class EncodedRequests(RequestFilter, RequestLifecycle, PlanData, StepObserver, E
         """Keep the media of a request; workers get them with a plan.
 
         Raises:
-            RequestError: they are not what the model takes.
+            RequestError: they do not fit the model.
         """
         if self._media is None:
             raise RequestError("features: expected none, the model takes text alone")

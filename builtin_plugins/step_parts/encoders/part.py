@@ -76,7 +76,7 @@ class Encoders(StepPart):
         """Return how the model's prompts have media; None if it takes none.
 
         Raises:
-            ModelError: its files ask for what is not supported.
+            ModelError: its files have unsupported settings.
         """
         config = self.context.model_config
         cls = None if config is None else components.find(MODELS, config.model_plugin)

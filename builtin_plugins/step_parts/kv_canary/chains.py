@@ -18,7 +18,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 NEVER_WRITTEN = 0
 
-_MOST_PAST = 64  # requests that have ended, whose entries are still recognised
+_MOST_PAST = 64  # ended requests with entries that are still recognized
 _MOST_REJECTED = 1 << 12
 
 

@@ -45,7 +45,7 @@ class CanaryWorker(WorkerStep, HiddenStates, ForwardWrapper, CacheObserver):
     """Follows the tokens of requests by plans and samples, and compares the cache with them.
 
     Entries are written from the inputs that the attention gets, before the layers write keys and
-    values; they are read through its block tables, after the layers have read those.
+    values; they are read through its block tables, after the layers have read keys and values.
     """
 
     packs = True

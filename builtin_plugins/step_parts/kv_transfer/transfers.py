@@ -60,7 +60,7 @@ class EndedLoad:
 class PendingLoads:
     """Asynchronous loads by request id.
 
-    A request whose load was cancelled may be named late. Its id loads nothing again for a while, so
+    A request with a canceled load may be named late. Its id loads nothing again for a while, so
     that this does not end the load of another request.
     """
 
@@ -122,7 +122,7 @@ class PendingLoads:
     def plan_lost(self, step: int) -> None:
         """Give up all loads started by plans up to a lost one.
 
-        What workers reported with its result is lost, too: that a load has ended, or has failed.
+        Reports of workers with its result are lost, too: that a load has ended, or has failed.
         """
         for load in self._loads.values():
             if load.cancelled_in == step:

@@ -346,7 +346,7 @@ class TransferWorker(BlockAccess, WorkerStep, LayerWrapper):
         Args:
             loads: whether loads cannot be trusted if it raises.
             is_vital: whether the half is left out if it raises.
-            function: calls it and checks what it returns.
+            function: calls it and checks its result.
         """
         try:
             return self._calls.run(method, function or getattr(self._half, method), *args)

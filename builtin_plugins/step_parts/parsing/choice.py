@@ -30,8 +30,8 @@ class ConfiguredParsers:
         """Open the parsers.
 
         Raises:
-            PluginError: one that the configuration names is not enabled, or cannot be built.
-            ConfigError: the tokenizer lacks what its format needs.
+            PluginError: a configured parser is not enabled, or cannot be built.
+            ConfigError: the tokenizer lacks markers of its format.
         """
         self.components, self.tokenizer = context.components, tokenizer
         by_kind = self._opened(config)
@@ -54,11 +54,11 @@ class ConfiguredParsers:
         """Return a new parser.
 
         Args:
-            arguments: those of the request that it is for; None is the defaults.
+            arguments: arguments of the request; None is the defaults.
 
         Raises:
             PluginError: it is not enabled, or cannot be built.
-            ConfigError: the tokenizer lacks what its format needs.
+            ConfigError: the tokenizer lacks markers of its format.
         """
         parser: OutputParser = self.components.create(
             kind, name, OutputParserContext, tokenizer=self.tokenizer, arguments=arguments

@@ -28,7 +28,7 @@ class RequestParsers:
         self.configured = configured
         self._components, self._shared = configured.components, configured.shared
         self._chosen: dict[tuple[str, str], tuple[Any, OutputParser]] = {}
-        """Those that requests name, with their identity, by kind and name."""
+        """Parsers that requests name, with their identity, by kind and name."""
         self._replaced: list[OutputParser] = []
 
     @property
@@ -41,7 +41,7 @@ class RequestParsers:
         """Return the output parsers of a request; the caller closes them.
 
         Raises:
-            RequestError: one that has the request's arguments cannot be created.
+            RequestError: a parser with the request's arguments cannot be created.
         """
         if request.params.reasoning_parser or request.params.tool_parser:
             return self._named(request)

@@ -28,7 +28,7 @@ ACTIVATIONS = ("Identity", "Tanh", "GELU", "ReLU", "SiLU", "Sigmoid")
 """Classes of torch.nn that may follow a dense layer."""
 
 CLASS_ACTIVATIONS = ("sigmoid", "softmax", "tanh")
-"""What may follow the logits of classes, by the names of torch."""
+"""Activations of the logits of classes, by the names of torch."""
 
 _SETTINGS = "config_sentence_transformers.json"
 
@@ -63,12 +63,12 @@ class ModelPooling:
         pooler: pooler of its vectors; None if its folder names none.
         normalize: whether its vectors have length 1.
         dense: layers after the pooling.
-        prompts: texts before those that are embedded, by name.
+        prompts: texts before embedded texts, by name.
         default_prompt: name of the one of texts for which none is named.
         cuts: sizes that its vectors may be cut to; None is any, and empty none.
         size: size of its vectors; None if it is not known.
         labels: names of its classes; empty if it has none.
-        activation: what makes numbers of classes of its logits: one of CLASS_ACTIVATIONS.
+        activation: function of the logits of classes: one of CLASS_ACTIVATIONS.
         activates: whether it does so for requests that leave it open.
         token_types: whether tokens of the second of two texts have another type.
     """
@@ -107,7 +107,7 @@ def read_pooling(config: ModelConfig | None, files: ModelFiles | None) -> ModelP
     """Return the settings in the configuration and the folder of a model.
 
     Raises:
-        ModelError: a file is damaged, or asks for what is not supported; names file and field.
+        ModelError: a file is damaged or has unsupported settings; names file and field.
     """
     hf = {} if config is None else config.hf
     size = next(
@@ -149,7 +149,7 @@ def read_classifier(config: ModelConfig, files: ModelFiles | None) -> ModelPooli
     cross-encoder of sentence-transformers states its own.
 
     Raises:
-        ModelError: a file is damaged, or asks for what is not supported; names file and field.
+        ModelError: a file is damaged or has unsupported settings; names file and field.
     """
     hf, folder = config.hf, None if files is None else files.path
     names, count = hf.get("id2label"), hf.get("num_labels", 2)
@@ -205,7 +205,7 @@ def _cross_encoder(folder: Path) -> dict[str, Any]:
     modality = table.get("modality_config") or {}
     if "message" in modality:
         raise ModelError(
-            f"{path}: modality_config: expected text alone, for pairs are not put into a chat "
+            f"{path}: modality_config: expected text alone, because pairs have no chat "
             f"template, got {', '.join(modality)}"
         )
     if table.get("processing_kwargs"):
@@ -216,7 +216,7 @@ def _cross_encoder(folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = _read(path, dict) if path.is_file() else {}
     if settings.get("keep_in_fp32_modules"):
         raise ModelError(
-            f"{path}: keep_in_fp32_modules: expected none, for all layers have one dtype, "
+            f"{path}: keep_in_fp32_modules: expected none, because all layers have one dtype, "
             f"got {shown(settings['keep_in_fp32_modules'])}"
         )
     return settings
@@ -242,7 +242,7 @@ def _pooler(path: Path) -> str:
         )
     if table.get("include_prompt") is False:
         raise ModelError(
-            f"{path}: include_prompt: expected true, for prompts are pooled whole, got false"
+            f"{path}: include_prompt: expected true, because prompts are pooled whole, got false"
         )
     return _MODES[mode]
 

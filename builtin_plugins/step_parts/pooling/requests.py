@@ -60,7 +60,7 @@ _OF_ANSWERS = (
     "reasoning_parsers",
     "tool_parsers",
 )
-"""Kinds whose components do nothing for requests that pool."""
+"""Kinds with components that do nothing for pooling requests."""
 
 _PAIR = ("text", "text_pair")
 _POOLING_FIELDS = ("pooling_params", "second_type_start")
@@ -156,7 +156,7 @@ class PooledRequests(FrontendHalf):
             _check_types(request)
         if (params := request.pooling_params) is None:
             for path, _ in self._named(arguments, KIND) if arguments else ():
-                raise RequestError(f"{path}: expected none, for the request does not pool")
+                raise RequestError(f"{path}: expected none, because the request does not pool")
             if request.second_type_start is not None:
                 raise RequestError(
                     "text_pair: expected one prompt: texts are read in pairs to be classified and "
@@ -188,16 +188,16 @@ class PooledRequests(FrontendHalf):
         """Check that a pooling request has arguments only for components that it uses.
 
         Raises:
-            RequestError: they are for another pooler, or for what makes or reads an answer.
+            RequestError: they are for another pooler, or for components of answers.
         """
         for path, name in self._named(arguments, KIND):
             if name != pooler:
-                raise RequestError(f"{path}: expected none, for the request's pooler is {pooler!r}")
+                raise RequestError(f"{path}: expected none, because the pooler is {pooler!r}")
         for kind in _OF_ANSWERS:
             for path, _ in self._named(arguments, kind):
                 raise RequestError(
-                    f"{path}: expected none, for the request pools, and {kind} are for those that "
-                    f"generate"
+                    f"{path}: expected none, because the request pools, and {kind} are for "
+                    f"requests that generate"
                 )
 
     def _named(self, arguments: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:
@@ -241,8 +241,9 @@ class PooledRequests(FrontendHalf):
             )
         if cuts is not None:
             raise RequestError(
-                f"dimensions: expected none, for the model was not trained for vectors that are "
-                f"cut: its config.json has no matryoshka_dimensions, nor is_matryoshka; got {size}"
+                f"dimensions: expected none, because the model was not trained for shortened "
+                f"vectors: its config.json has neither matryoshka_dimensions nor is_matryoshka; "
+                f"got {size}"
             )
         if self._model.size is not None and size > self._model.size:
             raise RequestError(f"dimensions: expected at most {self._model.size}, got {size}")
@@ -292,20 +293,20 @@ class PooledResults(RequestFilter, PlanData, StepObserver, ProgramCalls):
         """Check a request that another frontend may have made.
 
         Raises:
-            RequestError: it names no pooler, or one that is not enabled; or it has types of tokens
+            RequestError: it names no pooler, or a disabled one; or it has types of tokens
                 that it may not have.
         """
         _check_types(request)
         start = request.second_type_start
         if request.pooling_params is None:
             raise RequestError(
-                f"second_type_start: expected none, for the request does not pool, got {start}"
+                f"second_type_start: expected none, because the request does not pool, got {start}"
             )
         has_types = start is not None and start < len(request.prompt_token_ids)
         if has_types and not self._model.token_types:
             raise RequestError(
                 f"second_type_start: expected {len(request.prompt_token_ids)}, the length of the "
-                f"prompt, for the model has no types of tokens, got {start}"
+                f"prompt, because the model has no token types, got {start}"
             )
         if (name := request.pooling_params.pooler) not in self._poolers:
             known = ", ".join(sorted(self._poolers))
@@ -318,9 +319,9 @@ class PooledResults(RequestFilter, PlanData, StepObserver, ProgramCalls):
     def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
         """Answer a call of a program.
 
-        "describe" returns how the model pools. "prompt" returns the text that comes before those
-        that are embedded: with `name`, the one of that name, or the default one for None; with
-        `purpose`, that of a "query" or a "document", empty if the model has none.
+        "describe" returns how the model pools. "prompt" returns the text before embedded
+        texts: with `name`, the one of that name, or the default one for None; with
+        `purpose`, the prompt of a "query" or a "document", empty if the model has none.
 
         Raises:
             RequestError: it is another call, or there is no such prompt.

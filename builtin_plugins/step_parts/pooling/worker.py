@@ -79,7 +79,7 @@ class PoolingWorker(WorkerStep, HiddenStates):
             if layer.in_features != size:
                 raise ModelError(
                     f"{layer.folder / 'config.json'}: in_features: expected {size}, the size of "
-                    f"what comes before, got {layer.in_features}"
+                    f"its input, got {layer.in_features}"
                 )
         self._dense = [_Dense(layer, context.device) for layer in model.dense]
         self._poolers: dict[str, _Pooler] = {}

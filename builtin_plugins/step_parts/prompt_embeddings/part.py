@@ -32,7 +32,7 @@ class PromptEmbeddings(StepPart):
         """Options.
 
         Attributes:
-            enabled: whether requests may have embeddings. Those of the HTTP server may only if
+            enabled: whether requests may have embeddings. Requests to the HTTP server may only if
                 `server.prompt_embeds` is set, too.
             max_bytes: bytes of the embeddings of a prompt, as float32, at most.
         """
@@ -57,7 +57,7 @@ class PromptEmbeddings(StepPart):
         """Return the half that keys blocks; None if embeddings are off."""
         if not self.options.enabled:
             return None
-        from .engine_half import EmbeddedPrompts  # noqa: PLC0415 - what is off costs nothing
+        from .engine_half import EmbeddedPrompts  # noqa: PLC0415 - disabled features cost nothing
 
         return EmbeddedPrompts(self._width(), self.options.max_bytes, context.call_workers)
 

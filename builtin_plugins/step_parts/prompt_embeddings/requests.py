@@ -127,7 +127,7 @@ class EmbeddedRequests(FrontendHalf):
         """Check a request with embeddings; its rows become an array of its own.
 
         Raises:
-            RequestError: a value is wrong, or it asks for what needs ids.
+            RequestError: a value is wrong, or it uses a feature that needs ids.
         """
         check_together(request)
         rows = rows_of_request(request.prompt_embeds, "prompt_embeds", self._width, self._max_bytes)

@@ -26,7 +26,7 @@ class PrefixRetention(StepPart):
 
         Attributes:
             max_seconds: the longest time for which a request may ask; longer ones are cut.
-            share: how much of the KV cache the requests of one salt, such as those of a client's
+            share: how much of the KV cache the requests of one salt, such as a client's
                 key, may have retained; the first blocks of each request count first.
             max_sessions: sessions that are known at once; further ones get nothing.
         """

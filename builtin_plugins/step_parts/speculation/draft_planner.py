@@ -41,13 +41,13 @@ _CONSEQUENCE = "its requests go on without drafts"
 
 
 _PROBE_EVERY = 64
-"""Steps after which requests whose drafts do not pay off get one again: 1.6 % more rows.
+"""Steps after which requests without a gain from drafts get one again: 1.6 % more rows.
 
-All at once, since a step with a single draft takes longer than one that has none.
+All at once, because a step with a single draft takes longer than a step without.
 """
 
 _MEMORY = 12.0
-"""Drafts of a request that count; those verified longer ago are forgotten."""
+"""Drafts of a request that count; earlier ones are forgotten."""
 _COMMON_MEMORY = 200.0
 """The same of all requests together."""
 _PRIOR = 4.0
@@ -195,7 +195,7 @@ class DraftPlanner(
         if is_idle and self._live.keys().isdisjoint(plan.draft_token_ids):
             return None
         missed: dict[str, list[int]] = {}
-        for name in plan.num_scheduled_tokens:  # those that may get tokens, which follow these
+        for name in plan.num_scheduled_tokens:  # they may get tokens
             live = self._live.get(name)
             if live is not None and live.num_known is not None:
                 output = live.request.output_token_ids
@@ -290,7 +290,7 @@ def draft_lengths(
     """Return how many drafts of each request make the step give most tokens per second.
 
     A draft is worth its row if it adds more tokens per millisecond than the step gives without it.
-    That of position i is accepted with the probability `rate ** i`.
+    Position i is accepted with the probability `rate ** i`.
 
     Args:
         limits: most drafts of each request.

@@ -41,7 +41,7 @@ class DraftVerification:
 def _verify_in_turn(step: DraftedStep) -> list[int]:
     """Sample the rows of each request one after the other, up to the first wrong draft.
 
-    Those of different requests are sampled together. A row that fails after a right draft ends
+    Rows of different requests are sampled together. A row that fails after a right draft ends
     nothing: the next step meets it again, unless the request ends before.
     """
     accepted, live, depth = [0] * len(step.requests), list(range(len(step.requests))), 0

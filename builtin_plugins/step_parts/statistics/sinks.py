@@ -43,7 +43,7 @@ class Sinks:
         """Call `record` of every sink.
 
         Raises:
-            PluginFaultError: a sink whose faults end the engine failed; all were called.
+            PluginFaultError: a sink with fatal faults failed; all were called.
         """
         call_all(self._sinks.values(), "record", stats)
 
@@ -161,7 +161,7 @@ def call_all(sinks: Iterable[StatSink], method: str, *args: Any) -> list[Any]:
     """Call a method of all sinks; return the results of the calls that succeeded.
 
     Raises:
-        PluginFaultError: a sink whose faults end the engine failed; all were called.
+        PluginFaultError: a sink with fatal faults failed; all were called.
     """
     results, fatal = [], None  # type: list[Any], PluginFaultError | None
     for sink in sinks:

@@ -22,8 +22,8 @@ _MAX_GIVEN_UP = 4
 
 _STACK_BYTES = 64 << 20
 _STACK_BYTES_PER_BYTE = 1024
-"""Of a compilation, for each byte of what it compiles: compilers recurse into it, and end the
-process where the stack does. What is not used costs no memory."""
+"""Stack of a compilation per byte of its source: compilers recurse into it, and end the
+process if the stack overflows. Unused stack costs no memory."""
 
 
 def stack_of(structured: StructuredOutputs) -> int:
@@ -39,7 +39,7 @@ class _Job:
         waiting: ids of the requests that wait for it.
         started: when it began; None while others run.
         state: its result.
-        error: what it raised.
+        error: exception of the compilation.
         done: whether it has ended.
     """
 
@@ -55,7 +55,7 @@ class _Job:
 class Compilations:
     """Runs compilations in threads, each with a limit of time.
 
-    A thread cannot be ended: one that takes too long is given up; it runs on, and its result is
+    A thread cannot be ended: a slow one is given up; it runs on, and its result is
     ignored.
     """
 

@@ -235,7 +235,7 @@ class GrammarManager(
                 answer.fill(rows, tokens)
             except BaseException as cause:
                 self._faults[name] = self._fault(answer.structured, cause)
-                rows[:] = -1  # what is sampled is dropped
+                rows[:] = -1  # the sampled token is dropped
         return GrammarBitmask(names, masks)
 
     def limit_drafts(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, int]:

@@ -31,7 +31,7 @@ _CANNOT = "the answer cannot be validated"
 class StructuredRequests(FrontendHalf):
     """Checks that a request's grammar can be compiled, and fills in where its answer begins.
 
-    The answer of a lenient request, of which the grammar enforces a part, is validated in the end.
+    The answer of a lenient request, with a partly enforced grammar, is validated in the end.
     """
 
     for_parameters = ("structured",)
@@ -126,8 +126,8 @@ class StructuredRequests(FrontendHalf):
     def validate(self, request: EngineCoreRequest, answer: str) -> str | None:
         """Return the flaw of an answer that is to be JSON of a schema; None if it has none.
 
-        The backend of the request is asked, or the default one where that validates no answers. The
-        text names what a backend does wrong: the answer itself is there.
+        The backend of the request validates, or the default one if that validates no answers. The
+        text names a fault of a backend: the answer itself is there.
         """
         structured = request.params.structured
         assert structured is not None, "asked for a request without a grammar"

@@ -41,9 +41,9 @@ class _Request:
     """A request that uses taps.
 
     Attributes:
-        taps: those that it uses.
+        taps: the request's taps.
         num_prompt_tokens: length of its prompt.
-        forms: dtype and shape of a position's numbers, by what was read.
+        forms: dtype and shape of a position's numbers, by key of the reading.
     """
 
     taps: Sequence[Tap]
@@ -57,7 +57,7 @@ class _TapCall:
 
     Attributes:
         request_ids: in the order of their tokens.
-        indices: their tokens, among those of all users; None is all.
+        indices: their tokens, within the tokens of all users; None is all.
         rows: as the tap gets them.
     """
 
@@ -79,8 +79,8 @@ class TapsInLayers(WorkerStep, ResidualStream):
         """Build the enabled taps.
 
         Args:
-            taps: finds those of requests.
-            samples: whether this is the rank whose report the engine reads.
+            taps: finds the taps of requests.
+            samples: whether the engine reads the report of this rank.
 
         Raises:
             PluginError: one cannot be built.
@@ -281,7 +281,7 @@ class TapsInLayers(WorkerStep, ResidualStream):
             if before not in (None, form):
                 raise _FailedError(
                     f"read() gave {form[0]} {form[1]} for a position, expected {before[0]} "
-                    f"{before[1]}, as for those before"
+                    f"{before[1]}, as for earlier positions"
                 )
         for name in request_ids:
             self._requests[name].forms[key] = form

@@ -54,7 +54,7 @@ class Tap(NamedTap):
     """A tap that a request uses.
 
     Attributes:
-        arguments: those of the request.
+        arguments: the arguments of the request.
         sites: where it is called for the request.
     """
 
@@ -137,8 +137,8 @@ class TappedRequests(FrontendHalf):
             return
         if request.pooling_params is not None:
             raise RequestError(
-                f"plugin_args.{named[0].name}: expected none, for the request pools, and "
-                f"{KIND} are for those that generate"
+                f"plugin_args.{named[0].name}: expected none, because the request pools, and "
+                f"{KIND} are for requests that generate"
             )
         changed: dict[str, Any] = {}
         reading = [tap for tap in named if tap.reads]

@@ -29,7 +29,7 @@ class _Reading:
 
     Attributes:
         next_position: after the last position of each key.
-        parts: what was not handed out yet, by key: first position, and values.
+        parts: readings not handed out yet, by key: first position, and values.
         num_bytes: bytes of all that was read.
         num_draft_bytes: bytes of them for accepted drafts of the last step, before which the output
             may end.
@@ -50,7 +50,7 @@ class TapResults(RequestFilter, RequestLifecycle, BlockKey, PlanData, StepObserv
         """Read nothing yet.
 
         Args:
-            taps: finds those of requests.
+            taps: finds the taps of requests.
             max_bytes: numbers of a request, in bytes.
         """
         self._name, self._taps, self._max_bytes = name, taps, max_bytes
@@ -153,7 +153,7 @@ def _keep(
     """Keep the values of positions that were not read before.
 
     Args:
-        reading: what was read before.
+        reading: earlier readings.
         first: position of the first token of the step.
         count: tokens of the step that verification keeps.
         certain: tokens of the step before the first draft.

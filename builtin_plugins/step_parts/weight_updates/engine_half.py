@@ -52,7 +52,7 @@ class _TokenVersions:
     Attributes:
         runs: see `EngineCoreOutput.weight_runs`.
         stale: the request, if it has keys and values of earlier weights; else None.
-        num_preemptions: those that it had then.
+        num_preemptions: number of preemptions then.
         is_reported: whether its client has the runs.
     """
 
@@ -120,8 +120,8 @@ class VersionedRequests(EngineHalf):
         border.give_up(self._name, _GIVEN_UP)
         if not update.recompute and border.moves_blocks is not None:
             raise RequestError(
-                "recompute: expected true: a kv_connector would store keys and values of earlier "
-                "weights among those of the new ones"
+                "recompute: expected true: a kv_connector would mix keys and values of earlier "
+                "and of new weights"
             )
         self._forget_prepared()
         self._prepared = update
@@ -150,7 +150,7 @@ class VersionedRequests(EngineHalf):
         """Let all workers use the prepared weights, once no step is under way.
 
         Raises:
-            RequestError: an unknown mode, or one that this engine cannot do.
+            RequestError: an unknown mode, or a mode that this engine cannot do.
             HardpointError: the weights are not read, or the engine sleeps.
         """
         if not self._is_read(update.ticket):

@@ -574,7 +574,7 @@ class TestWithProcessors:
         job = ("r", "hi there", params({"regex": "a{9}"}, **fields))
         assert ends(engine, [job], expected)["r"] == (
             "plugin_args.thinking_budget: expected no markers of its own together with "
-            "`structured`, whose answer begins after those of the reasoning parser"
+            "`structured`: the structured answer begins after the markers of the reasoning parser"
         )
 
 

@@ -148,7 +148,7 @@ def test_a_directory_without_weights_that_can_be_read(config, files, words, here
         (
             LLAMA | {"quantization": {"group_size": 64, "bits": 4}},
             (),
-            "m/config.json: quantization: safetensors that are quantised without a quant_method "
+            "m/config.json: quantization: safetensors that are quantized without a quant_method "
             "are not supported, expected none (bfloat16, float16 or float32 weights), a",
         ),
         (

@@ -29,7 +29,7 @@ CONNECTORS = [
     (broken.NamesNoLoad, "loads", "faultless", r"load of request '.*' took more than 0.4 s"),
     (broken.SaysTooSoon, "tokens", "slots", "it holds"),
     (broken.NeverKnows, "tokens", "faultless", "did not know how much of request"),
-    (broken.KeepsBlocks, "tokens", "faultless", r"(?s)did not say within .* True in get_finished"),
+    (broken.KeepsBlocks, "tokens", "faultless", r"(?s)did not report within .* in get_finished"),
     (broken.HidesFailedLoads, "storage", "slots|tokens", "over storage that .*: (for|a) "),
     (broken.SavesAfterAFailedLoad, "storage", "slots", f"over storage that .* {OTHER}"),
     (broken.SavesOthersAfterAFailedLoad, "storage", "slots", f"over storage that .* {OTHER}"),

@@ -195,7 +195,7 @@ CONFIGS = {
     "patches": (
         "preprocessor_config.json",
         lambda fields: fields.update(patch_size=7),
-        r"image processor: patch_size: expected 4, that of the config",
+        r"image processor: patch_size: expected 4 as in the config",
     ),
     "interpolation": (
         "preprocessor_config.json",

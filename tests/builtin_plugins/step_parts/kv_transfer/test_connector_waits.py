@@ -218,7 +218,7 @@ class TestDeadlines:
         driver.run(5)
         assert driver.num_held == 0
         (message,) = driver.faults.values()
-        assert "did not say within 30 s (kv_connector.lease_seconds) that the blocks" in message
+        assert "did not report within 30 s (kv_connector.lease_seconds) that the blocks" in message
 
     def test_a_name_of_a_save_that_nobody_asked_for_is_ignored(self, open_driver):
         driver = open_driver()

@@ -234,9 +234,9 @@ WRONG = [
                         plugin_args={"step": {"step_tag_id": -1}}), r"args.step.step_tag_id: exp"),
     ([1], PoolingParams(plugin_args={"mean": {}}), r"plugin_args.mean: poolers/mean takes no arg"),
     ([1], PoolingParams(plugin_args={"step": {"step_tag_id": 1}}),
-     r"prompts\[0\]: plugin_args.step: expected none, for the request's pooler is 'last'"),
+     r"prompts\[0\]: plugin_args.step: expected none, because the pooler is 'last'"),
     ([1], PoolingParams(plugin_args={"min_p": {"min_p": 0.5}}),
-     r"\[0\]: plugin_args.min_p: expected none, for the request pools, and logits_processors are"),
+     r"\[0\]: plugin_args.min_p: expected none, because the request pools, and logits_proc"),
     ([1], PoolingParams(plugin_args={"logits_processors/min_p": {"min_p": 0.5}}),
      "plugin_args.logits_processors/min_p: expected none"),
     ([1], SamplingParams(), r"^pooling_params: expected PoolingParams, got SamplingParams$"),
@@ -258,7 +258,7 @@ def test_wrong_requests_are_refused_and_disturb_nothing(folder, in_process):
         with pytest.raises(RequestError, match="sampling_params: expected SamplingParams, got"):
             llm.generate([1], PoolingParams())
         for_pooler = SamplingParams(plugin_args={"poolers/step": {"step_tag_id": 1}})
-        words = "plugin_args.poolers/step: expected none, for the request does not pool"
+        words = "plugin_args.poolers/step: expected none, because the request does not pool"
         with pytest.raises(RequestError, match=words):
             llm.generate([1], for_pooler)
         assert llm.encode([]) == []

@@ -299,5 +299,7 @@ def test_requests_of_other_frontends_are_checked():
     check(3, pooled)
     with pytest.raises(RequestError, match="second_type_start: expected 3, the length of the prom"):
         check(2, pooled)
-    with pytest.raises(RequestError, match="second_type_start: expected none, for the request doe"):
+    with pytest.raises(
+        RequestError, match="second_type_start: expected none, because the request doe"
+    ):
         check(3, None)

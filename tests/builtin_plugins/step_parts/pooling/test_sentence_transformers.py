@@ -132,7 +132,10 @@ def test_vectors_are_cut_and_then_scaled(tmp_path):
         with pytest.raises(RequestError, match="dimensions: expected at most 64, got 65"):
             llm.embed("a", PoolingParams(dimensions=65))
     change(tmp_path / "model" / "config.json", is_matryoshka=False)
-    with opened(tmp_path) as llm, pytest.raises(RequestError, match="was not trained for vectors"):
+    with (
+        opened(tmp_path) as llm,
+        pytest.raises(RequestError, match="was not trained for shortened"),
+    ):
         llm.embed("a", PoolingParams(dimensions=5))
     stated = {"pooling": {"matryoshka_dimensions": [5]}}
     with opened(tmp_path, plugin=stated) as llm:
@@ -185,7 +188,7 @@ WRONG = [
     (POOLING, "{", "cannot be read"),
     (DENSE, {"activation_function": "torch.nn.modules.activation.Mish"}, "got .Mish"),
     (DENSE, {"activation_function": "os.system"}, "activation_function: expected one of Identity"),
-    (DENSE, {"in_features": 63}, "in_features: expected 64, the size of what comes before, got 63"),
+    (DENSE, {"in_features": 63}, "in_features: expected 64, the size of its input, got 63"),
     (DENSE, {"out_features": 31}, "expected tensors of the shapes"),
     (DENSE, {"module_input_name": "token_embeddings"}, "module_input_name: expected"),
     (PROMPTS_FILE, {"prompts": {"query": 1}}, "prompts: expected texts by name"),

@@ -70,7 +70,7 @@ def test_requests_may_have_rows_of_different_forms(llm):
     assert arrays.values.shape == (7, 2)
     assert re.search(
         SOURCE + r"its read\(\) gave torch.float32 \[1\] for a position, expected torch.float32 "
-        r"\[4\], as for those before",
+        r"\[4\], as for earlier positions",
         squares.outputs[0].error,
     )
     assert "KeyError: 'direction'" in raises.outputs[0].error
@@ -96,7 +96,9 @@ def test_bad_arguments_are_refused(llm, args, message):
 
 def test_requests_that_pool_have_no_taps(llm):
     params = PoolingParams(plugin_args={"raw": {}})
-    with pytest.raises(RequestError, match=r"plugin_args.raw: expected none, for the request pool"):
+    with pytest.raises(
+        RequestError, match=r"plugin_args.raw: expected none, because the request pool"
+    ):
         llm.embed([[1, 2]], params)
 
 

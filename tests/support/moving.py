@@ -1,4 +1,4 @@
-"""Memory that moves, as that of weights does in a sleep of level 1."""
+"""Memory that moves, like weights in a sleep of level 1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST = 4096
 
 
 def move_memory(tensors: Iterable[torch.Tensor]) -> None:
-    """Move tensors out of memory and back, to other addresses, each of which has a storage."""
+    """Move tensors out of memory and back, to other addresses with separate storages."""
     for tensor in tensors:
         before = tensor.data_ptr()
         moved = MovedWeights([tensor])

@@ -97,7 +97,7 @@ def read_data() -> Data:
 
 
 def write(families: Iterable[Family]) -> None:
-    """Write what runs found, and the page of it."""
+    """Write the results of runs, and their page."""
     data = Data(transformers.__version__, sorted(families, key=lambda family: family.name))
     rows = b",\n".join(msgspec.json.encode(family) for family in data.families)
     version = msgspec.json.encode(data.transformers)
@@ -144,7 +144,7 @@ def _type(family: Family) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return text of a cell, without what markdown would read."""
+    """Return the text of a cell without Markdown syntax."""
     for mark in "|*<[_`":
         text = text.replace(mark, f"\\{mark}")
     return text

@@ -25,6 +25,13 @@ ALWAYS_RUN = ("README.md", "docs/first-plugin.md")
 """Pages whose examples every run executes."""
 
 _NIGHTLY = (
+    # Of each, another test of the default run shows the same in less time.
+    "tests/test_benchmarks.py::test_executors_with_one_worker",
+    "tests/core/worker/test_overlapped_steps.py::test_overlapped_equals_alone[[]None-three-*]",
+    "tests/builtin_plugins/test_images_through_transformers.py::test_wrong_images_*",
+    "tests/builtin_plugins/test_images_through_transformers.py::test_a_processor_that_cannot_start_*",
+    "tests/plugins/testing/test_general_kit_catches.py::test_a_thread_that_catches_up_is_no_growth",
+    "tests/api/test_answer_lengths.py::test_lengths_of_an_async_llm",
     # What a suite finds out about memory is shown by components that are broken.
     "tests/plugins/testing/test_*_conform.py::*::test_memory",
     "tests/plugins/testing/test_*_conform.py::*::test_resources",

@@ -75,7 +75,7 @@ class AdaptedModel:
         """Return a product with the changes of its matrices, as `LayerHooks.linear`.
 
         Raises:
-            Violation: the arguments are no product of matrices that the model names.
+            Violation: the arguments are not a product of matrices that the model names.
         """
         total = sum(count for _, count in parts)
         if y.shape != (len(x), total):

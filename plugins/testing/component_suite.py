@@ -63,7 +63,7 @@ def first_device(cls: Any, name: str | None) -> torch.device:
 
 
 def class_under_test(suite: object, attribute: str, interface: type[ClassT]) -> type[ClassT]:
-    """Return the class that a suite's attribute names; fail the test if it is no class."""
+    """Return the class that a suite's attribute names; fail the test if it is not a class."""
     target = getattr(suite, attribute, None)
     if inspect.isclass(target) and issubclass(target, interface):
         return target
@@ -262,7 +262,7 @@ def check_state(component: Component) -> None:
     """Check the result of `dump_state`.
 
     Raises:
-        Violation: it is no plain data, or too much.
+        Violation: it is not plain data, or too much.
     """
     state = component.dump_state()
     try:

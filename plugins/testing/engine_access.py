@@ -221,7 +221,7 @@ def load_ops(dtype: torch.dtype, device: torch.device | None = None, use: str = 
 
 
 def load_quantization(name: str, dtype: torch.dtype, config: Mapping[str, Any]) -> Quantization:
-    """Return the installed quantisation scheme of a name.
+    """Return the installed quantization scheme of a name.
 
     Args:
         name: name of the scheme.

@@ -243,7 +243,7 @@ class SamplerSuite(GeneralComponentSuite):
 
     @checks(SEEDS)
     def test_independence(self) -> None:
-        """Pairs of draws of neighbouring seeds and positions are independent, so seed + 1 does not
+        """Pairs of draws of neighboring seeds and positions are independent, so seed + 1 does not
         repeat the draws of seed one token later.
         """
         if self._has_states:

@@ -82,7 +82,7 @@ def gated_delta_rule(
         Outputs [tokens, heads, value size], and the states after the last token of each sequence.
     """
     shared = state.shape[1] // q.shape[1]
-    q, k = (_normalised(x.float()).repeat_interleave(shared, 1) for x in (q, k))
+    q, k = (_normalized(x.float()).repeat_interleave(shared, 1) for x in (q, k))
     q, v, g, beta = q * q.shape[-1] ** -0.5, v.float(), g.float(), beta.float()
     lengths = np.diff(starts)
     single, several = (lengths == 1).nonzero()[0], (lengths > 1).nonzero()[0]
@@ -101,7 +101,7 @@ def gated_delta_rule(
     return output, after
 
 
-def _normalised(x: torch.Tensor) -> torch.Tensor:
+def _normalized(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
 
 

@@ -97,7 +97,7 @@ class ConfigFields:
         """Return a field that is a table; an empty one if it is missing.
 
         Raises:
-            ModelError: it is no table.
+            ModelError: it is not a table.
         """
         value = self._get(name, {})
         if not isinstance(value, Mapping):
@@ -108,7 +108,7 @@ class ConfigFields:
         """Return the RoPE parameters: `rope_scaling`, else `rope_parameters`, as transformers does.
 
         Raises:
-            ModelError: they are no table.
+            ModelError: they are not a table.
         """
         return self.table("rope_scaling") or self.table("rope_parameters")
 
@@ -210,7 +210,7 @@ def model_config(
 def _extended(hf: Mapping[str, Any], positions: int) -> int:
     """Return the maximum context length after RoPE scaling.
 
-    Parameters that are wrong extend nothing here: the model refuses them.
+    Parameters that are wrong extend nothing here: the model rejects them.
     """
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     rope = rope.get(_FULL, rope) if isinstance(rope, Mapping) else {}

@@ -130,7 +130,7 @@ class Connection:
             setting: where they are configured, for messages.
 
         Raises:
-            ConfigError: there is no cluster, it does not answer or refuses this process, or this
+            ConfigError: there is no cluster, it does not answer or rejects this process, or this
                 process is connected with another one.
         """
         self._ray = ray
@@ -197,7 +197,7 @@ def _resolved(address: str) -> str | None:
 
     Raises:
         ConnectionError: no cluster runs on this machine.
-        ValueError: it is no address.
+        ValueError: it is not an address.
     """
     if address != "auto":
         _split(address)

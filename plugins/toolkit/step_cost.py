@@ -12,7 +12,7 @@ from hardpoint.plugins import SchedulerOutput, StepCost
 _MEMORY = 50
 """Number of steps of a kind that count; older ones are forgotten."""
 _PACE_MEMORY = 5
-"""The same of the pace, which follows clocks and neighbours."""
+"""The same of the pace, which follows clocks and neighbors."""
 _ERROR_MEMORY = 50
 """The same of the error."""
 _OUTLIER = 2.0

@@ -12,7 +12,7 @@ from hardpoint.plugins.text.tokenizer import Tokenizer
 __all__ = ["UserText"]
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Code points that are no characters and that Unicode keeps for uses such as this."""
+"""Code points that are not characters and that Unicode keeps for uses such as this."""
 
 
 class UserText:

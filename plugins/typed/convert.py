@@ -75,7 +75,7 @@ class _StrictMeta(msgspec.StructMeta):
 # frozen subclass of Struct for an error.
 @dataclass_transform(kw_only_default=True, field_specifiers=(msgspec.field,))
 class Strict(msgspec.Struct, metaclass=_StrictMeta):
-    """A struct that is frozen, keyword-only and refuses unknown fields; so are its subclasses."""
+    """A struct that is frozen, keyword-only and rejects unknown fields; so are its subclasses."""
 
 
 class SuggestingMeta(_StrictMeta):
@@ -196,7 +196,7 @@ def plain_data(
         paths: whether a Path may be in it, which becomes text.
 
     Raises:
-        `error`: something in it is no plain data, contains itself, or cannot be read.
+        `error`: something in it is not plain data, contains itself, or cannot be read.
     """
 
     hook = _path_or_plain if paths else _plain_other
@@ -345,7 +345,7 @@ def _non_data_path(value: Any, path: str, other: Callable[[Any], Any]) -> str:
             msgspec.to_builtins(part, str_keys=False, builtin_types=_KEPT, enc_hook=other)
         except TypeError:
             return _non_data_path(part, join_path(path, step), other)
-        except Exception:  # the part that is no data comes later
+        except Exception:  # the part that is not data comes later
             continue
     return path
 

@@ -1,4 +1,4 @@
-"""Memory of tensors that moves, as that of weights does in a sleep of level 1."""
+"""Memory of tensors that moves, like weights in a sleep of level 1."""
 
 from __future__ import annotations
 

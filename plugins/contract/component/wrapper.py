@@ -52,7 +52,7 @@ class Wrapper(Component, Generic[ComponentT]):
         return type(f"Wrapper[{interface.__name__}]", (cls,), {"__module__": __name__, **members})
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Refuse a class that would not be a wrapper, because its bases are in the wrong order."""
+        """Reject a class that would not be a wrapper, because its bases are in the wrong order."""
         super().__init_subclass__(**more)
         for base in cls.__mro__[1:]:
             # Not issubclass: while a class is made, ABC would ask the caches of its bases.

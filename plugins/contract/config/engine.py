@@ -187,9 +187,9 @@ class ConversationsConfig(Strict):
 
     Attributes:
         lease_seconds: time without a part or a turn after which a conversation ends.
-        max_open: conversations that are open at once; further ones are refused.
+        max_open: conversations that are open at once; further ones are rejected.
         max_tokens: tokens that all open conversations hold, 4 bytes each; further parts are
-            refused. Turns that run may go over it.
+            rejected. Turns that run may go over it.
     """
 
     lease_seconds: PositiveSeconds = 600.0

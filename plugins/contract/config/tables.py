@@ -60,7 +60,7 @@ class PluginsConfig(Strict):
             "step", only its decision in that step, or "engine". A plugin has the scope of its
             kind, or "engine".
         quarantine_after: number of distinct requests that a third-party logits processor may end
-            before requests that use it are refused; 0 is no limit.
+            before requests that use it are rejected; 0 is no limit.
         slow_seconds: time that a plugin's methods may take in one step, for which all requests
             wait; a longer one is counted in `LLM.plugins.health()` and logged. 0 is no limit.
         foreign_groups: entry-point groups of other engines to search for logits processors,
@@ -68,7 +68,7 @@ class PluginsConfig(Strict):
         live: names of the plugins that a live change over HTTP may enable, as a replacement too;
             none by default.
         change_seconds: time that all processes together have to prepare a live change.
-        require_proof: refuse third-party packages without a proof of `hardpoint plugins check
+        require_proof: reject third-party packages without a proof of `hardpoint plugins check
             --attest`, or with other files than it states; "signed" requires a signature, too.
         proof_signers: the issuer of each trusted identity that signs proofs.
     """
@@ -98,7 +98,7 @@ class SchedulerConfig(Strict):
         max_num_batched_tokens: maximum number of tokens in a step.
         chunked_prefill: compute a prompt over several steps where the budget requires it.
         long_prefill_token_threshold: maximum tokens of one prompt in a step; 0 is no limit.
-        max_waiting: maximum number of waiting requests; further ones are refused as "overloaded".
+        max_waiting: maximum number of waiting requests; further ones are rejected as "overloaded".
             None is no limit.
         max_waiting_tokens: maximum tokens of waiting prompts and of uncomputed tokens of running
             requests; a further prompt is rejected as "overloaded" until there is room for it,
@@ -246,13 +246,13 @@ class EngineProcessConfig(Strict):
             as a stopped one, counts as dead; 0 is never. Long steps and loading do not count: any
             Python thread that runs is a sign of life.
         hung_step_seconds: duration of a step after which its engine process counts as dead; 0 is
-            never. Loading and utility calls are no steps.
+            never. Loading and utility calls are not steps.
         log_steps: log each step's requests, token counts and duration.
         long_collection_seconds: duration of a collection of garbage in the engine's process from
             which on it is logged; 0 is never.
         profile_dir: folder for profiles; None disables profiling.
         random_request_ids: give requests random internal ids, so that several live ones may have
-            the same id; otherwise a second live request with an id is refused.
+            the same id; otherwise a second live request with an id is rejected.
         stream_interval: new tokens per output of a streamed request; its first and last output
             do not wait.
         restart: "on_failure" replaces an engine process that died.
@@ -472,7 +472,7 @@ class LoadConfig(Strict):
 
 
 class QuantizationConfig(Strict):
-    """Weights of few bits.
+    """Quantized weights.
 
     Attributes:
         use: "auto" multiplies the weights as the checkpoint stores them; "none" dequantizes them;

@@ -53,7 +53,7 @@ class KVConnectorScheduler(ABC):
         """Check a new request, its `kv_transfer_params` for example.
 
         Raises:
-            RequestError: it is refused, with this message. By default if it has
+            RequestError: it is rejected, with this message. By default if it has
                 `kv_transfer_params`.
         """
         if request.kv_transfer_params is not None:

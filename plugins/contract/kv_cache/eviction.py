@@ -107,7 +107,7 @@ class EvictionPolicy(Component):
     """Chooses the cached content to discard when no empty block is left.
 
     It decides among the candidates: cached blocks that no request uses. If a method raises, or
-    `evict` returns a block that is no candidate, the least recently released one is evicted and
+    `evict` returns a block that is not a candidate, the least recently released one is evicted and
     `LLM.plugins.health()` counts the fault.
     """
 
@@ -130,7 +130,7 @@ class EvictionPolicy(Component):
     @notifies
     @abstractmethod
     def dropped(self, block_ids: Sequence[int]) -> None:
-        """Remove candidates with discarded content; these are no hits.
+        """Remove candidates with discarded content; these are not hits.
 
         The cache is reset, their content is wrong, or they are evicted in this policy's place. A
         policy that treats this as `taken` sets `dropped = taken`. Values of `context.blocks` and

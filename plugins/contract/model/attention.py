@@ -147,11 +147,11 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     devices: ClassVar[tuple[str, ...]]
     """Device types that it runs on."""
     softcaps: ClassVar[bool] = False
-    """Whether `attend` computes `KVSpec.softcap`; otherwise models that have it are refused."""
+    """Whether `attend` computes `KVSpec.softcap`; otherwise models that have it are rejected."""
     has_sinks: ClassVar[bool] = False
-    """Whether `attend` computes `KVSpec.sinks`; otherwise models that have them are refused."""
+    """Whether `attend` computes `KVSpec.sinks`; otherwise models that have them are rejected."""
     sees_ahead: ClassVar[bool] = False
-    """Whether it computes `AttentionStep.sees`; otherwise models that need it are refused."""
+    """Whether it computes `AttentionStep.sees`; otherwise models that need it are rejected."""
     rotates: ClassVar[bool] = False
     """Whether it has `rotate_and_attend`; otherwise `Ops.rotate` runs before `attend`.
 
@@ -160,7 +160,7 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     pads: ClassVar[bool] = False
     """Whether it is `replayable` in steps of the sizes of `Ops.record_sizes`, and not in others."""
     cache_dtypes: ClassVar[tuple[str, ...]] = ("auto",)
-    """Values of `kv_cache.dtype` that it has; others are refused.
+    """Values of `kv_cache.dtype` that it has; others are rejected.
 
     "auto" stores the context's dtype. "int8" and "fp8" (float8 e4m3fn) store a code of 8 bits for
     each element and a float32 scale for each token, key head and side, keys or values. With the

@@ -137,7 +137,7 @@ class LayerHooks:
     """Changes by step parts in the layers of a model, set while a step that they change runs.
 
     `Embedding.changed` and `Linear` of `hardpoint.toolkit.layers` call the first two, the model the
-    third. A model that does not call one is refused together with a part that needs it.
+    third. A model that does not call one is rejected together with a part that needs it.
 
     Attributes:
         embedded: called with the embedded tokens [tokens, hidden_size], where they enter the first

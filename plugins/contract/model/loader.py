@@ -92,7 +92,7 @@ class WeightLoader(Component):
     ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
         """Yield every weight once, as (name, CPU tensor).
 
-        A matrix that the files store with few bits is a `QuantizedWeight`, under the name of the
+        A matrix that the files store quantized is a `QuantizedWeight`, under the name of the
         matrix; the scheme that it names reads it.
 
         Args:

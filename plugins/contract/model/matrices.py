@@ -1,4 +1,4 @@
-"""Matrices of few bits, which models load in the place of tensors: cut, joined and dequantised."""
+"""Quantized matrices, which models load instead of tensors: cut, joined and dequantized."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AT_ONCE = 1 << 16
 
 
 class QuantizedMatrix(ABC):
-    """A matrix W [rows, columns] of few bits, which models load in the place of a tensor."""
+    """A quantized matrix W [rows, columns], which models load instead of a tensor."""
 
     @property
     @abstractmethod
@@ -55,7 +55,7 @@ class QuantizedMatrix(ABC):
         """Return parts of this matrix, which it is one of, one after the other in a dimension.
 
         Called for matrices in which a checkpoint has several stacked, q, k and v for example, of
-        which a rank needs a part each. By default the parts are dequantised.
+        which a rank needs a part each. By default the parts are dequantized.
         """
         return DenseMatrix(join([part.dequantize() for part in parts], dim))
 
@@ -114,7 +114,7 @@ class AffineCodes(QuantizedMatrix):
     values: torch.Tensor | None = None
 
     def __init_subclass__(cls) -> None:
-        """Refuse a class with a `linear` of its own, which nothing would call.
+        """Reject a class with a `linear` of its own, which nothing would call.
 
         Raises:
             TypeError: it has one.
@@ -357,7 +357,7 @@ def _each_group(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedWeight:
-    """A matrix as a checkpoint stores it; a loader yields it in the place of a tensor.
+    """A matrix as a checkpoint stores it; a loader yields it instead of a tensor.
 
     Attributes:
         scheme: name of the `quantizations` component that reads it, "q4_k" for example.

@@ -144,7 +144,7 @@ class Model(Component):
     """One architecture. Its entry-point name is the name in a checkpoint's `architectures`."""
 
     parallelism: ClassVar[tuple[str, ...]] = ()
-    """Which of "tensor", "pipeline" and "expert" of `parallel` it honours; others are refused."""
+    """Which of "tensor", "pipeline" and "expert" of `parallel` it honors; others are rejected."""
     generates: ClassVar[bool] = True
     """Whether it has logits of the next token; if not, step parts alone have tasks for it."""
     pooler: ClassVar[str] = "last"
@@ -167,7 +167,7 @@ class Model(Component):
         """Return the name of the `models` plugin that computes an architecture; None if none does.
 
         Asked of the plugin in `models.use`, and of that in `models.fallback` about architectures
-        that are no name of a plugin. By default None.
+        that are not the name of a plugin. By default None.
         """
         return None
 
@@ -193,7 +193,8 @@ class Model(Component):
     def routed_experts(self) -> tuple[int, int] | None:
         """Layers of the whole model, and experts that a token has in each.
 
-        None, the default: it is no mixture of experts, or does not report which experts it chose.
+        None, the default: it is not a mixture of experts, or does not report which experts it
+        chose.
         """
         return None
 
@@ -247,7 +248,7 @@ class Model(Component):
 
     @returns(NAMES)
     def quantizable(self) -> Iterable[str]:
-        """Return the names in `weight_shapes` of matrices that may have few bits.
+        """Return the names in `weight_shapes` of quantizable matrices.
 
         Quantized weights are passed to `load_quantized`; the others, and by default all, to
         `load_weights` as tensors.
@@ -255,7 +256,7 @@ class Model(Component):
         return ()
 
     def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
-        """Load a matrix of `quantizable`, cut as in `weight_cuts`, in the place of its tensor.
+        """Load a matrix of `quantizable`, cut as in `weight_cuts`, instead of its tensor.
 
         Called while `load_weights` asks for more weights.
         """
@@ -292,7 +293,7 @@ class Model(Component):
         """Return the tensors of each layer of this stage that keeps a state; by default none.
 
         A state replaces the keys and values of all tokens before: `forward` calls `batch.recur`
-        for such a layer. Speculation and KV connectors are refused for a model that has one.
+        for such a layer. Speculation and KV connectors are rejected for a model that has one.
         """
         return []
 

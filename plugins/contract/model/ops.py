@@ -204,7 +204,7 @@ class Ops(Component, LogitsOps):
         """Return W, some matrices stacked by rows, in the layout that `linear` takes.
 
         It stays as small as its codes where this object has a kernel for them (`code_bits`). By
-        default it is dequantised, rounded to the context's dtype, and packed.
+        default it is dequantized, rounded to the context's dtype, and packed.
 
         Args:
             parts: on the CPU; they have as many columns, and may differ in everything else.
@@ -351,7 +351,7 @@ class Ops(Component, LogitsOps):
         that each matrix is read once. Called once per layer.
 
         `biases` and `clamped` are passed to models that have them alone; an `experts` of a class
-        that does not take them is refused together with these.
+        that does not take them is rejected together with these.
 
         The function's arguments are x [rows, hidden]; int64 [rows, k], the experts of each row, all
         different, where a number that is not in 0..experts - 1 stands for none; and their weights,

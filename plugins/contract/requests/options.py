@@ -29,7 +29,7 @@ class RequestOptions(TypedDict, total=False):
         trace_headers: headers of the trace that the request belongs to, such as {"traceparent":
             "00-..."}; sinks get them with the finished request.
         truncate_prompt_tokens: number of last prompt tokens to keep; -1 leaves
-            room for `max_tokens`; None, the default, refuses a prompt that is too long.
+            room for `max_tokens`; None, the default, rejects a prompt that is too long.
         lora_request: the adapter that changes the model for this request; an adapter that is not
             loaded yet is loaded from its `path`. None, the default, is the model itself.
         session: name of the conversation that the request belongs to, for `retain_seconds`.

@@ -81,7 +81,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
         events: since the last output; only with statistics.
         num_cached_tokens: in the first output, prompt tokens that were not computed.
         kv_transfer_params: in the last output, from the KV connector.
-        error_kind: name of the error's class, if the engine refused the request with `error`, or
+        error_kind: name of the error's class, if the engine rejected the request with `error`, or
             died.
         pooling_output: result of a pooling request.
         num_nans_in_logits: NaN logits that the executor counted, which no built-in one does.
@@ -134,7 +134,7 @@ class EngineCoreOutputs(msgspec.Struct, omit_defaults=True, kw_only=True, tag=Tr
     Attributes:
         timestamp: seconds on the engine's clock; 0.0 becomes now on construction.
         finished_requests: ids that ended since the last step; unless `report_finished` is set, only
-            requests that the engine aborted or refused. None stands for an empty set.
+            requests that the engine aborted or rejected. None stands for an empty set.
         engine_index: index of the engine that sends them.
         scheduler_stats: state of its scheduler; None unless statistics are collected.
         load: its load, if it has changed; None unless clients divide requests among engines.
@@ -198,7 +198,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
 
     Attributes:
         index: among the `n` completions.
-        text: detokenised output; empty with `detokenize=False`.
+        text: detokenized output; empty with `detokenize=False`.
         token_ids: output tokens; the stop token, if any, is the last.
         reasoning: part of the text that an output parser finds to be reasoning; None without any.
         content: part of the text that is the answer; None without any, or without an output parser.
@@ -213,7 +213,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
         stop_reason: the stop string or stop token id that ended it; of a plugin that ended it, a
             mapping with its name as "plugin" and its "reason".
         error: with "error", the reason, and the responsible plugin or model.
-        error_kind: with "error", the name of the error's class, if the engine refused the request
+        error_kind: with "error", the name of the error's class, if the engine rejected the request
             or died.
         metrics: in the last output; None unless `stats.request_metrics` is on.
         routed_experts: in the last output, if `SamplingParams.routed_experts` asks for them: the
@@ -303,7 +303,7 @@ class PoolingRequestOutput(msgspec.Struct, kw_only=True):
         finished: whether it has ended.
         finish_reason: as of a CompletionOutput.
         error: with "error", the reason, and the responsible plugin or model.
-        error_kind: with "error", the name of the error's class, if the engine refused the request
+        error_kind: with "error", the name of the error's class, if the engine rejected the request
             or died.
     """
 

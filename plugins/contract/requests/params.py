@@ -193,7 +193,7 @@ class SamplingParams(Strict, metaclass=SuggestingMeta, omit_defaults=True):
         structured = self.structured
         if structured is not None:  # which may hold a type
             structured = StructuredOutputs.checked(structured)
-        plain = msgspec.structs.replace(  # functions are no data
+        plain = msgspec.structs.replace(  # functions are not data
             self, logits_processors=[], structured=structured
         )
         params = convert(plain, SamplingParams, path="", error=RequestError)
@@ -247,7 +247,7 @@ def _callables(value: Any) -> list[Any]:
     """Return `logits_processors` as a new list.
 
     Raises:
-        RequestError: it is no list, or an item is no callable.
+        RequestError: it is not a list, or an item is not a callable.
     """
     if not isinstance(value, list):
         raise RequestError(f"logits_processors: expected a list, got {type(value).__name__}")
@@ -327,7 +327,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
             only `output_kind` is used.
         second_type_start: position, in a pair of texts, of the first token of type 1; the length of
             the prompt, if no token has that type. None: the prompt is not a pair.
-        prompt_embeds: array [positions, hidden] of the positions that are no token ids, in their
+        prompt_embeds: array [positions, hidden] of the positions that are not token ids, in their
             order, as float32, float16, or uint16 with the bits of bfloat16; None if all are.
         prompt_is_token_ids: for a mixed prompt, whether each position is a token id; None if all or
             none are.

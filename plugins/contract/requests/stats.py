@@ -272,7 +272,7 @@ class Health(msgspec.Struct, frozen=True):
     Attributes:
         faults: by plugin name, how many distinct requests it ended.
         quarantined: by plugin name, its first fault, or that it ran when the engine died; requests
-            that use it are refused, and a built-in default takes the place of a policy.
+            that use it are rejected, and a built-in default takes the place of a policy.
         fallbacks: by plugin name, the decisions that the built-in default took instead, and the
             failed calls that had no effect.
         slow: by plugin name, the steps for which it took longer than `plugins.slow_seconds`.

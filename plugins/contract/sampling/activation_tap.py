@@ -154,7 +154,7 @@ class ActivationTap(ComponentWithArguments):
     def sites(cls, arguments: Any) -> Sequence[TapSite]:
         """Return where the tap is called for a request.
 
-        Called in several processes. A layer that the model does not have refuses the request.
+        Called in several processes. A layer that the model does not have rejects the request.
 
         Args:
             arguments: an instance of `Arguments`, or of `Prepared`.

@@ -80,12 +80,12 @@ class LogitsPlugin(RequestStates, ComponentWithArguments):
         before, after: names of processors of the same phase that it must precede or follow.
         params_fields: fields of SamplingParams that it honors; fields that `Arguments` has too
             become arguments. For the built-ins and their replacements: of two processors that name
-            one field, the second is refused.
+            one field, the second is rejected.
         reads: its inputs. Only the conformance kit reads it so far: this engine waits for
             token ids in every step. An engine that plans steps ahead will wait only where an active
             processor needs them.
         supports_drafts: whether rows may stand for draft tokens; without it, speculation is
-            refused, naming the processor.
+            rejected, naming the processor.
 
     State. `apply` and `edits` never change it: they may be called twice for a step, or for rows
     that stand for draft tokens. Host state that depends on tokens alone is built by `start` and

@@ -38,7 +38,7 @@ class RequestStates:
             or bytes.
         max_state_bytes: its greatest size as msgpack; a larger one is a fault of its request.
         supports_resume: whether another engine may go on with a request that uses it; without it,
-            that is refused, naming the plugin.
+            that is rejected, naming the plugin.
     """
 
     max_state_bytes: ClassVar[int] = 0

@@ -132,10 +132,10 @@ class SchedulerLimits:
         max_model_len: maximum length of prompt plus output.
         chunked_prefill: whether a prompt may be computed over several steps.
         long_prefill_token_threshold: maximum tokens of one request in a step; 0 is no limit.
-        max_waiting: maximum number of waiting requests; further ones are refused, except requests
+        max_waiting: maximum number of waiting requests; further ones are rejected, except requests
             that another engine has admitted (`is_admitted`). None is no limit.
         max_waiting_tokens: maximum tokens of prompts that are not computed yet; a further prompt is
-            refused with QueueFullError, unless none waits or `is_admitted`. None is no limit.
+            rejected with QueueFullError, unless none waits or `is_admitted`. None is no limit.
         num_draft_tokens: maximum drafts of a request in a step.
         num_lookahead_tokens: further tokens that get blocks too. 0 from the engine:
             it is for drafting heads that write keys ahead, which no built-in is; the conformance
@@ -228,7 +228,7 @@ class Scheduler(Component):
 
     context: SchedulerContext
     limits_waiting_tokens: ClassVar[bool] = False
-    """Whether it obeys `limits.max_waiting_tokens`; others refuse to start with that limit."""
+    """Whether it obeys `limits.max_waiting_tokens`; others reject the start with that limit."""
 
     def __init__(self, context: SchedulerContext) -> None:
         """Create a scheduler without requests.
@@ -295,7 +295,7 @@ class Scheduler(Component):
     def has_requests(self) -> bool:
         """Return whether a step has work: live requests, or finished ones to report to workers.
 
-        Requests held by a pause are no work until their deadline passes. During a pause, transfers
+        Requests held by a pause are not work until their deadline passes. During a pause, transfers
         of a connector are work, since they use memory.
         """
 

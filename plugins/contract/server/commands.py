@@ -74,7 +74,7 @@ class ComponentDetails:
         argument_fields: declared arguments of a request; None where the kind has none.
         options_schema: JSON Schema of the options.
         arguments_schema: JSON Schema of the arguments.
-        problem: why loading refuses it, if it is not enabled; empty if it passes every check.
+        problem: why loading rejects it, if it is not enabled; empty if it passes every check.
         input_fields: declared input of an IO processor; None where the kind has none.
         input_schema: JSON Schema of the input.
         others: the other components of its kind that have its name.
@@ -107,7 +107,7 @@ class WeightGroup:
     """Weights that the files store in one way and that are held in one way.
 
     Attributes:
-        stored: name of a quantisation scheme or dtype; None if the files do not state it.
+        stored: name of a quantization scheme or dtype; None if the files do not state it.
         held: the same, in memory.
         count: number of weights.
         num_params: number of parameters of all of them.
@@ -254,7 +254,7 @@ class TraceControl(Protocol):
         """Complete a prompt; return how each token of its completions was chosen.
 
         Raises:
-            RequestError: it is refused.
+            RequestError: it is rejected.
         """
 
 
@@ -304,7 +304,7 @@ class Generator(Protocol):
         """Return a vector for each prompt.
 
         Raises:
-            RequestError: one is refused, or the model has no vectors; the message has its index.
+            RequestError: one is rejected, or the model has no vectors; the message has its index.
         """
 
     def close(self) -> None:

@@ -122,7 +122,7 @@ class Middleware:
     """An ASGI middleware around all routes of the users' address; it runs after authentication.
 
     `scope["state"]["client"]` is the Client. It answers a request, or calls the application inside
-    once. To refuse a request it raises starlette's HTTPException or a RequestError; any other
+    once. To reject a request it raises starlette's HTTPException or a RequestError; any other
     error, two answers or none end that request alone with 500, which names the plugin. So does a
     pause of more than `server.extension_seconds` outside of the application inside. The server's
     own `/health` and `/ready` pass no middleware, so that no plugin fails a probe. A WebSocket is a
@@ -170,7 +170,7 @@ class Transform:
 class Authenticator:
     """Finds out who makes a call. With at least one, every closed route needs a client.
 
-    An error that one raises refuses that request: starlette's HTTPException with its status, any
+    An error that one raises rejects that request: starlette's HTTPException with its status, any
     other with 500, which names the plugin.
 
     Attributes:
@@ -200,7 +200,7 @@ class ResponseStore:
         get: takes owner and id; returns the content, or None if there is none, or none any more.
         delete: takes owner and id; returns whether there was a content.
         is_shared: whether all processes of a server, also after a restart, have the same
-            contents. A server with several workers refuses another one.
+            contents. A server with several workers rejects another one.
         retain_seconds: how long the keys and values of a stored response are to stay in the prefix
             cache, where the request has no `retain_seconds`; None is as for other requests.
     """

@@ -304,7 +304,7 @@ class ServerContext(Protocol):
 
         Args:
             request: request of the route.
-            type_: type of the body; derived from `hardpoint.typed.Strict` it refuses unknown
+            type_: type of the body; derived from `hardpoint.typed.Strict` it rejects unknown
                 fields.
 
         Raises:
@@ -383,7 +383,7 @@ class ServerContext(Protocol):
 
         Args:
             generates: whether it counts as a request that is being answered, like requests of the
-                server's own routes do: `server.limits.requests` bounds it, and it is refused while
+                server's own routes do: `server.limits.requests` bounds it, and it is rejected while
                 the engine is paused or the server ends.
 
         Raises:

@@ -145,5 +145,5 @@ class PromptControl(Protocol):
         """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids.
 
         Raises:
-            RequestError: the model has no chat template, or it refuses the messages.
+            RequestError: the model has no chat template, or it rejects the messages.
         """

@@ -75,11 +75,11 @@ class HookSpecs:
         """[frontend] A request was checked and is about to enter the engine.
 
         Called for each of the `n` completions. May change the fields: they are checked again, and
-        an invalid value refuses the request, naming the plugin and the field.
+        an invalid value rejects the request, naming the plugin and the field.
         `external_req_id` (the user's id), `request_id` (the internal one), `child_index` and
         `client_index` must not change. `plugin_args` holds the arguments for each component, as its
         `prepare` returned them; arguments of parameters that change in `params` are prepared again.
-        Raising a ValueError refuses the request with that message; any other error also refuses
+        Raising a ValueError rejects the request with that message; any other error also rejects
         it, and names the plugin.
         """
 

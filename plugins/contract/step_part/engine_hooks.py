@@ -79,7 +79,7 @@ class RequestFilter(Protocol):
         """Check a new request; its features alone have their data here, see `MultiModalFeature`.
 
         Raises:
-            RequestError: it is refused.
+            RequestError: it is rejected.
         """
         return None
 

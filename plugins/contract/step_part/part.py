@@ -87,7 +87,7 @@ class GivenPrompt:
     """A prompt, whatever form it was given in.
 
     Attributes:
-        token_ids: one per position; checked later. None if `text` is to be tokenised.
+        token_ids: one per position; checked later. None if `text` is to be tokenized.
         text: text of the prompt, if it is known.
         cache_salt: used if the request has none.
         arrival_time: seconds on the frontend's clock, used if the request has none.
@@ -202,7 +202,7 @@ class FrontendHalf:
             reader: reads texts, and the prompt without the part's own keys.
 
         Raises:
-            RequestError: it is refused; names the key, its value and the expected one.
+            RequestError: it is rejected; names the key, its value and the expected one.
         """
         raise RequestError(f"prompt: the part reads none, got the keys {sorted(prompt)}")
 
@@ -220,7 +220,7 @@ class FrontendHalf:
             items: each with its place, which names it in messages; unchecked.
 
         Raises:
-            RequestError: one is refused; names its place, its value and the expected one.
+            RequestError: one is rejected; names its place, its value and the expected one.
         """
         raise NotImplementedError(f"{type(self).__name__} has no read_media")
 
@@ -240,7 +240,7 @@ class FrontendHalf:
             calls: its tools; None without any.
 
         Raises:
-            RequestError: the request is refused.
+            RequestError: the request is rejected.
         """
         return None
 
@@ -248,7 +248,7 @@ class FrontendHalf:
         """Complete a new request that has tools; called before `prepare`.
 
         Raises:
-            RequestError: it is refused.
+            RequestError: it is rejected.
         """
 
     def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:
@@ -261,7 +261,7 @@ class FrontendHalf:
             reasoning: marks where the answer begins; None if the request's output has no reasoning.
 
         Raises:
-            RequestError: it is refused; names the field, its value and the expected one.
+            RequestError: it is rejected; names the field, its value and the expected one.
         """
 
     def reads_answer(self, request: EngineCoreRequest) -> bool:  # noqa: ARG002
@@ -325,8 +325,8 @@ class StepPart(ComponentWithArguments):
     def request_fields(cls, config: EngineConfig) -> Collection[str]:  # noqa: ARG003
         """Return the optional fields of `EngineCoreRequest` that the part makes use of.
 
-        Of `REQUEST_FIELDS`. A request that sets one of these is refused unless an enabled part uses
-        it, which checks the value.
+        Of `REQUEST_FIELDS`. A request that sets one of these is rejected unless an enabled part
+        uses it, which checks the value.
         """
         return ()
 

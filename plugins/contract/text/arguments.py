@@ -75,7 +75,7 @@ class ComponentWithArguments(Component):
             `Prepared`.
 
         Raises:
-            ValueError: refuses the request; the user gets the message after the path of the
+            ValueError: rejects the request; the user gets the message after the path of the
                 arguments. A RequestError is passed on unchanged.
         """
         return arguments

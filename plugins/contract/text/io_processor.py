@@ -121,7 +121,7 @@ class IOProcessor(Component):
         """Return the prompts of a request, each with its parameters; there may be none.
 
         A prompt is text, token ids or a mapping, as `LLM.generate` takes it. A prompt that the
-        engine refuses ends the call with its error.
+        engine rejects ends the call with its error.
 
         Args:
             request: result of `parse_request`.

@@ -141,7 +141,7 @@ class OutputState(Protocol):
 
         Args:
             token_id: id of the token.
-            text: text of the token, as far as outputs show it. A token that is no marker is text
+            text: text of the token, as far as outputs show it. A token that is not a marker is text
                 as any other.
         """
 
@@ -317,7 +317,7 @@ class OutputParser(ComponentWithArguments):
 
 
 def join_events(events: Sequence[OutputEvent]) -> list[OutputEvent]:
-    """Return events with neighbouring texts of the same kind joined, and empty ones left out."""
+    """Return events with neighboring texts of the same kind joined, and empty ones left out."""
     joined: list[OutputEvent] = []
     for event in events:
         if isinstance(event, ReasoningText | ContentText | ToolCallArguments):
@@ -439,7 +439,7 @@ class OutputFormat:
         """The tokens that enclose reasoning; None if outputs have no reasoning.
 
         Raises:
-            RequestError: they cannot be found; the request is refused.
+            RequestError: they cannot be found; the request is rejected.
         """
         return None
 

@@ -200,7 +200,8 @@ class Tokenizer(Component):
         the tokenizer itself, such as a space at the beginning.
 
         Raises:
-            NotImplementedError: the tokenizer does not know it; requests with grammars are refused.
+            NotImplementedError: the tokenizer does not know it; requests with grammars are
+                rejected.
         """
         raise NotImplementedError(f"the tokenizer {self.name!r} has no vocabulary()")
 
@@ -244,7 +245,7 @@ class Tokenizer(Component):
 
         Raises:
             RequestError: a text cannot be encoded.
-            NotImplementedError: the tokenizer takes no pairs, which are refused then.
+            NotImplementedError: the tokenizer takes no pairs, which are rejected then.
         """
         raise NotImplementedError(f"the tokenizer {self.name!r} has no encode_pair()")
 
@@ -292,5 +293,5 @@ class Tokenizer(Component):
             variables: further variables of the template, such as `enable_thinking`.
 
         Raises:
-            RequestError: the model has no chat template, or the template refuses the messages.
+            RequestError: the model has no chat template, or the template rejects the messages.
         """

@@ -175,7 +175,7 @@ class KVStoreSuite(ComponentSuite):
 
     @checks(CONTENT)
     def test_keys(self) -> None:
-        """Keys are any 32 bytes, and all of them count: some are no text, and some differ in their
+        """Keys are any 32 bytes, and all of them count: some are not text, and some differ in their
         last bytes, or by case, only.
         """
         keys = unusual_keys()

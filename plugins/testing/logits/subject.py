@@ -325,7 +325,7 @@ class Subject:
         outputs: list[int],
         tokenizer: Tokenizer | None,
     ) -> RequestCase:
-        """Return `case`, with the arguments' ids in the place of negative numbers.
+        """Return `case`, with the arguments' ids instead of negative numbers.
 
         It is made again if `prepare` returned other ids than the arguments have, such as ids of a
         text.

@@ -30,7 +30,7 @@ def views_of(backend: AttentionBackend, cache: Any) -> list[torch.Tensor]:
 
     Raises:
         NotImplementedError: the backend has none.
-        Violation: they are no tensors.
+        Violation: they are not tensors.
     """
     views = backend.block_views(cache)
     is_sequence = isinstance(views, Sequence) and not isinstance(views, torch.Tensor)

@@ -113,7 +113,7 @@ class WeightLoaderSuite(TimedSuite):
     Attributes:
         loader: the class under test.
         recognised: False for a loader that is chosen by its name only.
-        tolerance: maximum difference of weights, above 0 for quantised formats; None compares no
+        tolerance: maximum difference of weights, above 0 for quantized formats; None compares no
             values.
     """
 
@@ -518,7 +518,7 @@ class WeightLoaderSuite(TimedSuite):
         cut: Cut | None,
         shape: tuple[int, ...] | None,
     ) -> torch.Tensor:
-        """Return the numbers of a weight of few bits, or the part of them that was asked for.
+        """Return the numbers of a quantized weight, or the part of them that was asked for.
 
         Raises:
             ModelError: its scheme refuses it, or it has another shape than was asked for.
@@ -543,7 +543,7 @@ class WeightLoaderSuite(TimedSuite):
         return part
 
     def scheme(self, name: str, config: Mapping[str, Any]) -> Quantization:
-        """Return the scheme that reads weights of few bits; by default the installed one.
+        """Return the scheme that reads quantized weights; by default the installed one.
 
         Args:
             name: the scheme of a `QuantizedWeight`.

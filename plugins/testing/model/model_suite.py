@@ -151,7 +151,7 @@ class ModelSuite(GeneralComponentSuite):
         it names no matrix.
         """
         if not self._make().quantizable():
-            pytest.skip("the model has no matrices that may have few bits")
+            pytest.skip("the model has no quantizable matrices")
         self._run_checks(QUANTIZED.text, self._check_quantized)
 
     @checks(rules.SPECS)
@@ -371,7 +371,7 @@ class ModelSuite(GeneralComponentSuite):
         """Load the weights, in the order of the mapping; raise a Violation if that fails.
 
         Args:
-            matrices: matrices of few bits, in the place of the weights of that name.
+            matrices: quantized matrices, instead of the weights of that name.
         """
         taken = []
 

@@ -21,7 +21,7 @@ DETERMINISTIC = Rule(
     "compute codes and scales from the weight alone",
 )
 ERROR = Rule(
-    "error: dequantised, a matrix is close to the weight that it was made of",
+    "error: dequantized, a matrix is close to the weight that it was made of",
     "quantize to the nearest value; set max_error to the precision of the scheme",
 )
 CODES = Rule(

@@ -1,4 +1,4 @@
-"""The conformance suite for quantisation schemes; the built-in ones pass it too."""
+"""The conformance suite for quantization schemes; the built-in ones pass it too."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class QuantizationSuite(GeneralComponentSuite):
         if self.max_error is None and not self.samples():
             raise Violation(
                 f"{type(self).__name__} has neither max_error nor samples",
-                "set max_error if the scheme quantises; return samples if it reads",
+                "set max_error if the scheme quantizes; return samples if it reads",
             )
 
     def test_quantize(self) -> None:
@@ -202,7 +202,7 @@ class QuantizationSuite(GeneralComponentSuite):
     ) -> None:
         samples = self.samples()
         if not samples:
-            pytest.skip("there are no samples: the scheme only quantises")
+            pytest.skip("there are no samples: the scheme only quantizes")
 
         def run(sample: QuantizedSample) -> None:
             check(self._make(), sample)
@@ -360,7 +360,7 @@ class QuantizationSuite(GeneralComponentSuite):
             part = self._quantized(weight[cut].clone(), scheme).dequantize()
             if not torch.equal(part, numbers[cut]):
                 raise PART_OF_WEIGHT.violation(
-                    f"of a weight {list(weight.shape)}, {part_name}, quantised alone, differ by "
+                    f"of a weight {list(weight.shape)}, {part_name}, quantized alone, differ by "
                     f"{float((part - numbers[cut]).abs().max()):.3g} from the same part of the "
                     "whole"
                 )

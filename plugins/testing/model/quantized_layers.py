@@ -1,4 +1,4 @@
-"""A model of one matrix in each kind of layer, loaded as a worker loads weights of few bits."""
+"""A model of one matrix in each kind of layer, loaded as a worker loads quantized weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrices of few bits for models, and the rule for loading them."""
+"""Quantized matrices for models, and the rule for loading them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hardpoint.testing.suite import Rule, short_repr
 
 QUANTIZED = Rule(
     "quantized: with quantized matrices, a model computes the same as with their dequantized ones",
-    "let quantizable name matrices of weight_shapes, and load_quantized load each in the place of "
+    "let quantizable name matrices of weight_shapes, and load_quantized load each instead of "
     "its tensor; layers of hardpoint.toolkit.layers do both",
 )
 
@@ -66,10 +66,10 @@ class OwnMatrix(QuantizedMatrix):
 
 
 def quantizable_names(model: Model) -> list[str]:
-    """Return the names of matrices that may have few bits.
+    """Return the names of quantizable matrices.
 
     Raises:
-        Violation: one is no matrix of the model.
+        Violation: one is not a matrix of the model.
     """
     names = list(model.quantizable())
     shapes = model.weight_shapes()

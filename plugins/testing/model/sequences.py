@@ -29,7 +29,7 @@ def softmax_attention(
     spec: KVSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """Return softmax(scale * q . k) . v of one query, capped, with sinks; see `QueryAttention`."""
-    # Query heads that share a key head are neighbours.
+    # Query heads that share a key head are neighbors.
     grouped = query.view(spec.num_kv_heads, -1, spec.head_size)
     scores = grouped @ keys.permute(1, 2, 0) * spec.scale
     if spec.softcap is not None:

@@ -128,7 +128,7 @@ class OpsSuite(GeneralComponentSuite):
 
     @checks(rules.VALUES, cases=_codes)
     def test_embedding(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """Rows of matrices of few bits, if they can be read."""
+        """Rows of quantized matrices, if they can be read."""
         generator = torch.Generator().manual_seed(size)
         for form in FORMS:
             matrix = form.draw(23, size, generator)

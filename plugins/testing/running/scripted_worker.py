@@ -76,7 +76,7 @@ class RecordedCall(msgspec.Struct, frozen=True):
     """A call that a worker got.
 
     Attributes:
-        method: name of a method of `Worker`; "open" is its construction, "defect" is no call:
+        method: name of a method of `Worker`; "open" is its construction, "defect" is not a call:
             `detail` describes the defect.
         detail: the step of a plan, or the arguments.
         process: the process that it runs in.

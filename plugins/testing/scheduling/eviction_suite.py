@@ -61,7 +61,7 @@ class EvictionPolicySuite(GeneralComponentSuite):
 
     def test_candidates(self) -> None:
         """`evict` returns the requested number of distinct candidates, and drops them; taken and
-        dropped blocks are no candidates.
+        dropped blocks are not candidates.
         """
         self._search(
             EVICTION.text,

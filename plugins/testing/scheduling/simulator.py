@@ -1,7 +1,7 @@
 """A simulator for schedulers: it plays engine, executor and workers, on a scripted clock.
 
 A request's tokens are a pure function of its token history, so the expected tokens are always
-known. Every slot of the KV cache is modelled, so a token that is computed on the keys and values
+known. Every slot of the KV cache is modeled, so a token that is computed on the keys and values
 of another history is noticed.
 """
 

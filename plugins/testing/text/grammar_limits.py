@@ -95,7 +95,7 @@ def _times(sample: GrammarSample, root: GrammarState, tokens: SampleTokens) -> I
     """Yield the seconds of each mask in valid texts."""
     for text in sample.texts[:4]:
         text = tokens.text(text, special=sample.has_special)
-        path, *_ = tokens.tokenisations(text)
+        path, *_ = tokens.tokenizations(text)
         state = root.fork()
         for token in [*path[:20], None]:
             started = own_seconds()

@@ -66,7 +66,7 @@ class GrammarSession:
     def paths(self, sample: GrammarSample, count: int = 3) -> Iterator[list[int]]:
         """Yield valid texts as tokens, in different ways."""
         for text in self.texts(sample, sample.texts[:6]):
-            yield from self.tokens.tokenisations(text, count)
+            yield from self.tokens.tokenizations(text, count)
 
     def positions(
         self, sample: GrammarSample, root: GrammarState
@@ -118,7 +118,7 @@ class GrammarSession:
         """Return the tokens of a mask without the token that ends the text, if the text may end.
 
         Raises:
-            Violation: an id that is no text is allowed.
+            Violation: an id that is not text is allowed.
         """
         ids = set(mask.ids)
         if mask.may_end:

@@ -206,10 +206,10 @@ class GrammarSuite(GeneralComponentSuite):
         """
         session = self._session
         for text in session.texts(sample, sample.texts):
-            for path in session.tokens.tokenisations(text):
+            for path in session.tokens.tokenizations(text):
                 self._check_valid(sample, path, root.fork())
         for text in session.texts(sample, sample.invalid):
-            for path in session.tokens.tokenisations(text):
+            for path in session.tokens.tokenizations(text):
                 if session.is_whole(path, root.fork()):
                     raise rules.TEXTS.violation(
                         f"{session.where(sample, path)}, the text may end; it is invalid"
@@ -425,10 +425,10 @@ class GrammarSuite(GeneralComponentSuite):
                     f"{described(strict)} with lenient=True: compile raised ValueError: {still}",
                     "leave keywords that are not enforced out of the grammar of such a request",
                 ) from None
-        for path in session.tokens.tokenisations(valid):
+        for path in session.tokens.tokenizations(valid):
             if not session.is_whole(path, root.fork()):
                 raise rules.KEYWORD.violation(f"{described(strict)}: it does not allow {valid}")
-        for path in session.tokens.tokenisations(invalid):
+        for path in session.tokens.tokenizations(invalid):
             if refused is None and session.is_whole(path, root.fork()):
                 raise rules.KEYWORD.violation(f"{described(strict)}: it allows {invalid}")
 

@@ -153,7 +153,7 @@ class SampleTokens:
         for size in range(1, min(self._longest, len(rest)) + 1):
             yield from self.ids(rest[:size])
 
-    def tokenisations(self, text: str, count: int = 4) -> list[list[int]]:
+    def tokenizations(self, text: str, count: int = 4) -> list[list[int]]:
         """Return a text cut into tokens in different ways: by bytes, greedily, and at random.
 
         Ways that the vocabulary does not have are left out.

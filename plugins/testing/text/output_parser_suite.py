@@ -208,7 +208,7 @@ class OutputParserSuite(GeneralComponentSuite, LiveComponentSuite):
 
     @checks(rules.TOKENS, cases=_samples)
     def test_tokens(self, sample: OutputSample) -> None:
-        """The text of a special token is no marker: any other text in its place does the same."""
+        """The text of a special token is not a marker; other text instead has the same effect."""
         if not self._subject.token_ids:
             pytest.skip("token_ids is empty: it takes no special token as an id")
         taken = [p for p in self._pieces(sample.text) if isinstance(p, int)]

@@ -57,7 +57,7 @@ class TimedSuite(GeneralComponentSuite):
     def _check_speed(self) -> None:
         budget = self.budget_us_per_call
         with self._in_use() as (component, use):
-            for number in range(3):  # what the first uses load is no part of a use
+            for number in range(3):  # what the first uses load is not part of a use
                 use(number)
 
             def measure() -> float:

@@ -38,7 +38,7 @@ class HubName(NamedTuple):
 
 
 def hub_name(text: str) -> HubName | None:
-    """Return the name in a text; None if the text is no name of the hub."""
+    """Return the name in a text; None if the text is not a name of the hub."""
     match = _NAME.fullmatch(text)
     return None if match is None or text.endswith(".gguf") else HubName(match[1], match[2])
 

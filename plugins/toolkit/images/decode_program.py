@@ -138,7 +138,7 @@ def decode(image: Any, max_pixels: int) -> Any:
 
 def _rgb(image: Any) -> Any:
     """Return an image as RGB of 8 bits, without its alpha channel."""
-    if image.mode.startswith("I"):  # grey of 16 bits: its high bytes, like color channels
+    if image.mode.startswith("I"):  # gray of 16 bits: its high bytes, like color channels
         image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     return image if image.mode == "RGB" else image.convert("RGB")
 

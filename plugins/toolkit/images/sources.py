@@ -147,7 +147,7 @@ class ImageReader:
         """Return the bytes of a data URL; its media type is not asked, the content has the format.
 
         Raises:
-            RequestError: it is no base64, or too long.
+            RequestError: it is not base64, or too long.
         """
         head, comma, text = url[5:].partition(",")
         if not comma or not head.lower().endswith(";base64"):

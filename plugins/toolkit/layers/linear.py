@@ -56,7 +56,7 @@ class Linear:
                 read whole, and added once. None is all.
             reduce: whether y is the sum over the ranks that have columns of W; otherwise the
                 caller adds up their parts.
-            quantize: whether the matrix may have few bits.
+            quantize: whether the matrix may be quantized.
             is_hooked: whether step parts may change its product, as adapters do.
             stored_as: name without `.weight` of the one checkpoint matrix that has all parts,
                 stacked; the parts' own names are not used then.

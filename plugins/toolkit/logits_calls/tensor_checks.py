@@ -24,7 +24,7 @@ class HandedOver:
         """Return a plugin's result, copied if its rows are not laid out one after the other.
 
         Raises:
-            TypeError: it is no tensor.
+            TypeError: it is not a tensor.
             ValueError: it is not as the tensor that was handed over: dense, of its shape, dtype
                 and device; or the plugin changed the layout or the memory of that one.
         """

@@ -178,7 +178,7 @@ class Body(ABC):
 
     @property
     def quotes(self) -> bool:
-        """Whether the text so far ends inside a string, in which a marker's text is no marker."""
+        """Whether the text so far ends inside a string; markers have no effect there."""
         return False
 
     @abstractmethod

@@ -41,7 +41,7 @@ _OF_CALLS = (ToolCallBegin, ToolCallArguments, ToolCallEnd, MalformedText)
 class CompletionParts:
     """Reasoning, content and tool calls of one completion, as its outputs show them.
 
-    White space next to a call is no content, and where content begins it waits for the rest of it:
+    White space next to a call is not content, and where content begins it waits for the rest of it:
     a call may follow.
 
     Attributes:
@@ -116,7 +116,7 @@ class CompletionParts:
                     break
 
     def finish(self) -> None:
-        """End the completion: white space that is no part of anything is content without calls."""
+        """End the completion: white space that is not part of anything is content without calls."""
         if not self.has_calls:
             self._content += self._space
         self._space = []

@@ -434,7 +434,7 @@ class _FormatState:
             self._body.open(events)
 
     def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
-        """Take a special token; where it is no marker, its text is as any other."""
+        """Take a special token; where it is not a marker, its text is as any other."""
         events = self._flush()
         if token_id in self._state.calls and self._output.request.tools:
             self._leave(self._state.calls[token_id], events)

@@ -33,7 +33,7 @@ _IGNORED = frozenset({"id", "index", "tool_call_id", "type"})
 def arguments_in(value: str) -> str | None:
     """Return the JSON object of arguments that are written as a JSON string or null.
 
-    Null and an empty string are no arguments; None is another value.
+    Null and an empty string are not arguments; None is another value.
     """
     if value == "null":
         return "{}"

@@ -70,7 +70,7 @@ _ANNOTATIONS = frozenset(
 
 
 def restrictions(schema: Mapping[str, Any]) -> set[str]:
-    """Return the keywords of a schema that may refuse a value; the others only describe it."""
+    """Return the keywords of a schema that may reject a value; the others only describe it."""
     return {name for name in schema if name not in _ANNOTATIONS and not name.startswith("x-")}
 
 

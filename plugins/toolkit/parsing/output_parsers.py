@@ -25,7 +25,7 @@ class SoughtCalls(NamedTuple):
 
     Attributes:
         tools: JSON schemas of arguments, by the name of the tool.
-        answer: form of an answer that is no call, where a grammar makes outputs one of the two.
+        answer: form of an answer that is not a call, where a grammar makes outputs one of the two.
     """
 
     tools: Mapping[str, Mapping[str, Any]]

@@ -21,7 +21,7 @@ def call_keywords(arguments: str) -> str:
 
     Raises:
         SyntaxError: they are no Python.
-        ValueError: they are no keywords with literal values.
+        ValueError: they are not keywords with literal values.
         MemoryError: they are too complex.
         RecursionError: the same.
     """
@@ -59,7 +59,7 @@ def _expression(text: str) -> ast.expr:
 
 def _as_json(value: object) -> str:
     encoded = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    encoded.encode()  # half of a surrogate pair is no text
+    encoded.encode()  # half of a surrogate pair is not text
     return encoded
 
 

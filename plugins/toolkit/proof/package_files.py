@@ -138,7 +138,7 @@ def read_metadata_file(
     """Return a file of the `dist-info` folder, None if there is none.
 
     Raises:
-        ProofError: it is no plain file, or larger than `limit` bytes.
+        ProofError: it is not a plain file, or larger than `limit` bytes.
     """
     path = info_folder(distribution) / name
     try:

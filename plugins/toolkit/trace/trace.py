@@ -63,7 +63,7 @@ def asking_for_trace(params: SamplingParams, candidates: int | None = None) -> S
         candidates: tokens to show for a position, 1 to 20; None leaves it to the engine.
     """
     if not isinstance(params, SamplingParams) or not isinstance(params.include, list):
-        return params  # the engine refuses them by name
+        return params  # the engine rejects them by name
     params = _replace(params, include=list(dict.fromkeys([*params.include, TRACE])))
     if candidates is None:
         return params

@@ -43,12 +43,12 @@ KINDS: list[tuple[Any, str, Any, str, dict[str, Any]]] = [
 
 
 def keeping(cls, method):
-    """Return a class whose instances keep a text of each call of a method."""
+    """Return a class with instances that keep a text of each call of a method."""
     seen = []
 
-    def call(self, *given, **named):
+    def call(self, *args, **named):
         seen.append(f"call {len(seen)} of many" * 40)
-        return getattr(cls, method)(self, *given, **named)
+        return getattr(cls, method)(self, *args, **named)
 
     return type("Keeps", (cls,), {method: call, "__module__": cls.__module__, "seen": seen})
 
@@ -56,15 +56,15 @@ def keeping(cls, method):
 def opening(cls, method):
     """Return a class that opens a file in each call of a method."""
 
-    def call(self, *given, **named):
+    def call(self, *args, **named):
         leave_file()
-        return getattr(cls, method)(self, *given, **named)
+        return getattr(cls, method)(self, *args, **named)
 
     return type("Opens", (cls,), {method: call, "__module__": cls.__module__})
 
 
 def leaving(cls, _method):
-    """Return a class whose instances leave a thread."""
+    """Return a class with instances that leave a thread."""
 
     def begin(self, context):
         cls.__init__(self, context)
@@ -92,8 +92,8 @@ def test_what_stays_is_caught(kind, change, test, pattern, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind[0].__name__)
 def test_right_components_pass(kind):
     suite, attribute, right, _, more = kind
-    given = {attribute: right, "examples": 0.4, **more}
-    assert messages_of(suite, given, sorted(GENERAL)) == {}
+    attributes_of_kind = {attribute: right, "examples": 0.4, **more}
+    assert messages_of(suite, attributes_of_kind, sorted(GENERAL)) == {}
 
 
 class Queue:

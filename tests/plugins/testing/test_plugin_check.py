@@ -45,10 +45,10 @@ def site(tmp_path, monkeypatch):
 
 
 def check(name, limits=None, options=None, against=None):
-    """Return the records of a check by `record`, those of checks by name."""
-    given = {**LIMITS, **(limits or {})}
+    """Return the records of a check by `record`, and the records of checks by name."""
+    all_limits = {**LIMITS, **(limits or {})}
     config, sources = EngineConfig(), ConfigSources()
-    records = list(check_plugin(config, sources, name, given, options or {}, against))
+    records = list(check_plugin(config, sources, name, all_limits, options or {}, against))
     checks = {r["check"]: r for r in records if r["record"] == "check"}
     return {**{r["record"]: r for r in records}, "check": checks}
 
@@ -254,8 +254,8 @@ def test_every_kind_has_a_suite_with_a_subject(kind):
 def test_command(capsys):
     seen = []
 
-    def answer(*given):
-        seen.append(given)
+    def answer(*args):
+        seen.append(args)
         yield {"record": "result", "component": "x/a", "exit_code": 1, "problem": "p"}
         yield {"record": "result", "component": "x/b", "exit_code": 3, "problem": "q"}
 

@@ -34,7 +34,7 @@ SCHEMES = [
     (broken.SaysWiderGroups, "alignment", "alignment", r"alignment of \(2, 64\) is 64, .* 32"),
     (broken.SaysHalfGroups, "alignment", "alignment", "is 16, .*, which cannot be cut there: col"),
     (broken.SaysNothing, "alignment", "alignment", "alignment gave 0, expected a whole number"),
-    (broken.ScaleOfTheRow, "parts_of_weights", "parts of weights", "columns, quantised alone, dif"),
+    (broken.ScaleOfTheRow, "parts_of_weights", "parts of weights", "columns, quantized alone, dif"),
     (broken.InHalf, "dequantize", "dequantize", r"dequantize returned torch.float16 \[2, 64\]"),
     (broken.SharesMemory, "dequantize", "dequantize", "writing to the numbers changed the matrix"),
     (broken.Doubts, "dequantize", "finite", "is_finite returned False for its numbers"),

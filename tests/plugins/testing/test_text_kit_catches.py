@@ -128,7 +128,7 @@ SUITES = [
     (StatSinkSuite, "sink", SINKS),
     (Subscribed, "publisher", PUBLISHERS),
 ]
-BROKEN = [(suite, attribute, *sample) for suite, attribute, found in SUITES for sample in found]
+BROKEN = [(suite, attribute, *sample) for suite, attribute, samples in SUITES for sample in samples]
 
 RIGHT = [
     (TokenizerSuite, "tokenizer", tokenizers.Bytes),

@@ -507,8 +507,8 @@ def test_a_loader_without_a_checkpoint_fails():
 
 @pytest.mark.parametrize(("suite", "attributes"), RIGHT, ids=label)
 def test_correct_components_pass(suite, attributes):
-    given = {"config": models.CONFIG, "write": staticmethod(loaders.write), "examples": 0.1}
-    assert messages_of(suite, given | attributes) == {}
+    defaults = {"config": models.CONFIG, "write": staticmethod(loaders.write), "examples": 0.1}
+    assert messages_of(suite, defaults | attributes) == {}
 
 
 @pytest.mark.parametrize(

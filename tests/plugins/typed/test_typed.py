@@ -1,4 +1,4 @@
-"""Typed values at the edge: each error gives path, value and what would be right, word by word."""
+"""Errors of typed values: path, value and expectation, word by word."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ class _Shapes(Strict):
 
 
 def test_unknown_fields_of_a_tagged_struct_are_answered_with_its_own():
-    given = {"shapes": [{"type": "square", "side": 1, "radios": 2}]}
+    data = {"shapes": [{"type": "square", "side": 1, "radios": 2}]}
     with pytest.raises(ConfigError) as raised:
-        convert(given, _Shapes, path="")
+        convert(data, _Shapes, path="")
     assert str(raised.value) == "shapes[0].radios: unknown field; known here: side"

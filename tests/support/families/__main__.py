@@ -26,17 +26,17 @@ _FIRST = "OPTForCausalLM"
 
 
 def _in_a_process(name: str) -> Family:
-    """Survey an architecture in a forked process, whose end, however it comes, is a result."""
+    """Survey an architecture in a forked process; any end of the process is a result."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         signal.alarm(_SECONDS)
         try:
             with tempfile.TemporaryDirectory() as folder:
-                found = survey(name, Path(folder))
+                family = survey(name, Path(folder))
         except Exception as error:
-            found = Family(name, "", "raised", f"{type(error).__name__}: {error}"[:400])
-        os.write(writing, msgspec.json.encode(found))
+            family = Family(name, "", "raised", f"{type(error).__name__}: {error}"[:400])
+        os.write(writing, msgspec.json.encode(family))
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as file:
@@ -61,10 +61,13 @@ def main() -> None:
         survey(_FIRST, Path(folder))  # imports all that the processes need
     for name in only or architectures():
         start = time.monotonic()
-        found = _in_a_process(name)
+        surveyed = _in_a_process(name)
         seconds = time.monotonic() - start
-        print(f"{found.name} ({seconds:.0f} s): {found.path} {found.why} {found.other}", flush=True)
-        known[name] = found
+        print(
+            f"{surveyed.name} ({seconds:.0f} s): {surveyed.path} {surveyed.why} {surveyed.other}",
+            flush=True,
+        )
+        known[name] = surveyed
     write(known.values())
     print(f"written: {DATA}")
 

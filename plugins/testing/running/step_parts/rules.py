@@ -145,7 +145,7 @@ def check_declared(half: EngineHalf) -> None:
     """Check the attributes of a half.
 
     Raises:
-        Violation: one is no amount.
+        Violation: one is not an amount.
     """
     capacity, limit = half.capacity, half.num_draft_tokens
     if not isinstance(capacity, Mapping) or not all(
@@ -163,7 +163,7 @@ def check_costs(first: Any, second: Any, capacity: Mapping[str, int]) -> None:
     """Check two answers of cost() for one request.
 
     Raises:
-        Violation: they differ, or are no amounts of resources.
+        Violation: they differ, or are not amounts of resources.
     """
     for cost in (first, second):
         if not isinstance(cost, Mapping):
@@ -184,7 +184,7 @@ def check_data(data: Any, users: Collection[str], *, every_plan: bool) -> None:
     """Check the result of begin() for a plan with `users`; of a part with `every_plan`.
 
     Raises:
-        Violation: it is no bytes, or the plan has no request for which it could be.
+        Violation: it is not bytes, or the plan has no request for which it could be.
     """
     if data is not None and not isinstance(data, bytes):
         raise DATA.violation(f"begin() returned {short_repr(data)}, expected bytes or None")
@@ -269,7 +269,7 @@ def check_drafts(drafts: Any, users: Collection[str], limit: int, vocab_size: in
     """Check the result of drafts() while `users` are live.
 
     Raises:
-        Violation: it drafts for others, too many, or an id that is no token.
+        Violation: it drafts for others, too many, or an id that is not a token.
     """
     if not isinstance(drafts, Mapping):
         raise DRAFTS.violation(f"drafts() returned {short_repr(drafts)}, expected a mapping")
@@ -339,7 +339,7 @@ def check_arrays(arrays: Any, num_positions: int, forms: dict[str, tuple[Any, ..
         forms: type and shape of a row by name, of earlier steps; completed.
 
     Raises:
-        Violation: it is no mapping of arrays of these positions.
+        Violation: it is not a mapping of arrays of these positions.
     """
     if not isinstance(arrays, Mapping):
         raise ARRAYS.violation(f"arrays() returned {short_repr(arrays)}, expected a mapping")
@@ -402,7 +402,7 @@ def check_function(attend: Any) -> None:
     """Check the result of around_layers().
 
     Raises:
-        Violation: it is no function.
+        Violation: it is not a function.
     """
     if not callable(attend):
         raise WORKER.violation(

@@ -209,7 +209,8 @@ class StepPartSuite(StepPartHalves):
     def test_media(self) -> None:
         """`read_prompt` gives tokens of each of `media`, the same each time, and features that
         cover them in order, with an identifier for each content, which `prepare` and the engine
-        half take. It refuses other numbers of items, other modalities, and items that are no media.
+        half take. It refuses other numbers of items, other modalities, and items that are not
+        media.
         """
         if self.part.frontend_half is StepPart.frontend_half:
             pytest.skip("the part has no half in the frontend")

@@ -38,7 +38,7 @@ class ScriptedRows:
         self.tokens: dict[tuple[int, int], int] = {}
 
     def sample(self, rows: Sequence[tuple[int, int]]) -> list[int | None]:
-        """Return the known tokens; after them, some that are no draft."""
+        """Return the known tokens; after them, some that are not drafts."""
         before, sampled = set(self.tokens), list[int | None]()
         for index, depth in rows:
             drafts, known = self.drafts[index], self._known[index]

@@ -221,7 +221,7 @@ class WorkerSteps:
         """Call a method of the half; anything raised is wrong.
 
         Raises:
-            Violation: it raised, or changed a plan or another argument that is no tensor.
+            Violation: it raised, or changed a plan or another argument that is not a tensor.
         """
         plain = [value for value in arguments if not isinstance(value, torch.Tensor | _Attend)]
         before = snapshot(plain) if self._watch else None

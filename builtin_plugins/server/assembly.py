@@ -44,11 +44,12 @@ from .extensions import Transforms, backgrounds_of, in_order, routes_of, store_o
 from .faults import Owned, ServerFaults
 from .openapi import OpenAPIRoute
 from .operations.addresses import BoundAddress
+from .requests.reading import call_of
 from .routes.admin import AdminRoutes
 from .routes.api_docs import api_docs_routes
 from .routes.models import StatusRoutes
 from .routes.page import live_routes, page_routes, with_page_files
-from .service import Service, call_of
+from .service import Service
 from .streaming import while_connected
 from .timing import without_limit
 
@@ -181,10 +182,10 @@ class _Context:
 
     async def read(self, request: Request, type_: type[StructT]) -> StructT:
         with without_limit():
-            return await self.service.read_plain(request, type_)
+            return await self.service.requests.read_plain(request, type_)
 
     async def body_parts(self, request: Request, max_bytes: int) -> AsyncIterator[bytes, None]:
-        parts = self.service.receiver.parts(request, max_bytes)
+        parts = self.service.requests.receiver.parts(request, max_bytes)
         async with contextlib.aclosing(parts):
             while True:
                 with without_limit():

@@ -111,7 +111,7 @@ class Serving:
             ServerConnection,
             settings,
             self._service.traffic,
-            self._service.receiver,
+            self._service.requests.receiver,
             application.takes_websocket,
         )
         keep_alive: Any = settings.keep_alive_seconds  # uvicorn takes fractions as well

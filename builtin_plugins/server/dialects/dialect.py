@@ -117,7 +117,7 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
     async def respond(self, request: Request) -> Response:
         """Answer a request, whole or as the answer comes."""
         body: Any  # bodies have a model, a stream and a request_id
-        call, body = await self._service.read(request, self.body_type)
+        call, body = await self._service.requests.read(request, self.body_type)
         if isinstance(body, GenerationFields):
             body = body.resolved()
         model, adapter = await self._service.model(body.model)

@@ -90,7 +90,7 @@ class OutputConfig(Strict):
 
 
 def _prepared(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a body after a check for what is known and not supported; see `Service.read`.
+    """Return a body after a check for what is known and not supported; see `RequestReader.read`.
 
     Raises:
         RequestError: there is such a thing.
@@ -185,7 +185,7 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation."""
-        call, asked = await self._service.read(request, CountTokensRequest)
+        call, asked = await self._service.requests.read(request, CountTokensRequest)
         await self._service.model(asked.model)
         check_limits(asked, self._service.settings.limits)
         conversation = self._conversation(call, asked)

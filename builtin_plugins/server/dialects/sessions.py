@@ -18,6 +18,7 @@ from starlette.websockets import WebSocket
 from hardpoint.builtin_plugins.server.access.counts import held
 from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorDetail
 from hardpoint.builtin_plugins.server.operations.traffic import count_tokens_of
+from hardpoint.builtin_plugins.server.requests.reading import call_of
 from hardpoint.builtin_plugins.server.routes.answers import (
     Usage,
     UsageCount,
@@ -29,7 +30,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     TEXT_REFUSED,
     SamplingFields,
 )
-from hardpoint.builtin_plugins.server.service import Service, call_of
+from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.errors import ConversationEndedError, HardpointError
 from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.plugins.requests import AdapterScale
@@ -213,7 +214,7 @@ class SessionRoutes:
 
     async def release(self, request: Request) -> Response:
         """Release a session of the client that calls."""
-        call, asked = await self._service.read(request, ReleaseRequest)
+        call, asked = await self._service.requests.read(request, ReleaseRequest)
         session = request.path_params["session"]
         salt = self._service.extras(call, asked)["cache_salt"]
 
@@ -361,12 +362,12 @@ class _Talk:
         if (text := message.get("text")) is None:
             raise RequestError("message: expected a text, got bytes")
         content = text.encode()
-        fields = await self._service.read_message(self._call, content)
+        fields = await self._service.requests.read_message(self._call, content)
         kind = fields.pop("type", None)
         if not isinstance(kind, str) or kind not in _MESSAGES:
             known = ", ".join(map(repr, _MESSAGES))
             raise RequestError(f"type: expected one of {known}, got {shown(kind, 100)}")
-        asked = await self._service.checked(content, fields, _MESSAGES[kind])
+        asked = await self._service.requests.checked(content, fields, _MESSAGES[kind])
         match asked:
             case InputAppend():
                 self._service.check_prompt(asked.text, name="text")

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.requests.reading import call_of
 from hardpoint.builtin_plugins.server.routes.compatibility_fields import (
     ThinkingMode,
     drop_thinking,
@@ -22,7 +23,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
 )
 from hardpoint.builtin_plugins.server.routes.images import with_owner
 from hardpoint.builtin_plugins.server.routes.models import json_response
-from hardpoint.builtin_plugins.server.service import Service, call_of
+from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import (
     RequestError,
 )
@@ -181,7 +182,7 @@ class TokenRoutes:
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text or a conversation."""
         call = call_of(request)
-        asked = await self._service.read_plain(request, TokenizeRequest)
+        asked = await self._service.requests.read_plain(request, TokenizeRequest)
         await self._service.model(asked.model)
         return json_response(await self._service.run(request, lambda: self._tokenized(call, asked)))
 
@@ -238,7 +239,7 @@ class TokenRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""
-        asked = await self._service.read_plain(request, DetokenizeRequest)
+        asked = await self._service.requests.read_plain(request, DetokenizeRequest)
         await self._service.model(asked.model)
         tokenizer = self._service.engine.tokenizer
         with contextlib.suppress(NotImplementedError):  # without details of the request

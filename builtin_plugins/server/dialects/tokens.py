@@ -133,7 +133,7 @@ class GenerateRequest(Strict):
 
     @staticmethod
     def prepared(fields: dict[str, Any]) -> dict[str, Any]:
-        """Return a body whose sampling parameters are all in their place; see `Service.read`.
+        """Return a body whose sampling parameters are all in their place; see `RequestReader.read`.
 
         Raises:
             RequestError: a sampling parameter is outside of them, or is not supported.

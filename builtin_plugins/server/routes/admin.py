@@ -11,11 +11,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.builtin_plugins.server.bodies import convert_body, decode_object
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.operations.adapters import LoadAdapter, UnloadAdapter
 from hardpoint.builtin_plugins.server.operations.allowed_paths import allowed_path
 from hardpoint.builtin_plugins.server.receiving import BodyReceiver
+from hardpoint.builtin_plugins.server.requests.bodies import convert_body, decode_object
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.errors import BusyError, EngineDeadError, PluginError
 from hardpoint.plugins import ConfigError, HardpointError, ModelError, RequestError

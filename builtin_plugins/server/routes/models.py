@@ -220,7 +220,7 @@ class StatusRoutes:
             limits.max_bytes,
             limits.max_total_bytes,
             limits.max_pixels,
-            self._service.receiver.max_bytes,
+            self._service.requests.receiver.max_bytes,
         )
 
     async def models(self, request: Request) -> Response:  # noqa: ARG002

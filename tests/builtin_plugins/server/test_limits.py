@@ -261,7 +261,7 @@ def test_the_bytes_of_all_bodies_together():
     limits = {"body_bytes": size, "buffered_bytes": 2 * size}
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with running(FakeEngine(config=configured(limits=limits))) as server:
-        receiver = server.service.receiver
+        receiver = server.service.requests.receiver
         stopped = [server.socket() for _ in range(2)]
         for connection in stopped:
             start = (head + f"content-length: {size}\r\n\r\n").encode()
@@ -471,7 +471,7 @@ def test_bytes_of_bodies_of_one_key(tmp_path):
     size = 100_000
     limits = {"body_bytes": size, "buffered_bytes": 4 * size}
     with server_with_keys(tmp_path, FakeEngine, limits) as (_, server, headers):
-        receiver = server.service.receiver
+        receiver = server.service.requests.receiver
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers["evil"].items())
         head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\n{lines}content-length: {size}\r\n\r\n"
         stopped = [server.socket() for _ in range(2)]
@@ -508,7 +508,7 @@ def test_a_large_body_waits_for_one_of_each_other_key(tmp_path, monkeypatch):
             ask = functools.partial(server.client.post, CHAT, content=body, headers=headers[name])
             threads.append(threading.Thread(target=ask))
             threads[-1].start()
-            wait_until(lambda: server.service.receiver.held == held_bytes)  # noqa: B023
+            wait_until(lambda: server.service.requests.receiver.held == held_bytes)  # noqa: B023
         go_on.set()
         for thread in threads:
             thread.join()

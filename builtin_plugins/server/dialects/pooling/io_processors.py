@@ -116,7 +116,7 @@ class PoolingRoute:
 
     async def pool(self, request: Request) -> Response:
         """Return the answer of an IO processor, or the results of texts."""
-        call, asked = await self._service.read(request, PoolingRequest)
+        call, asked = await self._service.requests.read(request, PoolingRequest)
         model = self._service.base_model(asked.model)
         _check(asked)
 

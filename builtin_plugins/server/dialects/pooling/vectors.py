@@ -101,7 +101,7 @@ class VectorRoutes:
 
     async def embeddings(self, request: Request) -> Response:
         """Return a vector for each text, or for a conversation."""
-        call, body = await self._service.read(request, EmbeddingsRequest)
+        call, body = await self._service.requests.read(request, EmbeddingsRequest)
         model = self._service.base_model(body.model)
         if (body.input is msgspec.UNSET) == (body.messages is None):
             raise RequestError("input and messages: expected one of them")
@@ -124,7 +124,7 @@ class VectorRoutes:
 
     async def embed(self, request: Request) -> Response:
         """Return a vector for each text, in the shape of Cohere's API."""
-        call, body = await self._service.read(request, CohereEmbedRequest)
+        call, body = await self._service.requests.read(request, CohereEmbedRequest)
         self._service.base_model(body.model)
         texts = body.places()
         fields = body.pooled_fields()
@@ -142,7 +142,7 @@ class VectorRoutes:
 
     async def rerank(self, request: Request) -> Response:
         """Sort documents by how well they match a query."""
-        call, asked = await self._service.read(request, RerankRequest)
+        call, asked = await self._service.requests.read(request, RerankRequest)
         model = self._service.base_model(asked.model)
         documents = [document_text(given, place) for place, given in enumerate(asked.documents)]
         if not asked.query:
@@ -175,7 +175,7 @@ class VectorRoutes:
 
     async def score(self, request: Request) -> Response:
         """Return how well texts match."""
-        call, asked = await self._service.read(request, ScoreRequest)
+        call, asked = await self._service.requests.read(request, ScoreRequest)
         model = self._service.base_model(asked.model)
         first, second = places_of(asked.text_1, "text_1"), places_of(asked.text_2, "text_2")
         if len(first) not in (1, len(second)):
@@ -203,7 +203,7 @@ class VectorRoutes:
 
     async def classify(self, request: Request) -> Response:
         """Return the probability of each class for each text."""
-        call, asked = await self._service.read(request, ClassifyRequest)
+        call, asked = await self._service.requests.read(request, ClassifyRequest)
         model = self._service.base_model(asked.model)
         texts = places_of(asked.input, "input", takes_pairs=True)
 

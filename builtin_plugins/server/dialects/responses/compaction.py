@@ -12,8 +12,8 @@ import msgspec
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.routes.answers import new_id
 
-from .events import OutputMessage, ResponseObject, ResponseUsage
 from .input import InputItem, MessageItem
+from .objects import OutputMessage, ResponseObject, ResponseUsage
 from .request import ResponsesRequest
 from .store import complete_record
 

@@ -152,7 +152,7 @@ class ReasoningItem(Strict, tag_field="type", tag="reasoning"):
         return "\n".join(part.text for part in parts)
 
 
-class FunctionCallItem(Strict, tag_field="type", tag="function_call"):
+class _CallItem(Strict, kw_only=True):
     """A call that the assistant made.
 
     Attributes:
@@ -162,30 +162,23 @@ class FunctionCallItem(Strict, tag_field="type", tag="function_call"):
 
     call_id: str
     name: str
+    id: str | None = None
+    status: Status | None = None
+    async_: Any = msgspec.field(default=None, name="async")
+    caller: Any = None
+    namespace: Any = None
+
+
+class FunctionCallItem(_CallItem, tag_field="type", tag="function_call", kw_only=True):
+    """A call of a function."""
+
     arguments: str
-    id: str | None = None
-    status: Status | None = None
-    async_: Any = msgspec.field(default=None, name="async")
-    caller: Any = None
-    namespace: Any = None
 
 
-class CustomCallItem(Strict, tag_field="type", tag="custom_tool_call"):
-    """A call of a custom tool that the assistant made.
+class CustomCallItem(_CallItem, tag_field="type", tag="custom_tool_call", kw_only=True):
+    """A call of a custom tool."""
 
-    Attributes:
-        async, caller: ignored: all calls are the assistant's, of the caller's tools.
-        namespace: namespace of the tool.
-    """
-
-    call_id: str
-    name: str
     input: str
-    id: str | None = None
-    status: Status | None = None
-    async_: Any = msgspec.field(default=None, name="async")
-    caller: Any = None
-    namespace: Any = None
 
     @property
     def arguments(self) -> str:

@@ -29,14 +29,9 @@ from hardpoint.plugins.server import Call, Client, Route
 from .compaction import CompactedResponse, CompactRequest, compacted, with_instruction
 from .conversations import ConversationRoutes, StoredConversations
 from .custom_tools import CustomTool
-from .events import (
-    ConversationReference,
-    RequestedTool,
-    ResponseAnswer,
-    ResponseObject,
-    echoed,
-)
+from .events import ResponseAnswer
 from .input import InputItem
+from .objects import ConversationReference, RequestedTool, ResponseObject, echoed
 from .request import ResponsesRequest
 from .store import StoreClient
 from .stored import StoredResponses
@@ -138,7 +133,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
 
     async def count_tokens(self, request: Request) -> Response:
         """Return the number of tokens of a conversation, those of previous responses included."""
-        call, body = await self._service.read(request, ResponsesRequest)
+        call, body = await self._service.requests.read(request, ResponsesRequest)
         model, adapter = await self._service.model(body.model)
         check_limits(body, self._service.settings.limits)
         asked = ParsedRequest(call, body, model, "", "", adapter)
@@ -153,7 +148,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
 
     async def compact(self, request: Request) -> Response:
         """Answer with the user messages of a conversation and a summary of all of it."""
-        call, body = await self._service.read(request, CompactRequest)
+        call, body = await self._service.requests.read(request, CompactRequest)
         body = msgspec.structs.replace(body.resolved(), store=False)
         model, adapter = await self._service.model(body.model)
         answer_id = new_id(self.id_prefix, body.request_id)

@@ -11,14 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.requests.reading import call_of
 from hardpoint.builtin_plugins.server.routes.answers import page_after
-from hardpoint.builtin_plugins.server.service import Service, call_of
+from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Client, Route
 from hardpoint.typed import convert, shown
 
-from .events import ResponseObject
 from .input import InputItem
+from .objects import ResponseObject
 from .store import StoreClient, item_record
 
 _ID = re.compile(r"resp_[\x21-\x7e]{1,128}")

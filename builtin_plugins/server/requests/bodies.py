@@ -11,12 +11,15 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect as types
 
+from hardpoint.builtin_plugins.server.config import ServerLimits
+from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.operations.ignored_fields import (
+    LONGEST_NAME,
+    IgnoredFields,
+    is_near_miss,
+)
 from hardpoint.plugins import RequestError
 from hardpoint.typed import convert, join_path
-
-from .config import ServerLimits
-from .errors import AnswerError
-from .operations.ignored_fields import LONGEST_NAME, IgnoredFields, is_near_miss
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ def ids_of(*paths: Path) -> list[set[str]]:
 
     Files end before the first line that is not whole, so that it is asked again.
     """
-    found = []
+    names = []
     for path in paths:
         ids: set[str] = set()
         if path.exists():
@@ -29,8 +29,8 @@ def ids_of(*paths: Path) -> list[set[str]]:
                         ids.add(msgspec.json.decode(line, type=_Answered).custom_id)
                         end += len(line)
                 file.truncate(end)
-        found.append(ids)
-    return found
+        names.append(ids)
+    return names
 
 
 class _Answered(msgspec.Struct):

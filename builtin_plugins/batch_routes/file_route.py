@@ -146,7 +146,7 @@ class FileRoute:
             limit = self._options.file_bytes
             raise RequestError(f"file: expected 1 to {limit} bytes, got {size}")
         created = now()
-        kept = FileObject(
+        file_object = FileObject(
             id=new_name("file-"),
             bytes=size,
             created_at=created,
@@ -158,11 +158,11 @@ class FileRoute:
         def keep() -> None:
             with owner.reserving() as used:
                 self._check_room(owner, used + size)
-                owner.reserve_file(kept)
-            owner.add_file(kept, time.time_ns(), file.file)
+                owner.reserve_file(file_object)
+            owner.add_file(file_object, time.time_ns(), file.file)
 
         await self._server.while_connected(request, in_thread(keep))
-        return kept
+        return file_object
 
     def _seconds(self, form: Any) -> int:
         anchor, seconds = (form.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))

@@ -123,9 +123,9 @@ def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
     """
     fields = _given(options)
     if (structured := _structured(options.structured)) is not None:
-        given: dict[str, Any] = msgspec.to_builtins(structured)
+        members: dict[str, Any] = msgspec.to_builtins(structured)
         fields["structured_outputs"] = {
-            name: value for name, value in given.items() if value not in (None, False)
+            name: value for name, value in members.items() if value not in (None, False)
         }
     if arguments := _plugin_args(options.plugin_args):
         fields["plugin_args"] = arguments

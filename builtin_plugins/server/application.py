@@ -46,15 +46,15 @@ def make_router(routes: Sequence[tuple[Route, Owned | None]], faults: ServerFaul
     async def not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
         raise no_route(scope["path"], paths)
 
-    found: list[BaseRoute] = []
+    routed: list[BaseRoute] = []
     for route, owned in routes:
         endpoint = Endpoint(route) if owned is None else PluginEndpoint(owned, faults)
         if route.websocket:
-            found.append(WebSocketRoute(route.path, endpoint))
-            found.append(StarletteRoute(route.path, HandshakeExpected(route), methods=["GET"]))
+            routed.append(WebSocketRoute(route.path, endpoint))
+            routed.append(StarletteRoute(route.path, HandshakeExpected(route), methods=["GET"]))
         else:
-            found.append(StarletteRoute(route.path, endpoint, methods=list(route.methods)))
-    return Router(found, redirect_slashes=False, default=not_found)
+            routed.append(StarletteRoute(route.path, endpoint, methods=list(route.methods)))
+    return Router(routed, redirect_slashes=False, default=not_found)
 
 
 class AdminAuthentication:

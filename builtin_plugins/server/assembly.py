@@ -149,11 +149,13 @@ def assemble(
     for_users = [item for item in installed if not _is_for_admin(item)]
     routes = routes_of(for_users, core_routes(service, page), settings.replace_routes)
     service.routes = [route for route, _ in routes]
-    asked: list[Owned] = in_order(installed, Authenticator)
-    service.has_keys = bool(asked)
+    user_authenticators: list[Owned] = in_order(installed, Authenticator)
+    service.has_keys = bool(user_authenticators)
     uncounted = [route.path for route, _ in routes if not route.is_counted]
     open_routes = with_page_files(settings.open_routes, page)
-    authentication = Authentication(asked, faults, open_routes, counts=counts, uncounted=uncounted)
+    authentication = Authentication(
+        user_authenticators, faults, open_routes, counts=counts, uncounted=uncounted
+    )
     users = Application(
         service,
         routes,
@@ -167,8 +169,10 @@ def assemble(
     if admin is None:
         return Applications(service, users)
     for_admin = [item for item in installed if _is_for_admin(item)]
-    own = in_order(admin_authenticators, Authenticator)
-    return Applications(service, users, _for_administrators(service, faults, admin, for_admin, own))
+    administrators = in_order(admin_authenticators, Authenticator)
+    return Applications(
+        service, users, _for_administrators(service, faults, admin, for_admin, administrators)
+    )
 
 
 @dataclass(kw_only=True)

@@ -250,21 +250,21 @@ class PluginEndpoint:
         """
         route = self._owned.part
         scope["state"]["route"] = route.path
-        what = f"route {route.path}"
+        part = f"route {route.path}"
         sent = CheckedSend(send)
         limit = RouteLimit(self._faults.seconds)
         token = ROUTE_LIMIT.set(limit)
         try:
             async with limit.timeout:
                 await self._faults.timed(
-                    self._owned, what, self._answered, limit, scope, receive, sent
+                    self._owned, part, self._answered, limit, scope, receive, sent
                 )
             if route.websocket and sent.started and not sent.finished:
                 await sent({"type": "websocket.close", "code": 1000, "reason": ""})
             sent.check_ended(scope)
         except BaseException as raised:
             cause = self._faults.too_slow() if limit.timeout.expired() else raised
-            error = self._faults.passed(self._owned, what, cause, may_refuse=True)
+            error = self._faults.passed(self._owned, part, cause, may_refuse=True)
             if route.websocket and sent.started and isinstance(error, Exception):
                 await _close_failed(send, str(error))
             raise _cut(error, sent) from None

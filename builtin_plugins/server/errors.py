@@ -160,9 +160,9 @@ def answer_error(error: BaseException, retry_after: float = _RETRY_SECONDS) -> A
             return AnswerError(429, for_clients(str(error)), code="overloaded", headers=headers)
         case RequestError():
             message = for_clients(grammar_error(str(error)))
-            found = _PATH.match(message)
+            match = _PATH.match(message)
             code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
-            return AnswerError(400, message, param=found[0] if found else None, code=code)
+            return AnswerError(400, message, param=match[0] if match else None, code=code)
         case RequestEndedError(finish_reason=reason):
             status = 408 if reason == "timeout" else 503
             return AnswerError(status, for_clients(str(error)), code=reason or None)

@@ -51,9 +51,9 @@ class Timed(Generic[T]):
                 return result
             finally:
                 taken = time.perf_counter() - began
-                own = taken - _inner.seconds
+                outer_seconds = taken - _inner.seconds
                 _inner.seconds = outer + taken
-                self._check(own)
+                self._check(outer_seconds)
             value = error = None
             try:
                 value = yield waited

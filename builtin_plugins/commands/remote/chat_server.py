@@ -106,8 +106,8 @@ class ServedModel:
     def _models(self) -> dict[str, dict[str, Any]]:
         with self._answer("GET", "/models") as response:
             content = _decoded(response.read().decode(errors="replace"), self._url)
-        found = content.get("data")
-        entries = found if isinstance(found, list) else []
+        models = content.get("data")
+        entries = models if isinstance(models, list) else []
         return {entry["id"]: entry for entry in entries if isinstance(entry.get("id"), str)}
 
     @contextlib.contextmanager

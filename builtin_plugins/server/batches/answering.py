@@ -85,8 +85,14 @@ class _OpenLines:
     def end(self, done: Iterable[asyncio.Task[Response]]) -> None:
         """Write answers; a line that was refused waits, unless there was nothing besides."""
         answers = [(self.running.pop(task), task.result()) for task in done]
-        is_alone = not self.running and all(one.status_code in _LATER for _, one in answers)
-        left = [] if is_alone else [line for line, one in answers if one.status_code in _LATER]
+        is_alone = not self.running and all(
+            line_answer.status_code in _LATER for _, line_answer in answers
+        )
+        left = (
+            []
+            if is_alone
+            else [line for line, line_answer in answers if line_answer.status_code in _LATER]
+        )
         for line, answer in answers:
             if is_alone or answer.status_code not in _LATER:
                 self._write(line, answer_to(line, answer))

@@ -238,8 +238,8 @@ class BatchAnswer(msgspec.Struct, frozen=True):
         usage = body.get("usage") if isinstance(body, dict) else None
         if not isinstance(usage, dict):
             return 0
-        found = usage.get("completion_tokens", usage.get("prompt_tokens"))
-        return found if isinstance(found, int) else 0
+        count = usage.get("completion_tokens", usage.get("prompt_tokens"))
+        return count if isinstance(count, int) else 0
 
 
 _OK = 200

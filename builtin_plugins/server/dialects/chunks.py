@@ -20,17 +20,17 @@ from .dialect import AnswerWriter, ParsedRequest
 OutputT = TypeVar("OutputT")
 
 
-def identity_of(asked: ParsedRequest[Any], kind: str) -> dict[str, Any]:
+def identity_of(parsed: ParsedRequest[Any], kind: str) -> dict[str, Any]:
     """Return the first fields of an answer in OpenAI's shape, or of its chunks.
 
     Args:
         kind: the field `object`.
     """
     return {
-        "id": asked.answer_id,
+        "id": parsed.answer_id,
         "object": kind,
         "created": int(time.time()),
-        "model": asked.model,
+        "model": parsed.model,
     }
 
 

@@ -79,8 +79,8 @@ class AnswerWriter(ABC, Generic[OutputT]):
 def has_logprobs(body: Any) -> bool:
     """Return whether a body asks for log-probabilities of its answer."""
     params = getattr(body, "sampling_params", body)
-    asked = getattr(body if callable(params) else params, "logprobs", None)
-    return asked is not None and asked is not False
+    logprobs = getattr(body if callable(params) else params, "logprobs", None)
+    return logprobs is not None and logprobs is not False
 
 
 class Dialect(ABC, Generic[BodyT, OutputT]):
@@ -122,10 +122,10 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
             body = body.resolved()
         model, adapter = await self._service.model(body.model)
         answer_id = new_id(self.id_prefix, body.request_id)
-        asked = ParsedRequest(
+        parsed = ParsedRequest(
             call, body, model, answer_id, engine_id(answer_id, body.request_id), adapter
         )
-        outputs, answer = await self.begin(asked)
+        outputs, answer = await self.begin(parsed)
         if has_logprobs(body):
             await load_token_bytes(self._service.engine.tokenizer)
         if not body.stream:
@@ -146,7 +146,7 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
 
     @abstractmethod
     async def begin(
-        self, asked: ParsedRequest[BodyT]
+        self, parsed: ParsedRequest[BodyT]
     ) -> tuple[AsyncGenerator[OutputT, None], AnswerWriter[OutputT]]:
         """Return the outputs of a request, which begin when they are asked for, and its answer.
 

@@ -136,10 +136,10 @@ def split_calls(
         calls: parts of one output.
         opened: the open call, if there is one.
     """
-    given = calls or ()
+    parts = calls or ()
     index = None if opened is None else opened.index
-    going_on = [call for call in given if call.index == index]
-    return going_on, [call for call in given if call.index != index]
+    going_on = [call for call in parts if call.index == index]
+    return going_on, [call for call in parts if call.index != index]
 
 
 def in_order(content: str | None, calls: Iterable[ToolCall]) -> Iterator[str | ToolCall]:

@@ -311,12 +311,12 @@ class ServerConnection(HttpToolsProtocol):
             raise httptools.HttpParserError("CONNECT")
         lines = [b"%b %b HTTP/%b" % (method, self.url, version.encode())]
         for name, value in self.headers:
-            kept = value
+            remaining = value
             if name == b"connection":
                 options = [option.strip() for option in value.split(b",")]
-                kept = b", ".join(o for o in options if o.lower() not in _UPGRADING)
+                remaining = b", ".join(o for o in options if o.lower() not in _UPGRADING)
             if name not in _UPGRADING:
-                lines.append(b"%b: %b" % (name, kept))
+                lines.append(b"%b: %b" % (name, remaining))
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return b"\r\n".join(lines) + b"\r\n\r\n"

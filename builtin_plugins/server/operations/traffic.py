@@ -70,9 +70,9 @@ def request_id_of(scope: Scope) -> str:
     """Return the id that a request has, or a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
-            given: str = value.decode("latin-1")
-            if _REQUEST_ID.fullmatch(given):
-                return given
+            request_id: str = value.decode("latin-1")
+            if _REQUEST_ID.fullmatch(request_id):
+                return request_id
     return f"req-{secrets.token_hex(12)}"
 
 
@@ -211,8 +211,8 @@ class TrafficRecorder:
     @property
     def requests(self) -> Counter[tuple[str, int]]:
         """The requests that were answered so far, by route and status."""
-        found = ((name.rpartition(" "), number) for name, number in self.counts.items(_ANSWERED))
-        return Counter({(route, int(status)): number for (route, _, status), number in found})
+        counters = ((name.rpartition(" "), number) for name, number in self.counts.items(_ANSWERED))
+        return Counter({(route, int(status)): number for (route, _, status), number in counters})
 
     @property
     def rejected(self) -> Counter[str]:

@@ -74,8 +74,8 @@ def _problem(cause: msgspec.DecodeError | UnicodeDecodeError) -> str:
     if isinstance(cause, UnicodeDecodeError):
         return " in UTF-8"
     text, _, _ = str(cause).partition(" - at ")
-    found = _POSITION.fullmatch(text)
-    kind, place = (found[1], f" at byte {found[2]}") if found else (text, "")
+    match = _POSITION.fullmatch(text)
+    kind, place = (match[1], f" at byte {match[2]}") if match else (text, "")
     return f", got {_PROBLEMS.get(kind, 'something else')}{place}"
 
 

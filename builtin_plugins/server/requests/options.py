@@ -28,11 +28,11 @@ class RequestOptionsBuilder:
     def __init__(self, settings: ServerConfig, *, has_kv_connector: bool) -> None:
         self._settings, self._has_kv_connector = settings, has_kv_connector
 
-    def build(self, call: Call, asked: Any, adapter: LoRARequest | None = None) -> dict[str, Any]:
+    def build(self, call: Call, body: Any, adapter: LoRARequest | None = None) -> dict[str, Any]:
         """Return a request's options besides prompt and parameters, within the client's bounds.
 
         Args:
-            asked: with fields of the same names, or without.
+            body: with fields of the same names, or without.
             adapter: adapter of the request.
 
         Raises:
@@ -42,24 +42,24 @@ class RequestOptionsBuilder:
         """
         client = call.client
         priority = client.min_priority if client.min_priority > 0 else 0
-        if (given := getattr(asked, "priority", None)) is not None:
-            priority = given
+        if (priority_field := getattr(body, "priority", None)) is not None:
+            priority = priority_field
         if not client.min_priority <= priority <= client.max_priority:
             raise RequestError(
                 f"priority: expected {client.min_priority} to {client.max_priority} for this key, "
                 f"got {priority}"
             )
-        transfer = getattr(asked, "kv_transfer_params", None)
+        transfer = getattr(body, "kv_transfer_params", None)
         if transfer is not None:
             self._check_kv_transfer(client)
-        self._check_trace(client, asked)
-        tags = dict(getattr(asked, "tags", None) or {})
+        self._check_trace(client, body)
+        tags = dict(getattr(body, "tags", None) or {})
         if client != ANYBODY:
             tags[_TENANT] = client.name
         tags |= client.tags
-        last = getattr(asked, "truncate_prompt_tokens", None)
-        retained = {name: getattr(asked, name, None) for name in ("session", "retain_seconds")}
-        adapter = _scaled(adapter, getattr(asked, "lora_scale", None))
+        last = getattr(body, "truncate_prompt_tokens", None)
+        retained = {name: getattr(body, name, None) for name in ("session", "retain_seconds")}
+        adapter = _scaled(adapter, getattr(body, "lora_scale", None))
         trace = {name: call.headers[name] for name in _TRACE if name in call.headers}
         rank = _named_rank(call)
         return {
@@ -70,9 +70,9 @@ class RequestOptionsBuilder:
             **({} if last is None else {"truncate_prompt_tokens": last}),
             **{name: value for name, value in retained.items() if value is not None},
             "priority": priority,
-            "timeout": self._timeout(client, getattr(asked, "timeout", None)),
+            "timeout": self._timeout(client, getattr(body, "timeout", None)),
             "tags": tags or None,
-            "cache_salt": _salt(client.cache_salt, getattr(asked, "cache_salt", None)),
+            "cache_salt": _salt(client.cache_salt, getattr(body, "cache_salt", None)),
         }
 
     def _check_kv_transfer(self, client: Client) -> None:
@@ -90,10 +90,10 @@ class RequestOptionsBuilder:
                 f"{path}: expected none, because this server has no KV connector (kv_connector.use)"
             )
 
-    def _check_trace(self, client: Client, asked: Any) -> None:
+    def _check_trace(self, client: Client, body: Any) -> None:
         if client.trace or self._settings.trace:
             return
-        for fields in (asked, getattr(asked, "sampling_params", None)):
+        for fields in (body, getattr(body, "sampling_params", None)):
             included = getattr(fields, "include", None) or ()  # or UNSET
             is_included = isinstance(included, list) and TRACE in included
             if is_included or getattr(fields, "trace", False):
@@ -105,14 +105,14 @@ class RequestOptionsBuilder:
                     param=name,
                 )
 
-    def _timeout(self, client: Client, asked: float | None) -> float | None:
+    def _timeout(self, client: Client, seconds: float | None) -> float | None:
         limits = (client.max_timeout, self._settings.limits.timeout_seconds)
         longest = min((limit for limit in limits if limit is not None), default=None)
-        if asked is not None and longest is not None and asked > longest:
+        if seconds is not None and longest is not None and seconds > longest:
             raise RequestError(
-                f"timeout: expected at most {longest:g} s on this server, got {asked:g}"
+                f"timeout: expected at most {longest:g} s on this server, got {seconds:g}"
             )
-        return longest if asked is None else asked
+        return longest if seconds is None else seconds
 
 
 def _scaled(adapter: LoRARequest | None, scale: float | None) -> LoRARequest | None:
@@ -125,11 +125,11 @@ def _scaled(adapter: LoRARequest | None, scale: float | None) -> LoRARequest | N
     return msgspec.structs.replace(adapter, scale=scale)
 
 
-def _salt(of_client: str, asked: str | None) -> str | None:
+def _salt(of_client: str, request_salt: str | None) -> str | None:
     """Return the salt of a request: its own one hashed together with that of its client."""
     if not of_client:
-        return asked
-    both = msgspec.msgpack.encode((of_client, asked))
+        return request_salt
+    both = msgspec.msgpack.encode((of_client, request_salt))
     return hashlib.sha256(both).hexdigest()
 
 

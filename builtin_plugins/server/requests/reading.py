@@ -127,8 +127,8 @@ class RequestReader:
         """
         if len(body) <= SMALL_BYTES:
             return function(*args, **kwargs)
-        own = self._converting_of.setdefault(current_key(), asyncio.Lock())
-        async with own, self._converting:
+        key_lock = self._converting_of.setdefault(current_key(), asyncio.Lock())
+        async with key_lock, self._converting:
             return await asyncio.to_thread(function, *args, **kwargs)
 
     def _decoded(self, body: bytes) -> dict[str, Any]:

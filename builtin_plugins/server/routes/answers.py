@@ -198,17 +198,17 @@ def check_ended(completion: CompletionOutput) -> None:
     )
 
 
-def engine_id(answer_id: str, asked: str | None) -> str:
+def engine_id(answer_id: str, request_id: str | None) -> str:
     """Return the id of a request in the engine: its answer's, made unique if the request gave it.
 
     Any number of requests may give one id.
     """
-    return answer_id if asked is None else f"{answer_id}-{secrets.token_hex(4)}"
+    return answer_id if request_id is None else f"{answer_id}-{secrets.token_hex(4)}"
 
 
-def new_id(prefix: str, asked: str | None = None) -> str:
+def new_id(prefix: str, request_id: str | None = None) -> str:
     """Return the id of an answer: what the request asks for, or a random one."""
-    return f"{prefix}{asked or secrets.token_hex(12)}"
+    return f"{prefix}{request_id or secrets.token_hex(12)}"
 
 
 def token_text(logprob: Logprob, token: int, *, as_id: bool = False) -> str:

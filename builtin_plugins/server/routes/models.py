@@ -232,10 +232,10 @@ class StatusRoutes:
         name = request.path_params["model"]
         if not name:
             raise no_route(request.url.path, ["/v1/models"])
-        found = next((model for model in await self._models() if model.id == name), None)
-        if found is None:
+        served = next((model for model in await self._models() if model.id == name), None)
+        if served is None:
             raise self._service.no_model(name)
-        return json_response(found)
+        return json_response(served)
 
     async def health(self, request: Request) -> Response:
         """Return whether the engine runs, and what is wrong with plugins.

@@ -224,10 +224,10 @@ def plain_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] 
 
 
 def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in tool.items() if value is not None}
-    if isinstance(function := kept.get("function"), dict):
-        kept["function"] = {name: value for name, value in function.items() if value is not None}
-    return kept
+    members = {name: value for name, value in tool.items() if value is not None}
+    if isinstance(function := members.get("function"), dict):
+        members["function"] = {name: value for name, value in function.items() if value is not None}
+    return members
 
 
 def _tool_name(tool: dict[str, Any]) -> Any:

@@ -97,12 +97,12 @@ def text_positions(
     if start < 0:
         return positions
     end, at = start + len(text), 0
-    found: list[TokenLogprob] = []
+    text_tokens: list[TokenLogprob] = []
     for position in positions:
         if at < end and at + len(position.token) > start:
-            found.append(position)
+            text_tokens.append(position)
         at += len(position.token)
-    return found
+    return text_tokens
 
 
 class _OpenItem:

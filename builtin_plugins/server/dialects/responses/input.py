@@ -239,16 +239,16 @@ class CompactionItem(Strict, tag_field="type", tag="compaction"):
 
 
 def _content(
-    given: str | Sequence[InputText | InputImage | AssistantText | Refusal], path: str
+    content: str | Sequence[InputText | InputImage | AssistantText | Refusal], path: str
 ) -> Content:
-    if isinstance(given, str):
-        return given
+    if isinstance(content, str):
+        return content
     return joined(
         [
             image_part(part.image_url, f"{path}[{index}].image_url", part.detail)
             if isinstance(part, InputImage)
             else part.text
-            for index, part in enumerate(given)
+            for index, part in enumerate(content)
         ]
     )
 

@@ -39,7 +39,7 @@ class _Answered(msgspec.Struct):
 
 @contextlib.contextmanager
 def appending(path: Path) -> Iterator[BinaryIO]:
-    """Open a file whose lines are in it when they are written, for its owner alone."""
+    """Open a file for lines that are written without a buffer, readable by its owner alone."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, 0o600), "ab", buffering=0) as file:
         yield file

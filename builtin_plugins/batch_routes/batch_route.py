@@ -51,7 +51,7 @@ class BatchRequest(Strict):
 
 
 class BatchRoute:
-    """The routes of batches, each of which belongs to the key that began it."""
+    """The routes of batches; each batch belongs to the key that created it."""
 
     def __init__(
         self,

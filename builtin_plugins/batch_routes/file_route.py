@@ -44,7 +44,7 @@ class PageQuery(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FileRoute:
-    """The routes of files, each of which belongs to the key that brought it."""
+    """The routes of files; each file belongs to the key that uploaded it."""
 
     def __init__(
         self, server: ServerContext, folder: BatchFolder, options: BatchRoutesOptions
@@ -112,7 +112,7 @@ class FileRoute:
 
     @contextlib.contextmanager
     def _slot(self, name: str) -> Iterator[None]:
-        """Count a file of a client while it comes in; slow ones hold up those of no other client.
+        """Count the file of a client during its upload; slow uploads block only their own client.
 
         Raises:
             OverloadedError: there are too many.

@@ -1,4 +1,4 @@
-"""The folder of files and batches: what of it is whose, and how it changes.
+"""The folder of files and batches: owners, states and atomic changes.
 
     lock                        held by the process that answers batches
     OWNER/lock                  held while bytes are reserved
@@ -48,7 +48,7 @@ class BatchFolder:
     """The folder of a server; several processes may use it."""
 
     def __init__(self, path: str) -> None:
-        """Make the folder, or take what is there.
+        """Create the folder, or use the existing one.
 
         Raises:
             ConfigError: it cannot be used, or others can read it.
@@ -152,7 +152,7 @@ class OwnerFolder:
             path.unlink(missing_ok=True)
 
     def files(self) -> list[FileObject]:
-        """Return the files, the oldest first; those that have expired are deleted."""
+        """Return the files, the oldest first, and delete expired files."""
         files = []
         for record in _records(self._files, FileRecord):
             if record.file.expires_at <= now():
@@ -178,7 +178,7 @@ class OwnerFolder:
         _set_size(self._part(file), file.bytes + RECORD_BYTES)
 
     def add_file(self, file: FileObject, order: int, content: IO[bytes]) -> None:
-        """Add a file whose bytes are reserved; it is there as a whole, or not at all."""
+        """Add a file with reserved bytes; other processes see all of it or nothing."""
         part = self._part(file)
         try:
             with part.open("rb+") as target:
@@ -196,7 +196,7 @@ class OwnerFolder:
         return self._files / f"{file.id}.part"
 
     def take_file(self, file: FileObject, order: int, path: Path) -> None:
-        """Make a file of one that is in the folder already; once more if that was cut short."""
+        """Create a file from another file of the folder; repeat this if it was interrupted."""
         _make(self._files)
         with contextlib.suppress(FileExistsError):
             os.link(path, self.content(file.id))
@@ -228,7 +228,7 @@ class OwnerFolder:
         return place if place.path("json").exists() else None
 
     def open_batches(self, known: Collection[str] = ()) -> list[BatchPlace]:
-        """Return the batches that have not ended, without those of some ids."""
+        """Return the unfinished batches, without some ids."""
         names = {path.stem for path in self._batches.glob("*.in")}
         places = [self.batch_place(name) for name in names.difference(known)]
         return [place for place in places if place.path("json").exists()]
@@ -257,7 +257,7 @@ class BatchPlace:
         return self._path / f"{self.id}.{suffix}"
 
     def read(self) -> BatchRecord:
-        """Return the batch; one that is to be cancelled is `cancelling`."""
+        """Return the batch; its status is `cancelling` after a request to cancel it."""
         record = _read(self.path("json"), BatchRecord)
         assert record is not None
         return self.as_now(record)
@@ -295,7 +295,7 @@ class BatchPlace:
         return self.path("cancel").exists()
 
     def close(self) -> None:
-        """Remove what an ended batch no longer needs."""
+        """Remove the files that an ended batch no longer needs."""
         for suffix in ("cancel", "out", "err", "room", "in"):
             self.path(suffix).unlink(missing_ok=True)
 
@@ -313,7 +313,7 @@ def _records(path: Path, type_: type[RecordT]) -> Iterator[RecordT]:
 
 
 def _readable(path: Path, type_: type[RecordT]) -> RecordT | None:
-    """Return one of many records; one that cannot be read is left out, since others can."""
+    """Return one of many records; None if it cannot be read, because others can."""
     try:
         return _read(path, type_)
     except (OSError, ValueError, msgspec.MsgspecError) as error:

@@ -1,4 +1,4 @@
-"""`hardpoint models`: what can be run, what one model is and needs, and those in the cache."""
+"""`hardpoint models`: known models, the needs of one model, and cached models."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class PromptLine:
 
 
 class LineFile:
-    """A file of lines, of which one is in memory at a time.
+    """A file of lines with one line in memory at a time.
 
     Attributes:
         name: its path, for messages.

@@ -83,12 +83,12 @@ def add_sampling_options(
 
 
 def conversation_params(options: argparse.Namespace, generator: ChatModel) -> SamplingParams:
-    """Return checked parameters of a conversation: what is not given, the model recommends."""
+    """Return checked parameters of a conversation, with the model's defaults."""
     return sampling_params(options, _recommended(generator) or _CONVERSATION)
 
 
 def prompt_params(options: argparse.Namespace, generator: ChatModel) -> SamplingParams:
-    """Return checked parameters of prompts: what is not given, the model recommends."""
+    """Return checked parameters of prompts, with the model's defaults."""
     return sampling_params(options, _recommended(generator) or GREEDY)
 
 

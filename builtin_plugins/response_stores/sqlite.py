@@ -170,7 +170,7 @@ class SQLiteStore:
 
     @contextlib.contextmanager
     def _opened(self, wait: float) -> Iterator[sqlite3.Connection]:
-        """Provide a connection of this thread; what is written counts if the body succeeds.
+        """Provide a connection of this thread; commit its changes if the body succeeds.
 
         Args:
             wait: seconds to wait for a lock.

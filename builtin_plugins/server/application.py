@@ -259,7 +259,7 @@ class Application:
             self._service.transforms.end(scope)
 
     def takes_websocket(self, path: str) -> bool:
-        """Return whether a path, as a client names it, is that of a WebSocket."""
+        """Return whether a path, as a client names it, belongs to a WebSocket."""
         if self._root_path and path.startswith(f"{self._root_path}/"):
             path = path.removeprefix(self._root_path)
         return any(pattern.match(path) for pattern in self._websockets)
@@ -318,7 +318,7 @@ def _remove_prefix(scope: Scope, prefix: str) -> None:
 
 
 class _Exchange:
-    """A request without a connection, whose client stays."""
+    """A request without a connection; its client does not disconnect."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body

@@ -177,7 +177,7 @@ def assemble(
 
 @dataclass(kw_only=True)
 class _Context:
-    """The `ServerContext` of extensions, whose bodies and work have limits of their own."""
+    """The `ServerContext` of extensions; their bodies and work have limits of their own."""
 
     engine: AsyncGenerator
     version: str

@@ -1,4 +1,4 @@
-"""Where errors end: around a server's routes, and around what plugins put before them."""
+"""Error boundaries around the routes of a server and the middleware of plugins."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class _Inside:
 
 
 class MiddlewareBoundary:
-    """A plugin's middleware around an application, whose own errors are answered inside."""
+    """A plugin's middleware around an application; errors inside are answered inside."""
 
     def __init__(self, owned: Owned, app: ASGIApp, faults: ServerFaults) -> None:
         """Wrap an application.

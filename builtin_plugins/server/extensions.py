@@ -1,4 +1,4 @@
-"""Runs what plugins add to a server: in order, each responsible for its own faults."""
+"""Runs the extensions of plugins in order; each plugin is responsible for its faults."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def store_of(installed: Sequence[InstalledExtension], num_processes: int) -> Own
 def routes_of(
     installed: Sequence[InstalledExtension], core: Sequence[Route], replaceable: Sequence[str]
 ) -> list[tuple[Route, Owned | None]]:
-    """Return all routes, with the owners of those that plugins add, which come last.
+    """Return all routes with their owners; routes of plugins come last.
 
     Raises:
         PluginConflictError: two plugins, or a plugin and the server, have a route of one path.
@@ -205,7 +205,7 @@ class Transforms:
         return encoded
 
     def begin(self, scope: Scope, call: Call) -> None:
-        """Remember the call of a request or a WebSocket, of which `end` follows."""
+        """Remember the call of a request or a WebSocket until `end`."""
         if self._ends:
             scope["state"]["call"] = call
 

@@ -74,7 +74,7 @@ class Owned:
 
 @dataclass
 class ServerFaults:
-    """Blames plugins for what their extensions raise.
+    """Blames plugins for the errors of their extensions.
 
     Attributes:
         seconds: maximum time of a call of an extension.
@@ -116,7 +116,7 @@ class ServerFaults:
     def passed(
         self, owned: Owned, part: str, cause: BaseException, *, may_refuse: bool = False
     ) -> BaseException:
-        """Return the error to raise for one that left an extension: itself, if it is no fault.
+        """Return the error to raise for an error of an extension: the same one if it is no fault.
 
         Args:
             may_refuse: whether it may refuse the request.
@@ -143,7 +143,7 @@ class ServerFaults:
         *arguments: Any,
         may_refuse: bool = False,
     ) -> T:
-        """Return the result of an extension's call; arguments are those of `passed`.
+        """Return the result of an extension's call, with the arguments of `passed`.
 
         Raises:
             BlamedError: it failed, or took too long.

@@ -48,12 +48,12 @@ def is_of_grammar(message: str) -> bool:
 
 
 def is_of_request(message: str) -> bool:
-    """Return whether an error that ended a completion is about what its request has asked for."""
+    """Return whether the error of a completion is about a field of its request."""
     return is_of_grammar(message) or message.startswith("resumed.")
 
 
 def grammar_error(message: str, form: str | None = None) -> str:
-    """Return an error of the engine about what an answer must be with the names of a request.
+    """Return an error of the engine about a constraint with the field names of a request.
 
     Args:
         message: any other is returned as it is.

@@ -171,7 +171,7 @@ def _add_treatment(schema: dict[str, Any], type_: type[msgspec.Struct]) -> None:
 
 
 def _drop_discriminators(value: Any, untagged: Set[str]) -> None:
-    """Remove the discriminators of unions that hold a type whose tag may be left out.
+    """Remove the discriminators of unions with a type that has an optional tag.
 
     Args:
         untagged: references to such types.

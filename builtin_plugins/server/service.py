@@ -318,7 +318,7 @@ class Service:
         failed: Callable[[AnswerError], bytes],
         heartbeat: bytes = COMMENT,
     ) -> EventStream:
-        """Return a streamed answer of events, each of which may hold several.
+        """Return a streamed answer of blocks, each with one or several events.
 
         Args:
             failed: returns the last events of a stream that an error ends.
@@ -347,7 +347,7 @@ class Service:
         return self.failure(error)
 
     def failure(self, error: BaseException) -> AnswerError:
-        """Return the answer to a request that failed, and log what is not the client's fault."""
+        """Return the answer to a failed request, and log server errors."""
         if isinstance(error, EngineDeadError) and self.engine.dead_error is None:
             answer = _restarting()
         else:

@@ -79,7 +79,7 @@ def write_page(path: str, text: str) -> None:
 
 
 def remark(text: str) -> str:
-    """Return a paragraph about what went wrong."""
+    """Return a paragraph about errors of requests."""
     return f'<p class="wrong">{escape(text)}</p>'
 
 

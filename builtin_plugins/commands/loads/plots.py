@@ -1,4 +1,4 @@
-"""Plots as SVG inside of a page, whose styles give them their colours."""
+"""Plots as SVG inside of a page; the styles of the page set their colors."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def _option(setting: str) -> tuple[str, Any]:
 
 
 def _requiring_proof(records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield records in which a check that is not proved counts as failed; then one of all those."""
+    """Yield records with unproved checks as failed ones, then a summary record."""
     unproved: dict[str, list[str]] = {}
     for record in records:
         if record["record"] == "check" and record["outcome"] == "not_proved":

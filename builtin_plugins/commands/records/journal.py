@@ -1,4 +1,4 @@
-"""`hardpoint replay` and `hardpoint journal`: play back what an engine got, or export it."""
+"""`hardpoint replay` and `hardpoint journal`: replay or export a journal."""
 
 from __future__ import annotations
 

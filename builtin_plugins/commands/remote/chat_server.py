@@ -71,7 +71,7 @@ class ServedModel:
         return self
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return the defaults; the server fills in what a request leaves out."""
+        """Return the defaults; the server fills in fields that a request leaves out."""
         return SamplingParams()
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -55,7 +55,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
 
 
 def _tried(find: Callable[[], str]) -> str:
-    """Return a fact; of one that cannot be found, the reason, which the report is about."""
+    """Return a fact, or the reason why it cannot be determined."""
     try:
         return find()
     except Exception as cause:

@@ -1,4 +1,4 @@
-"""`hardpoint calibrate`: measures what steps of a model take on this machine."""
+"""`hardpoint calibrate`: measures the times of a model's steps on this machine."""
 
 from __future__ import annotations
 

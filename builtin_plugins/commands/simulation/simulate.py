@@ -1,4 +1,4 @@
-"""`hardpoint simulate`: what other settings would do to the requests of a trace."""
+"""`hardpoint simulate`: the effect of other settings on the requests of a trace."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _row(name: str, report: Mapping[str, Any]) -> list[str]:
 
 
 def remarks(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return lines about what went wrong."""
+    """Return lines about errors of requests."""
     lines = []
     for name, report in reports.items():
         if report["refused"]:

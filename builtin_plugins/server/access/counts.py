@@ -53,7 +53,7 @@ def key_of(state: Mapping[str, Any]) -> str:
 
 
 def held(name: str) -> str:
-    """Return the name of a count of what is released, such as open connections."""
+    """Return the name of a count of resources that are released, such as open connections."""
     return _HELD + name
 
 
@@ -91,7 +91,7 @@ class Counts:
         return True
 
     def items(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield the counts whose names begin with a prefix, by the rest of their names."""
+        """Yield the counts with a name prefix, by the rest of their names."""
         for name, number in list(self._numbers.items()):
             if name.startswith(prefix):
                 yield name.removeprefix(prefix), number
@@ -190,7 +190,7 @@ class SharedCounts(Counts):
             return True
 
     def items(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield the counts whose names begin with a prefix, by the rest of their names."""
+        """Yield the counts with a name prefix, by the rest of their names."""
         with self._locked():
             totals = [
                 (name, self._sum(row)) for row, name in self._used() if name.startswith(prefix)
@@ -227,7 +227,7 @@ class SharedCounts(Counts):
             self._read_notes()
 
     def clear(self, column: int) -> None:
-        """Release what a process that has died held; its other counts stay."""
+        """Release the held counts of a dead process; its other counts stay."""
         with self._locked():
             for row, name in self._used():
                 if name.startswith(_HELD):
@@ -313,7 +313,7 @@ def _size(num_processes: int) -> int:
 
 
 def _short(name: str) -> bytes:
-    """Return a name, cut to its place; one that is too long ends with its hash."""
+    """Return a name cut to its place; a longer name ends with its hash."""
     data = name.encode(errors="replace").replace(b"\0", b"?")
     if len(data) <= _NAME_BYTES:
         return data

@@ -111,7 +111,7 @@ class Guard:
         )
 
     def _check_site(self, headers: dict[bytes, bytes]) -> None:
-        """Refuse what browsers load for other sites' pages without an Origin, such as images.
+        """Reject requests without an Origin from pages of other sites, such as images.
 
         A link to the server may be followed.
         """

@@ -56,7 +56,7 @@ class _Settings(Strict):
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """A key's hash and whose it is.
+    """The hash of a key and its client.
 
     Attributes:
         digest: SHA-256 of the key; in no representation of the object.
@@ -118,7 +118,7 @@ class KeyStore:
         return [entry.name for entry in self._entries]
 
     def find(self, key: str) -> Client | None:
-        """Return whose key it is. The time depends on the number of keys alone."""
+        """Return the entry of a key. The time depends on the number of keys alone."""
         entry = self._entry(key)
         return None if entry is None else entry.client
 

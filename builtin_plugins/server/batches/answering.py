@@ -29,7 +29,7 @@ async def answer_lines(
     lines: Iterable[BatchLine],
     write: Callable[[BatchLine, BatchAnswer], None],
 ) -> None:
-    """Answer all lines; the requests are those of somebody whom the server's keys do not bind.
+    """Answer all lines for a client without limits of keys.
 
     Args:
         lines: taken when the engine has room for one; taking it may block.
@@ -56,7 +56,7 @@ async def answer_lines(
 
 
 class _OpenLines:
-    """The lines that are being answered, and those that others left no room for."""
+    """The lines in progress, and the lines that found no room."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Answers in chunks with a list of choices: what OpenAI's older routes and vLLM's stream."""
+"""Streams of chunks with a list of choices, of OpenAI's older routes and vLLM's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def identity_of(parsed: ParsedRequest[Any], kind: str) -> dict[str, Any]:
 
 
 class ChunkAnswer(AnswerWriter[OutputT]):
-    """Writes choices; what all chunks of a stream share is encoded once."""
+    """Writes choices; the common part of all chunks of a stream is encoded once."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The walk that every route which generates has in common; what differs is its dialect."""
+"""The common steps of all routes that generate; a dialect defines the differences."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AnswerWriter(ABC, Generic[OutputT]):
 
     @abstractmethod
     def events(self, outputs: AsyncGenerator[OutputT, None]) -> AsyncGenerator[bytes, None]:
-        """Yield the events, those of one output together.
+        """Yield the events; the events of one output come together.
 
         Raises:
             AnswerError: the answer ended with an error.
@@ -84,7 +84,7 @@ def has_logprobs(body: Any) -> bool:
 
 
 class Dialect(ABC, Generic[BodyT, OutputT]):
-    """A route that generates: its body, what it asks of the engine, and how it answers.
+    """A route that generates: its body, its engine request and its answer.
 
     Attributes:
         takes_messages: whether a body has messages, whose answers have the rest of the context by

@@ -73,7 +73,7 @@ _NAMES: Renaming = (
 
 
 class OutputSchemaFormat(Strict, tag_field="type", tag="json_schema"):
-    """JSON of a schema, every keyword of which is enforced."""
+    """JSON of a schema; every keyword is enforced."""
 
     schema: dict[str, Any]
 
@@ -90,7 +90,7 @@ class OutputConfig(Strict):
 
 
 def _prepared(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a body after a check for what is known and not supported; see `RequestReader.read`.
+    """Return a body after a check for unsupported fields; see `RequestReader.read`.
 
     Raises:
         RequestError: there is such a thing.
@@ -135,7 +135,7 @@ class MessagesRequest(GenerationFields):
 
 
 class CountTokensRequest(Strict):
-    """A conversation whose tokens are to be counted; fields are those of `MessagesRequest`."""
+    """A conversation to count tokens of, with the fields of `MessagesRequest`."""
 
     ignored: ClassVar[Mapping[str, str]] = _IGNORED
     refused: ClassVar[Mapping[str, str]] = _REFUSED

@@ -46,7 +46,7 @@ OutputBlock = OutputThinkingBlock | OutputTextBlock | OutputToolUseBlock
 
 
 class ThinkingDetails(msgspec.Struct):
-    """Of the answer's tokens, those of the thinking."""
+    """The reasoning tokens of an answer."""
 
     thinking_tokens: int
 
@@ -129,7 +129,7 @@ _DELTAS: dict[Kind, tuple[str, str]] = {
 
 
 class MessageAnswer(ItemAnswer):
-    """Writes a message; what the deltas of a block share, once.
+    """Writes a message; the common part of the deltas of a block is encoded once.
 
     A call is held back until it has ended: a client that runs calls as their blocks end must get no
     half ones, and the text of a broken call is text.

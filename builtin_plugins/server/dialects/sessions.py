@@ -94,7 +94,7 @@ _OF_OPENING = (*SessionQuery.__struct_fields__, "tags")
 
 
 class InputCommit(SamplingFields):
-    """The start of a turn; without fields, its parameters are those of the turn before."""
+    """The start of a turn; without fields, it has the parameters of the turn before."""
 
     refused: ClassVar[Mapping[str, str]] = {
         **TEXT_REFUSED,

@@ -133,7 +133,7 @@ class GenerateRequest(Strict):
 
     @staticmethod
     def prepared(fields: dict[str, Any]) -> dict[str, Any]:
-        """Return a body whose sampling parameters are all in their place; see `RequestReader.read`.
+        """Return a body with all sampling parameters in their place; see `RequestReader.read`.
 
         Raises:
             RequestError: a sampling parameter is outside of them, or is not supported.
@@ -149,7 +149,7 @@ class GenerateRequest(Strict):
 
 
 class GeneratedChoice(msgspec.Struct, kw_only=True):
-    """One completion, or what is new of it."""
+    """One completion, or the new part of it."""
 
     index: int
     token_ids: list[int]
@@ -256,7 +256,7 @@ class GeneratedAnswer(ChunkAnswer[RequestOutput]):
         )
 
     def _chunks(self, output: RequestOutput) -> bytes:
-        """Return the event of an output: its completions, and at first what belongs to the prompt.
+        """Return the event of an output: its completions, and at first the fields of the prompt.
 
         Raises:
             AnswerError: a completion ended with an error.

@@ -97,7 +97,7 @@ class Loaded:
 
 
 class ServedAdapters:
-    """The loaded adapters by name. One that is not loaded is looked up once, however many ask."""
+    """The loaded adapters by name. Concurrent requests look up an unloaded adapter once."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class ServedAdapters:
         self._changes = self._last_number = 0
 
     async def listed(self) -> list[Loaded]:
-        """Return the adapters that the engine holds, those that others have loaded too."""
+        """Return the adapters of the engine, including adapters that other clients loaded."""
         await self._refresh()
         return list(self._loaded.values())
 

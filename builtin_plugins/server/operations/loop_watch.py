@@ -102,7 +102,7 @@ def _watch(
     faults: ServerFaults,
     ended: threading.Event,
 ) -> None:
-    """Let the loop answer again and again; look at what it runs where it does not."""
+    """Ping the loop again and again; inspect its stack if it does not respond."""
     while not ended.wait(faults.slow_seconds / 4):
         answered = threading.Event()
         try:

@@ -1,4 +1,4 @@
-"""`hardpoint serve --on ray`: what holds of a server's settings where Ray Serve listens."""
+"""`hardpoint serve --on ray`: the settings of a server that apply to Ray Serve."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def without_ignored(body: dict[str, Any], type_: Any) -> dict[str, Any]:
 
 
 def check_lengths(body: Mapping[str, Any], limits: ServerLimits) -> None:
-    """Check the lengths of a body's lists, before anything is made of what is in them.
+    """Check the lengths of a body's lists before their items are converted.
 
     Raises:
         RequestError: one is too long; the message is that of the check of the field itself.

@@ -126,7 +126,7 @@ def _scaled(adapter: LoRARequest | None, scale: float | None) -> LoRARequest | N
 
 
 def _salt(of_client: str, request_salt: str | None) -> str | None:
-    """Return the salt of a request: its own one hashed together with that of its client."""
+    """Return the salt of a request, hashed together with the salt of its client."""
     if not of_client:
         return request_salt
     both = msgspec.msgpack.encode((of_client, request_salt))

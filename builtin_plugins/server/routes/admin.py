@@ -1,4 +1,4 @@
-"""The routes of the admin address: what operators see and steer."""
+"""The routes of the admin address: inspection and control by operators."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class AdminRoutes:
         self._bodies = BodyReceiver(service.settings)  # its own: users cannot fill it
 
     def routes(self) -> list[Route]:
-        """Return the routes, and those of old paths."""
+        """Return the routes, including old paths."""
         routes = self._routes()
         return [
             *routes,
@@ -407,7 +407,7 @@ class AdminRoutes:
         return {"is_paused": paused, "is_sleeping": sleeping}
 
     async def update_weights(self, body: UpdateWeights) -> dict[str, Any]:
-        """Replace weights of the model by those of allowed files; return their version."""
+        """Replace weights of the model by allowed files; return their version."""
         folders = self._service.settings.weight_folders
         path = allowed_path(body.path, folders, "path", "server.weight_folders")
         try:
@@ -419,11 +419,11 @@ class AdminRoutes:
         return {"weight_version": version}
 
     async def scale(self, body: Scale) -> EngineSet:
-        """Start or retire engines; return those that there are."""
+        """Start or retire engines; return the set of engines."""
         return await self._engine.engines.scale(body.engines, drain_seconds=body.drain_seconds)
 
     async def retire(self, body: Retire) -> EngineSet:
-        """End engines; return those that are left."""
+        """End engines; return the remaining engines."""
         return await self._engine.engines.retire(body.ranks, drain_seconds=body.drain_seconds)
 
     async def reset_prefix_cache(self, body: ResetPrefixCache) -> dict[str, Any]:

@@ -129,7 +129,7 @@ Number = Annotated[float, Meta(ge=-100, le=100)]
 
 
 class GenerationFields(CompatibilityFields):
-    """Fields of every route that generates text; those that are left out are the model's defaults.
+    """Fields of every route that generates text; unset fields have the model's defaults.
 
     Attributes:
         model: name of the model.
@@ -366,7 +366,7 @@ class SamplingFields(GenerationFields):
 
 
 class TextFields(SamplingFields):
-    """Fields of routes whose prompts are given as text.
+    """Fields of routes with prompts as text.
 
     Attributes:
         return_tokens_as_token_ids: whether log-probabilities name tokens as "token_id:17", since
@@ -507,7 +507,7 @@ def reasoning_variables(
     variables: Mapping[str, Any] | None,
     **thinking: Any,
 ) -> dict[str, Any] | None:
-    """Return the variables of a chat template, with those that a reasoning effort stands for.
+    """Return the variables of a chat template, including the variables of a reasoning effort.
 
     Args:
         effort: "none" asks for no reasoning; None leaves it to the template.

@@ -29,7 +29,7 @@ def image_part(url: str, place: str, detail: Any = None) -> Part:
 
 
 def placed_images(content: Any, path: str) -> Any:
-    """Return content whose images have their places; anything else as it is."""
+    """Return content with the places of its images; anything else as it is."""
     if not isinstance(content, list):
         return content
     placed = []
@@ -46,7 +46,7 @@ def placed_images(content: Any, path: str) -> Any:
 
 
 def with_owner(messages: Sequence[Part], owner: str) -> list[Part]:
-    """Return messages whose images have an owner, by whose turns they are decoded.
+    """Return messages with the owner of their images, for the order of decoding.
 
     Args:
         owner: empty leaves them without one.

@@ -83,7 +83,7 @@ class ModelList(msgspec.Struct):
 
 
 class EngineHealth(msgspec.Struct, omit_defaults=True):
-    """Whether the engine runs, and what is wrong with plugins, where something is.
+    """The health of the engine and of plugins.
 
     Attributes:
         status: "ok", "degraded" or "unavailable".
@@ -238,7 +238,7 @@ class StatusRoutes:
         return json_response(served)
 
     async def health(self, request: Request) -> Response:
-        """Return whether the engine runs, and what is wrong with plugins.
+        """Return the health of the engine and of plugins.
 
         An engine in a long step answers late; until then, its last report counts.
         """
@@ -296,7 +296,7 @@ class StatusRoutes:
         return json_response(Readiness("ready"))
 
     async def load(self, request: Request) -> Response:  # noqa: ARG002
-        """Return how many requests are being answered, and what each engine has to do."""
+        """Return the numbers of requests in progress and the work of each engine."""
         report: LoadReport | None = None
         with contextlib.suppress(HardpointError, TimeoutError):
             async with asyncio.timeout(_LONGEST_WAIT):

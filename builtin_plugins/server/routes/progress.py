@@ -1,4 +1,4 @@
-"""How much of a prompt is computed: events before those of the answer, on demand."""
+"""Prompt progress: events before the events of the answer, on demand."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _named(body: SetSettings) -> Iterator[tuple[str, Any]]:
 
 
 def named_in(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield what a value of options names: wrapped components, and classes by their paths."""
+    """Yield the components that a value of options names: wrapped ones, and classes by paths."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from named_in(f"{path}.{key}", item)
@@ -136,7 +136,7 @@ def _name_of(path: str, value: Any) -> str:
 
 
 def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options, but not the values of those with names of secrets, nor users of URLs."""
+    """Return options without secrets and without users of URLs."""
     return {name: _without_secret(name, value) for name, value in options.items()}
 
 

@@ -35,7 +35,7 @@ class CalledFunction(msgspec.Struct, omit_defaults=True):
 
 
 class ToolCallPart(msgspec.Struct, omit_defaults=True):
-    """A call of a tool; of a streamed one, what is new."""
+    """A call of a tool, or the new part of a streamed call."""
 
     function: CalledFunction
     index: int | None = None
@@ -44,7 +44,7 @@ class ToolCallPart(msgspec.Struct, omit_defaults=True):
 
 
 class AnswerMessage(msgspec.Struct, omit_defaults=True):
-    """The message of an answer, or of a chunk what is new of it."""
+    """The message of an answer, or the new part of it in a chunk."""
 
     role: str | None = None
     content: str | msgspec.UnsetType | None = msgspec.UNSET

@@ -39,7 +39,7 @@ class Logprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One completion, or what is new of it."""
+    """One completion, or the new part of it."""
 
     index: int
     text: str
@@ -196,7 +196,7 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
         return offset
 
     def _add_prompt(self, columns: Logprobs, output: RequestOutput, prompt: str) -> int:
-        """Add the positions of a prompt, the first of which has no log-probability.
+        """Add the positions of a prompt; the first one has no log-probability.
 
         Returns:
             Where the text of the next token begins.

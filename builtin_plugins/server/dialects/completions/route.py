@@ -127,7 +127,7 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
 async def numbered(
     source: AsyncGenerator[RequestOutput, None], place: str
 ) -> AsyncGenerator[Numbered, None]:
-    """Yield the outputs of the only request; arguments and errors are those of `merged`."""
+    """Yield the outputs of the only request, with the arguments and errors of `merged`."""
     try:
         async with contextlib.aclosing(source):
             async for output in source:

@@ -1,4 +1,4 @@
-"""`/pooling`: any input that an IO processor takes; or texts, and what the model makes of them."""
+"""`/pooling`: inputs of IO processors, and pooled texts."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class CompactedResponse(msgspec.Struct, kw_only=True):
 
 
 def with_instruction(body: ResponsesRequest) -> ResponsesRequest:
-    """Return a request for the summary of a conversation, whose model calls no tools."""
+    """Return a request for the summary of a conversation, without tool calls."""
     items = [*body.items(), MessageItem(role="user", content=INSTRUCTION)]
     return msgspec.structs.replace(body, input=items, tool_choice="none")
 

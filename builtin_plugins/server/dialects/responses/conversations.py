@@ -64,7 +64,7 @@ class ConversationRecord(msgspec.Struct, kw_only=True):
     items: list[dict[str, Any]] = []
 
     def input_items(self) -> list[InputItem]:
-        """Return the items as those of a request."""
+        """Return the items in the types of a request."""
         return msgspec.convert(self.items, list[InputItem])
 
     def shown(self, name: str) -> Conversation:
@@ -110,7 +110,7 @@ class ItemsCreateRequest(_ItemsBody):
 
 
 class StoredConversations:
-    """The conversations of a server whose plugins bring a response store."""
+    """The conversations of a server with a response store."""
 
     def __init__(self, service: Service, store: StoreClient) -> None:
         self._service, self._store = service, store

@@ -162,7 +162,7 @@ _CUSTOM_PREFIX = "ctc_"
 
 
 class ResponseAnswer(ItemAnswer):
-    """Writes a response; what the deltas of an item share, once."""
+    """Writes a response; the common part of the deltas of an item is encoded once."""
 
     def __init__(
         self,

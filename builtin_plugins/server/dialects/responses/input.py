@@ -128,7 +128,7 @@ class ReasoningTextPart(Strict, tag_field="type", tag="reasoning_text"):
 
 
 class SummaryText(Strict, tag_field="type", tag="summary_text"):
-    """A summary of what the assistant thought."""
+    """A summary of the assistant's reasoning."""
 
     text: str
 
@@ -207,7 +207,7 @@ class FunctionOutputItem(Strict, tag_field="type", tag="function_call_output"):
 
 
 class CustomOutputItem(FunctionOutputItem, tag_field="type", tag="custom_tool_call_output"):
-    """The result of a call of a custom tool; fields are those of the result of a function."""
+    """The result of a call of a custom tool, with the fields of a function's result."""
 
 
 class CompactionItem(Strict, tag_field="type", tag="compaction"):
@@ -299,7 +299,7 @@ def _refuse(item: Mapping[str, Any], path: str) -> None:
 
 
 class ItemConverter:
-    """Makes a conversation of items; those of one turn of the assistant become one message."""
+    """Makes a conversation of items; the items of an assistant's turn become one message."""
 
     def __init__(
         self,

@@ -75,14 +75,14 @@ OutputItem = OutputReasoning | OutputMessage | OutputFunctionCall | OutputCustom
 
 
 class InputDetails(msgspec.Struct):
-    """Of the prompt's tokens, those that were cached."""
+    """The cached tokens of a prompt."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputDetails(msgspec.Struct):
-    """Of the answer's tokens, those of the reasoning."""
+    """The reasoning tokens of an answer."""
 
     reasoning_tokens: int
 
@@ -196,6 +196,6 @@ def tool_call_item(
 
 
 def echoed(items: Sequence[msgspec.Struct]) -> list[Any]:
-    """Return parts of a request as a response shows them, without what was not given."""
+    """Return parts of a request as a response shows them, without fields that are unset."""
     plain: list[dict[str, Any]] = msgspec.to_builtins(list(items))
     return [{name: v for name, v in item.items() if v is not None} for item in plain]

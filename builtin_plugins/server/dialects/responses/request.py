@@ -85,7 +85,7 @@ class CustomChoice(FunctionChoice, tag_field="type", tag="custom"):
 
 
 class AllowedFunctions(Strict, tag_field="type", tag="allowed_tools"):
-    """The functions that may be called, of those that the request has.
+    """The functions of the request that may be called.
 
     Attributes:
         mode: whether the model may call them, or has to call one.

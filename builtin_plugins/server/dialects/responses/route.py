@@ -132,7 +132,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         )
 
     async def count_tokens(self, request: Request) -> Response:
-        """Return the number of tokens of a conversation, those of previous responses included."""
+        """Return the number of tokens of a conversation, including previous responses."""
         call, body = await self._service.requests.read(request, ResponsesRequest)
         model, adapter = await self._service.model(body.model)
         check_limits(body, self._service.settings.limits)

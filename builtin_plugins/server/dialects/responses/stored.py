@@ -1,4 +1,4 @@
-"""Stored responses: what `previous_response_id` goes on from, and the routes that show them."""
+"""Stored responses: `previous_response_id`, and the routes that show them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DeletedResponse(msgspec.Struct):
 
 
 class InputItemList(msgspec.Struct):
-    """A page of the items that a response answers, those of the responses before it included.
+    """A page of the items before a response, including the items of previous responses.
 
     Attributes:
         first_id, last_id: ids of the first and the last item of the page; None if it is empty.
@@ -104,7 +104,7 @@ def items_query(request: Request) -> ItemsQuery:
 
 
 class StoredResponses:
-    """The responses of a server whose plugins bring a store."""
+    """The responses of a server with a response store."""
 
     def __init__(self, service: Service, store: StoreClient) -> None:
         self._service, self._store = service, store

@@ -78,7 +78,6 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         page: those of the web page.
     """
     return [
-        *page,
         *StatusRoutes(service).routes(),
         *OpenAPIRoute(service).routes(),
         *ChatDialect(service).routes(),
@@ -92,6 +91,7 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         *VectorRoutes(service).routes(),
         *PoolingRoute(service).routes(),
         *SessionRoutes(service).routes(),
+        *page,
     ]
 
 

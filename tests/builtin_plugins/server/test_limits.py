@@ -12,9 +12,9 @@ from support.fake_engine import FakeEngine, HeldEngine, configured
 from support.http_server import running
 from support.waiting import PATIENCE_S, wait_until
 
-from hardpoint.builtin_plugins.server import bodies, service
 from hardpoint.builtin_plugins.server.access.keys import KeyStore, installed
 from hardpoint.builtin_plugins.server.config import ServerLimits
+from hardpoint.builtin_plugins.server.requests import bodies, service
 
 LIMITS = {
     "body_bytes": 20_000,

@@ -14,7 +14,7 @@ from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.builtin_plugins.server.access.keys import KeyStore, installed
 from hardpoint.builtin_plugins.server.config import ServerLimits
-from hardpoint.builtin_plugins.server.requests import bodies, service
+from hardpoint.builtin_plugins.server.requests import bodies, reading
 
 LIMITS = {
     "body_bytes": 20_000,
@@ -323,7 +323,7 @@ def test_large_bodies_are_checked_outside_the_event_loop(monkeypatch):
         threads.append(threading.current_thread())
         return bodies.decode_object(body, limits)
 
-    monkeypatch.setattr(service, "decode_object", noting)
+    monkeypatch.setattr(reading, "decode_object", noting)
     limits = {"body_bytes": 200_000}
     with running(FakeEngine(config=configured(limits=limits))) as other:
         for size in (1000, 100_000):
@@ -491,14 +491,14 @@ def test_bytes_of_bodies_of_one_key(tmp_path):
 
 
 def test_a_large_body_waits_for_one_of_each_other_key(tmp_path, monkeypatch):
-    order, go_on, decode = [], threading.Event(), service.decode_object
+    order, go_on, decode = [], threading.Event(), reading.decode_object
 
     def held(body, limits):
         order.append("good" if b"good" in body else "evil")
         assert go_on.wait(PATIENCE_S)
         return decode(body, limits)
 
-    monkeypatch.setattr(service, "decode_object", held)
+    monkeypatch.setattr(reading, "decode_object", held)
     with server_with_keys(tmp_path, FakeEngine, {}) as (_, server, headers):
         held_bytes, threads = 0, []
         for name in ("evil", "evil", "evil", "good"):

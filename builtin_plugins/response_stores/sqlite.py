@@ -81,7 +81,7 @@ class SQLiteStore:
             with self._opened(_WAIT_SECONDS) as database:
                 database.execute("PRAGMA journal_mode = WAL")
                 database.executescript(_TABLES)
-            # The last connection to close would delete files that readers need on a full disk.
+            # The last connection to close would delete what readers need on a full disk.
             self._open = sqlite3.connect(self._path, check_same_thread=False)
             self._open.execute("SELECT count(*) FROM owners").fetchone()
         except (OSError, sqlite3.Error) as error:
@@ -144,7 +144,7 @@ class SQLiteStore:
         now = self._clock()
         row = (owner, response_id, now + self._bounds.seconds, len(content), content)
         with self._opened(wait) as database:
-            same = "owner = ? AND id = ?"  # REPLACE would not call the trigger of a deletion
+            same = "owner = ? AND id = ?"  # REPLACE would not call the trigger of what it deletes
             database.execute(f"DELETE FROM responses WHERE {same} OR ends_at <= ?", (*row[:2], now))
             (total,) = database.execute("SELECT coalesce(sum(size), 0) FROM owners").fetchone()
             while total + row[3] > self._bounds.max_bytes:
@@ -170,7 +170,7 @@ class SQLiteStore:
 
     @contextlib.contextmanager
     def _opened(self, wait: float) -> Iterator[sqlite3.Connection]:
-        """Provide a connection of this thread; commit if the body succeeds.
+        """Provide a connection of this thread; commit its changes if the body succeeds.
 
         Args:
             wait: seconds to wait for a lock.

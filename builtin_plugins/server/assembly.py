@@ -44,11 +44,12 @@ from .extensions import Transforms, backgrounds_of, in_order, routes_of, store_o
 from .faults import Owned, ServerFaults
 from .openapi import OpenAPIRoute
 from .operations.addresses import BoundAddress
+from .requests.reading import call_of
 from .routes.admin import AdminRoutes
 from .routes.api_docs import api_docs_routes
 from .routes.models import StatusRoutes
 from .routes.page import live_routes, page_routes, with_page_files
-from .service import Service, call_of
+from .service import Service
 from .streaming import while_connected
 from .timing import without_limit
 
@@ -77,7 +78,6 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         page: those of the web page.
     """
     return [
-        *page,
         *StatusRoutes(service).routes(),
         *OpenAPIRoute(service).routes(),
         *ChatDialect(service).routes(),
@@ -91,6 +91,7 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         *VectorRoutes(service).routes(),
         *PoolingRoute(service).routes(),
         *SessionRoutes(service).routes(),
+        *page,
     ]
 
 
@@ -148,11 +149,13 @@ def assemble(
     for_users = [item for item in installed if not _is_for_admin(item)]
     routes = routes_of(for_users, core_routes(service, page), settings.replace_routes)
     service.routes = [route for route, _ in routes]
-    asked: list[Owned] = in_order(installed, Authenticator)
-    service.has_keys = bool(asked)
+    user_authenticators: list[Owned] = in_order(installed, Authenticator)
+    service.has_keys = bool(user_authenticators)
     uncounted = [route.path for route, _ in routes if not route.is_counted]
     open_routes = with_page_files(settings.open_routes, page)
-    authentication = Authentication(asked, faults, open_routes, counts=counts, uncounted=uncounted)
+    authentication = Authentication(
+        user_authenticators, faults, open_routes, counts=counts, uncounted=uncounted
+    )
     users = Application(
         service,
         routes,
@@ -166,13 +169,15 @@ def assemble(
     if admin is None:
         return Applications(service, users)
     for_admin = [item for item in installed if _is_for_admin(item)]
-    own = in_order(admin_authenticators, Authenticator)
-    return Applications(service, users, _for_administrators(service, faults, admin, for_admin, own))
+    administrators = in_order(admin_authenticators, Authenticator)
+    return Applications(
+        service, users, _for_administrators(service, faults, admin, for_admin, administrators)
+    )
 
 
 @dataclass(kw_only=True)
 class _Context:
-    """The `ServerContext` of extensions, whose bodies and work have limits of their own."""
+    """The `ServerContext` of extensions; their bodies and work have limits of their own."""
 
     engine: AsyncGenerator
     version: str
@@ -181,10 +186,10 @@ class _Context:
 
     async def read(self, request: Request, type_: type[StructT]) -> StructT:
         with without_limit():
-            return await self.service.read_plain(request, type_)
+            return await self.service.requests.read_plain(request, type_)
 
     async def body_parts(self, request: Request, max_bytes: int) -> AsyncIterator[bytes, None]:
-        parts = self.service.receiver.parts(request, max_bytes)
+        parts = self.service.requests.receiver.parts(request, max_bytes)
         async with contextlib.aclosing(parts):
             while True:
                 with without_limit():

@@ -121,7 +121,7 @@ def _thinking(request: TextRequest) -> dict[str, Any]:
 
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages in OpenAI's shape; calls without ids get their positions as ids."""
+    """Return messages in OpenAI's shape; calls without ids get ids from their positions."""
     result: list[dict[str, Any]] = []
     open_calls: list[tuple[str, str]] = []
     for index, message in enumerate(messages):

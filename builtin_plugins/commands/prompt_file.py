@@ -38,7 +38,7 @@ class PromptLine:
     Attributes:
         line: its number, from 1.
         id: id of the answer.
-        given: `prompt` or `messages`, as the line has it.
+        fields: `prompt` or `messages`, as the line has it.
         messages: the conversation, if the chat template is to be used.
         params: sampling parameters of the options, overridden by the line.
         digest: 64 bits of a hash of everything but line and id.
@@ -46,7 +46,7 @@ class PromptLine:
 
     line: int
     id: str | int
-    given: dict[str, Any]
+    fields: dict[str, Any]
     messages: list[dict[str, Any]] | None
     params: SamplingParams
     digest: int

@@ -97,7 +97,7 @@ def _lines(file: LineFile, prompts: PromptFile) -> Iterator[tuple[str | int, Any
     for request in prompts.requests():
         if request.messages is not None:
             raise RequestError(f"{file.name}:{request.line}: messages: expected a prompt")
-        yield request.id, request.given["prompt"]
+        yield request.id, request.fields["prompt"]
 
 
 def _output(path: str | None, stack: contextlib.ExitStack) -> IO[str]:

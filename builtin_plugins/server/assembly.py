@@ -149,13 +149,11 @@ def assemble(
     for_users = [item for item in installed if not _is_for_admin(item)]
     routes = routes_of(for_users, core_routes(service, page), settings.replace_routes)
     service.routes = [route for route, _ in routes]
-    user_authenticators: list[Owned] = in_order(installed, Authenticator)
-    service.has_keys = bool(user_authenticators)
+    checks: list[Owned] = in_order(installed, Authenticator)
+    service.has_keys = bool(checks)
     uncounted = [route.path for route, _ in routes if not route.is_counted]
-    open_routes = with_page_files(settings.open_routes, page)
-    authentication = Authentication(
-        user_authenticators, faults, open_routes, counts=counts, uncounted=uncounted
-    )
+    opened = with_page_files(settings.open_routes, page)
+    authentication = Authentication(checks, faults, opened, counts=counts, uncounted=uncounted)
     users = Application(
         service,
         routes,
@@ -168,11 +166,8 @@ def assemble(
     context.users = users
     if admin is None:
         return Applications(service, users)
-    for_admin = [item for item in installed if _is_for_admin(item)]
-    administrators = in_order(admin_authenticators, Authenticator)
-    return Applications(
-        service, users, _for_administrators(service, faults, admin, for_admin, administrators)
-    )
+    admins = in_order(admin_authenticators, Authenticator)
+    return Applications(service, users, _for_admins(service, faults, admin, installed, admins))
 
 
 @dataclass(kw_only=True)
@@ -220,7 +215,7 @@ class _Context:
             return await while_connected(request, counted)
 
 
-def _for_administrators(
+def _for_admins(
     service: Service,
     faults: ServerFaults,
     address: BoundAddress,
@@ -236,9 +231,10 @@ def _for_administrators(
     if not administrators and (address.host is not None or settings.admin_keys_file is not None):
         raise ConfigError("server.admin_keys_file: expected keys that can be checked, got none")
     live = live_routes() if settings.page else []
+    added = [item for item in installed if _is_for_admin(item)]
     return Application(
         service,
-        routes_of(installed, admin_routes(service, live), ()),
+        routes_of(added, admin_routes(service, live), ()),
         faults,
         guard=Guard(address.host, None),
         authentication=AdminAuthentication(administrators, faults, [route.path for route in live]),

@@ -24,7 +24,7 @@ import textwrap
 import tomllib
 import typing
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -230,7 +230,7 @@ def suites_page() -> str:
     return _page(lines)
 
 
-def _attributes(classes: list[type]) -> list[str]:
+def _attributes(classes: Sequence[type]) -> list[str]:
     """Return the table of the attributes that the docstrings of suites describe."""
     rows: dict[str, str] = {}
     defaults: dict[str, object] = {}
@@ -259,7 +259,7 @@ def _default(defaults: dict[str, object], name: str) -> str:
     return f"`{text}`" if is_plain else "several"
 
 
-def _overridable(classes: list[type]) -> list[str]:
+def _overridable(classes: Sequence[type]) -> list[str]:
     """Return the table of the methods that a test class may override."""
     methods = {
         name: getattr(classes[0], name)
@@ -274,7 +274,7 @@ def _overridable(classes: list[type]) -> list[str]:
     return lines if methods else []
 
 
-def _tests(classes: list[type], shared: list[type]) -> list[str]:
+def _tests(classes: Sequence[type], shared: Sequence[type]) -> list[str]:
     """Return the table of the tests of suites, without those that shared suites describe alike."""
     tests = {
         name: " ".join(getattr(classes[0], name).__doc__.split())

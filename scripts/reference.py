@@ -236,7 +236,7 @@ def suites_page() -> str:
     return _page(lines)
 
 
-def _attributes(classes: list[type]) -> list[str]:
+def _attributes(classes: Sequence[type]) -> list[str]:
     """Return the table of the attributes that the docstrings of suites describe."""
     rows: dict[str, str] = {}
     defaults: dict[str, object] = {}
@@ -265,7 +265,7 @@ def _default(defaults: dict[str, object], name: str) -> str:
     return f"`{text}`" if is_plain else "several"
 
 
-def _overridable(classes: list[type]) -> list[str]:
+def _overridable(classes: Sequence[type]) -> list[str]:
     """Return the table of the methods that a test class may override."""
     methods = {
         name: getattr(classes[0], name)

@@ -164,7 +164,7 @@ class Engine:
         ([5, 6, 7, 8], -0.5, 1.0, 0, None),
         ([5, 9, 7, 8], -0.5, 5e-5, 1, None),
         ([5, 6, 7, 9], -0.5, 5e-5, 1, None),
-        ([5, 9, 7, 8], -0.5, 2e-4, 0, "output token 1: got 9, the reference has 6, whose logit is"),
+        ([5, 9, 7, 8], -0.5, 2e-4, 0, "output token 1: got 9, the reference has 6, with a logit"),
         ([5, 6, 7, 8], -0.502, 1.0, 0, "log-probabilities are 2.0e-03 apart, expected at most"),
     ],
 )

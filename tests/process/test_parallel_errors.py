@@ -94,7 +94,7 @@ def test_models_report_how_they_can_be_divided(scripted):
 
     message = "parallel.tensor: plugin 'ScriptedForCausalLM'.*cannot be divided in this way.*: none"
     fails(config("Whole", tensor=2), ModelError, message)
-    message = "parallel.tensor: .*in `parallelism`: parallel.pipeline"
+    message = "parallel.tensor: .*`parallelism` of its class has: parallel.pipeline"
     fails(config("Layered", tensor=2, pipeline=2), ModelError, message)
 
 

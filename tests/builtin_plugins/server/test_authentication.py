@@ -31,9 +31,9 @@ def server():
 def routes():
     """Return (method, path) of all routes of an application, as its router has them."""
     users = assemble(FakeEngine(config=configured()), "9.9").users
-    found = {(method, route.path) for route in users.routes for method in route.methods}
-    assert len(found) >= 8
-    return sorted((m, path.replace("{model:path}", "smollm2")) for m, path in found)
+    routed = {(method, route.path) for route in users.routes for method in route.methods}
+    assert len(routed) >= 8
+    return sorted((m, path.replace("{model:path}", "smollm2")) for m, path in routed)
 
 
 @pytest.mark.parametrize(("method", "path"), routes())
@@ -275,11 +275,11 @@ def test_the_timeout_of_a_key_is_bounded(bounded):
 
 def test_salts_differ_by_key_and_by_request(bounded):
     """CVE-2025-46570: a client that shares cached prompts can find out others' by their speed."""
-    given = [{}, {"cache_salt": "x"}, {"cache_salt": "y"}]
+    requests = [{}, {"cache_salt": "x"}, {"cache_salt": "y"}]
     salts = [
         asked(bounded, name, **fields)["cache_salt"]
         for name in ("alice", "bob")
-        for fields in given
+        for fields in requests
     ]
     assert len(set(salts)) == 6
     assert asked(bounded, "alice", cache_salt="x")["cache_salt"] == salts[1]

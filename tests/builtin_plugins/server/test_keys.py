@@ -141,9 +141,9 @@ def test_a_key_is_compared_with_all_entries_in_constant_time(file, monkeypatch):
     """CVE-2025-59425: a comparison that ends early shows how much of a guess is right."""
     compared, in_constant_time = [], hmac.compare_digest
 
-    def compare(one, other):
-        compared.append((len(one), len(other)))
-        return in_constant_time(one, other)
+    def compare(first, other):
+        compared.append((len(first), len(other)))
+        return in_constant_time(first, other)
 
     monkeypatch.setattr(module.hmac, "compare_digest", compare)
     store = KeyStore(str(file))

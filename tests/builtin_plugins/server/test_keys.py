@@ -124,10 +124,10 @@ def test_every_route_that_computes_or_stores_is_counted():
     extensions = [("acme", Route(path="/acme/usage", endpoint=print)), ("acme", free)]
     with running(FakeEngine(config=configured(), extensions=extensions)) as server:
         uncounted = {route.path for route in server.service.routes if not route.is_counted}
-    pages = {path for path in uncounted if path.startswith("/page/")}
+    pages = {path for path in uncounted if path.startswith(("/page/", "/docs/"))}
     probes = {"/health", "/ready", "/ping", "/load", "/version", "/metrics"}
     models = {"/v1/models", "/v1/models/{model:path}"}
-    assert uncounted - pages == {*probes, *models, "/", "/openapi.json", "/acme/about"}
+    assert uncounted - pages == {*probes, *models, "/", "/docs", "/openapi.json", "/acme/about"}
 
 
 @pytest.mark.parametrize("rate", ["0", "-1", "1.5", '"a"'])

@@ -1,4 +1,4 @@
-"""Servers for the clients of others, and what `scripts/test --all` installs of these."""
+"""Servers for third-party clients, and packages that `scripts/test --all` installs."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def node_modules() -> Path:
     """The npm packages of `javascript/package.json`."""
-    given = os.environ.get("HARDPOINT_TEST_NODE_MODULES")
-    if given is None or shutil.which("node") is None:
+    folder = os.environ.get("HARDPOINT_TEST_NODE_MODULES")
+    if folder is None or shutil.which("node") is None:
         pytest.skip("needs node and the npm packages that scripts/test --all installs")
-    return Path(given)
+    return Path(folder)
 
 
 @pytest.fixture(scope="session")
 def evaluation_programs() -> Path:
     """The folder of programs of the environment with lm-eval and guidellm."""
-    given = os.environ.get("HARDPOINT_TEST_EVALUATION")
-    if given is None:
+    folder = os.environ.get("HARDPOINT_TEST_EVALUATION")
+    if folder is None:
         pytest.skip("needs lm-eval and guidellm, which scripts/test --all installs")
-    return Path(given) / "bin"
+    return Path(folder) / "bin"

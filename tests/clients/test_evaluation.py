@@ -58,7 +58,9 @@ def log_likelihoods():
             for output in llm.generate(prompts, params):
                 pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))
                 chosen = [place[token] for token, place in pairs[before:]]
-                row.append((sum(one.logprob for one in chosen), all(o.rank == 1 for o in chosen)))
+                row.append(
+                    (sum(logprob.logprob for logprob in chosen), all(o.rank == 1 for o in chosen))
+                )
             results.append(row)
     return results
 

@@ -1,4 +1,4 @@
-"""OpenAI's Python client: what it asks for is answered, and errors are its own exceptions."""
+"""OpenAI's Python client: requests are answered, and errors are its own exceptions."""
 
 import json
 

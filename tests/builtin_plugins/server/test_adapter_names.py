@@ -32,13 +32,13 @@ class AdapterEngine(FakeEngine):
 
     Attributes:
         held: by name.
-        found: what resolvers find, by name: a path, a request or an error.
+        resolved: results of resolvers by name: a path, a request or an error.
         did: the calls so far.
         gate: set: `remove_lora` and `resolve_adapter` end.
     """
 
     held: dict = dataclasses.field(default_factory=dict)
-    found: dict = dataclasses.field(default_factory=dict)
+    resolved: dict = dataclasses.field(default_factory=dict)
     did: list = dataclasses.field(default_factory=list)
     gate: threading.Event = dataclasses.field(default_factory=threading.Event)
     wrong: Exception | None = None
@@ -70,10 +70,10 @@ class AdapterEngine(FakeEngine):
     async def resolve(self, name):
         self.did.append(("resolve", name))
         await self._passed()
-        found = self.found.get(name)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        adapter = self.resolved.get(name)
+        if isinstance(adapter, Exception):
+            raise adapter
+        return adapter
 
 
 @pytest.fixture
@@ -224,13 +224,13 @@ def test_unloading_ends_the_name(server, folder):
     with ThreadPoolExecutor() as threads:
         future = threads.submit(unload, lora_name="sql", lora_int_id=1, mode="abort")
         wait_until(lambda: ("remove", 1, "abort") in server.engine.did)
-        server.engine.found["sql"] = folder / "sql"
+        server.engine.resolved["sql"] = folder / "sql"
         waiting = threads.submit(complete, server, "sql")  # of another adapter of that name
         server.engine.gate.set()
         assert future.result().json() == {"lora_name": "sql", "lora_int_id": 1}
         assert waiting.result().status_code == 200
     assert adapter_of(server).id == 2
-    del server.engine.found["sql"]
+    del server.engine.resolved["sql"]
     assert unload(lora_name="sql").status_code == 200
     assert complete(server, "sql").status_code == 404
     assert unload(lora_name="sql").status_code == 404
@@ -244,7 +244,7 @@ def test_what_the_engine_refuses_is_answered(server, folder):
 
 
 def test_resolvers_are_asked_once_for_requests_at_the_same_time(server, folder):
-    server.engine.found["sql"] = folder / "sql"
+    server.engine.resolved["sql"] = folder / "sql"
     server.engine.gate.clear()
     with ThreadPoolExecutor() as threads:
         futures = [threads.submit(complete, server, "sql") for _ in range(4)]
@@ -259,14 +259,14 @@ def test_resolvers_are_asked_once_for_requests_at_the_same_time(server, folder):
 
 
 def test_the_hash_of_a_resolver_is_kept(server):
-    server.engine.found["sql"] = LoRARequest("sql", 99, "/there", "abc")
+    server.engine.resolved["sql"] = LoRARequest("sql", 99, "/there", "abc")
     complete(server, "sql")
     assert adapter_of(server) == LoRARequest("sql", 1, "/there", "abc")
 
 
 def test_a_faulty_resolver_ends_its_requests_alone(server, folder):
-    server.engine.found["sql"] = PluginFaultError("plugin 'acme': its resolve failed: KeyError")
-    server.engine.found["secret"] = RequestError("model: not for you")
+    server.engine.resolved["sql"] = PluginFaultError("plugin 'acme': its resolve failed: KeyError")
+    server.engine.resolved["secret"] = RequestError("model: not for you")
     answer = complete(server, "sql")
     assert answer.status_code == 500
     assert "plugin 'acme'" in error_of(answer)
@@ -298,7 +298,7 @@ def test_a_request_scales_its_adapter(server, folder, path):
         assert ask("sql", scale).status_code == 200
         expected = 1.0 if scale is None else float(scale)
         assert adapter_of(server) == LoRARequest("sql", 1, str(folder / "sql"), scale=expected)
-    asked = len(server.engine.asked)
+    num_asked = len(server.engine.asked)
     refused = ask("smollm2", 0.5)
     assert refused.status_code == 400
     expected = "lora_scale: expected none, as the model of the request is no adapter, got 0.5"
@@ -306,13 +306,13 @@ def test_a_request_scales_its_adapter(server, folder, path):
     for scale, words in ((101, "lora_scale"), ("half", "lora_scale")):
         wrong = ask("sql", scale)
         assert (wrong.status_code, words in wrong.text) == (400, True)
-    assert len(server.engine.asked) == asked
+    assert len(server.engine.asked) == num_asked
 
 
 def test_workers_know_what_others_load_and_unload():
     memory = SharedCounts.create(2)
     engine = AdapterEngine(config=configured())
-    engine.found = {"poet": "/poet", "cook": "/cook"}
+    engine.resolved = {"poet": "/poet", "cook": "/cook"}
     first, second = (
         ServedAdapters(engine, ["base"], [], SharedCounts(os.dup(memory), column, 2))
         for column in (0, 1)
@@ -321,13 +321,13 @@ def test_workers_know_what_others_load_and_unload():
     async def check():
         poet, cook = await asyncio.gather(first.find("poet"), second.find("cook"))
         assert poet.id != cook.id
-        assert [await one.find("cook") for one in (first, second)] == [cook, cook]
+        assert [await adapters.find("cook") for adapters in (first, second)] == [cook, cook]
         assert await second.find("poet") == poet
         added = [call[1].name for call in engine.did if call[0] == "add"]
         assert sorted(added) == ["cook", "poet"]
-        del engine.found["poet"]
+        del engine.resolved["poet"]
         await first.unload(UnloadAdapter(lora_name="poet"))
-        assert [await one.find("poet") for one in (first, second)] == [None, None]
+        assert [await adapters.find("poet") for adapters in (first, second)] == [None, None]
         assert await second.find("cook") == cook
 
     asyncio.run(check())
@@ -343,7 +343,7 @@ def test_defective_files_are_the_error_of_a_request(server, folder, resolved):
 
     server.engine.add = add
     if resolved:
-        server.engine.found["sql"] = folder / "sql"
+        server.engine.resolved["sql"] = folder / "sql"
         answer, field = complete(server, "sql"), "model"
     else:
         answer, field = load(server, folder / "sql"), "lora_path"

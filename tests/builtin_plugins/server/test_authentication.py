@@ -31,14 +31,19 @@ def server():
 def routes():
     """Return (method, path) of all routes of an application, as its router has them."""
     users = assemble(FakeEngine(config=configured()), "9.9").users
-    found = {(method, route.path) for route in users.routes for method in route.methods}
-    assert len(found) >= 8
-    return sorted((m, path.replace("{model:path}", "smollm2")) for m, path in found)
+    routed = {(method, route.path) for route in users.routes for method in route.methods}
+    assert len(routed) >= 8
+    return sorted((m, path.replace("{model:path}", "smollm2")) for m, path in routed)
+
+
+def is_page_file(path):
+    """Return whether a path is that of a page or its files, which hold no data of the server."""
+    return path == "/docs" or path.startswith(("/page/", "/docs/"))
 
 
 @pytest.mark.parametrize(("method", "path"), routes())
 def test_every_route_needs_the_key(server, method, path):
-    is_open = path in server.service.settings.open_routes or path.startswith("/page/")
+    is_open = path in server.service.settings.open_routes or is_page_file(path)
     for headers in WRONG:
         response = server.client.request(method, path, headers=headers)
         if is_open:
@@ -89,7 +94,7 @@ def test_every_route_needs_the_key(server, method, path):
         "/v1/chat/completions/",
         "/metrics/",
         "/openapi.json",
-        "/docs",
+        "/redoc",
         "/admin",
         "/plugins",
         "*",
@@ -275,11 +280,11 @@ def test_the_timeout_of_a_key_is_bounded(bounded):
 
 def test_salts_differ_by_key_and_by_request(bounded):
     """CVE-2025-46570: a client that shares cached prompts can find out others' by their speed."""
-    given = [{}, {"cache_salt": "x"}, {"cache_salt": "y"}]
+    requests = [{}, {"cache_salt": "x"}, {"cache_salt": "y"}]
     salts = [
         asked(bounded, name, **fields)["cache_salt"]
         for name in ("alice", "bob")
-        for fields in given
+        for fields in requests
     ]
     assert len(set(salts)) == 6
     assert asked(bounded, "alice", cache_salt="x")["cache_salt"] == salts[1]

@@ -35,8 +35,8 @@ KEY = {"headers": {"authorization": "Bearer alice"}}
 
 async def by_name(headers, path):
     """The client has the name that its key is."""
-    found = headers.get("authorization", "").removeprefix("Bearer ")
-    return Client(name=found, max_priority=5000) if found else None
+    name = headers.get("authorization", "").removeprefix("Bearer ")
+    return Client(name=name, max_priority=5000) if name else None
 
 
 NAMED = InstalledExtension("names", "names", Authenticator(authenticate=by_name))
@@ -253,7 +253,7 @@ class TestBatches:
         counts = batch.request_counts
         assert (counts.total, counts.completed, counts.failed) == (3, 3, 0)
         assert batch.error_file_id is None
-        answers = {one["custom_id"]: one for one in lines_of(client, batch.output_file_id)}
+        answers = {item["custom_id"]: item for item in lines_of(client, batch.output_file_id)}
         assert answers.keys() == {"r0", "r1", "r2"}
         for number, text in enumerate(texts):
             body = {"messages": user(text)}
@@ -262,7 +262,7 @@ class TestBatches:
             assert response["status_code"] == 200
             assert response["body"]["choices"][0]["message"] == alone
         assert client.files.retrieve(batch.output_file_id).purpose == "batch_output"
-        assert batch.id in [one.id for one in client.batches.list()]
+        assert batch.id in [item.id for item in client.batches.list()]
 
     def test_requests_that_fail_are_in_the_error_file(self, client):
         lines = [line(0), line(1, temperature=-1), line(2, priority=0)]
@@ -271,7 +271,7 @@ class TestBatches:
         counts = batch.request_counts
         assert (counts.total, counts.completed, counts.failed) == (3, 1, 2)
         wrong, important = sorted(
-            lines_of(client, batch.error_file_id), key=lambda one: one["custom_id"]
+            lines_of(client, batch.error_file_id), key=lambda item: item["custom_id"]
         )
         assert wrong["response"]["status_code"] == 400
         message = important["response"]["body"]["error"]["message"]
@@ -355,7 +355,7 @@ class TestBatches:
         counts = batch.request_counts
         assert counts.total == counts.completed + counts.failed == 41
         errors = lines_of(client, batch.error_file_id)
-        assert {one["error"]["code"] for one in errors} == {"batch_cancelled"}
+        assert {item["error"]["code"] for item in errors} == {"batch_cancelled"}
         with pytest.raises(openai.ConflictError, match="got one that is cancelled"):
             client.batches.cancel(began.id)
 
@@ -420,8 +420,8 @@ Content-Disposition: form-data; name="file"; filename="a"\r
 
 def kept_bytes(folder):
     """Return the bytes of a server's folder, links counted once."""
-    found = [path.stat() for path in (folder / "batches").rglob("*") if path.is_file()]
-    return sum({stat.st_ino: stat.st_size for stat in found}.values())
+    statuses = [path.stat() for path in (folder / "batches").rglob("*") if path.is_file()]
+    return sum({stat.st_ino: stat.st_size for stat in statuses}.values())
 
 
 def test_inputs_of_deleted_files_count_while_their_batches_run(tmp_path):
@@ -557,7 +557,7 @@ def test_a_batch_expires(tmp_path):
         assert batch.status == "expired"
         assert batch.expired_at >= batch.expires_at
         errors = lines_of(client, batch.error_file_id)
-        assert {one["error"]["code"] for one in errors} == {"batch_expired"}
+        assert {item["error"]["code"] for item in errors} == {"batch_expired"}
         assert batch.request_counts.failed == len(errors) > 0
 
 
@@ -597,8 +597,8 @@ def test_a_batch_goes_on_after_a_restart_and_answers_each_line_once(tmp_path):
         batch = ended(client, began)
         assert (batch.status, batch.request_counts.completed) == ("completed", 40)
         answers = lines_of(client, batch.output_file_id)
-        assert [one["id"] for one in answers[: len(before)]] == before
-        assert sorted(one["custom_id"] for one in answers) == sorted(f"r{n}" for n in range(40))
+        assert [item["id"] for item in answers[: len(before)]] == before
+        assert sorted(item["custom_id"] for item in answers) == sorted(f"r{n}" for n in range(40))
     assert not [*(tmp_path / "batches").glob("*/batches/*.out")]
 
 
@@ -645,16 +645,16 @@ def test_several_workers_and_a_kill(tmp_path):
         batch = ended(client, began)
         assert (batch.status, batch.request_counts.completed) == ("completed", 100)
         answers = lines_of(client, batch.output_file_id)
-        assert sorted(one["custom_id"] for one in answers) == sorted(f"r{n}" for n in range(100))
+        assert sorted(item["custom_id"] for item in answers) == sorted(f"r{n}" for n in range(100))
 
 
 def test_a_record_is_written_once_at_a_time(tmp_path, monkeypatch):
     """On a slow disk, too, also where the batch is cancelled during a write."""
-    write, going, found = BatchPlace.write, [], []
+    write, going, counted = BatchPlace.write, [], []
 
     def slow(place, record):
         going.append(place)
-        found.append((record.batch.status, len(going)))
+        counted.append((record.batch.status, len(going)))
         time.sleep(0.1)
         going.remove(place)
         write(place, record)
@@ -666,13 +666,13 @@ def test_a_record_is_written_once_at_a_time(tmp_path, monkeypatch):
         client = client_of(server)
         began = begin(client, [*map(line, range(6)), *map(endless, range(10, 40))])
         counts = ("in_progress", 1)
-        wait_until(lambda: found.count(counts) > 1, what="a write of the counts")
+        wait_until(lambda: counted.count(counts) > 1, what="a write of the counts")
         client.batches.cancel(began.id)
         assert ended(client, began).status == "cancelled"
-    states = [status for status, _ in found]
+    states = [status for status, _ in counted]
     last = states.index("finalizing")
     assert states[last:] == ["finalizing", "cancelled"]
-    assert {number for _, number in found} == {1}
+    assert {number for _, number in counted} == {1}
 
 
 def failing_once(monkeypatch, owner, name):
@@ -702,8 +702,8 @@ def test_an_error_that_passes_ends_no_batch(tmp_path, monkeypatch, caplog):
         failing_once(monkeypatch, runner, "ids_of")  # of a second batch
         other = begin(client, [line(n) for n in range(3)])
         for batch, total in (began, 2), (other, 3):
-            found = ended(client, batch)
-            assert (found.status, found.request_counts.completed) == ("completed", total)
+            end = ended(client, batch)
+            assert (end.status, end.request_counts.completed) == ("completed", total)
         assert "faults" not in server.client.get("/health").json()
     logged = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     failed = "batches: the folder cannot be used now, and is tried again"
@@ -743,7 +743,7 @@ def test_a_disk_that_is_full_for_a_moment_joins_no_answers(tmp_path, monkeypatch
         batch = ended(client, begin(client, [line(n) for n in range(12)]))
         assert (batch.status, batch.request_counts.completed) == ("completed", 12)
         answers = lines_of(client, batch.output_file_id)
-    assert sorted(one["custom_id"] for one in answers) == sorted(f"r{n}" for n in range(12))
+    assert sorted(item["custom_id"] for item in answers) == sorted(f"r{n}" for n in range(12))
 
 
 def test_a_record_that_cannot_be_read_is_left_out(tmp_path, monkeypatch, caplog):
@@ -751,9 +751,9 @@ def test_a_record_that_cannot_be_read_is_left_out(tmp_path, monkeypatch, caplog)
     with batch_server(tmp_path) as server:
         client = client_of(server)
         first = ended(client, begin(client, [line(0)]))
-        (kept,) = (tmp_path / "batches").glob("*/batches/*.json")
-        damaged = [kept.with_name(f"batch_{'0' * 32}.json")]
-        damaged.append(kept.parents[1] / "files" / f"file-{'0' * 32}.json")
+        (record_file,) = (tmp_path / "batches").glob("*/batches/*.json")
+        damaged = [record_file.with_name(f"batch_{'0' * 32}.json")]
+        damaged.append(record_file.parents[1] / "files" / f"file-{'0' * 32}.json")
         for path in damaged:
             path.write_text('{"half a rec')
         damaged[0].with_suffix(".in").touch()
@@ -782,9 +782,9 @@ def test_a_folder_that_others_can_read_is_refused(tmp_path):
 
 def test_what_is_kept_is_private(folder, client):
     ended(client, begin(client, [line(0)]))
-    kept = [*(folder / "batches").rglob("*")]
-    assert len(kept) > 5
-    assert [path for path in kept if path.stat().st_mode & 0o077] == []
+    paths = [*(folder / "batches").rglob("*")]
+    assert len(paths) > 5
+    assert [path for path in paths if path.stat().st_mode & 0o077] == []
 
 
 def test_files_expire(tmp_path):

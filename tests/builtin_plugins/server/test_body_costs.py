@@ -57,9 +57,9 @@ def test_twice_the_size_needs_at_most_twice_the_calls(routes, path):
     type_ = routes[path]
     is_all = path == "/tokenize"  # which has messages and tools
     small, large = (dict(large_bodies(path, type_, n, inner=is_all)) for n in (600, 1200))
-    for what in small:
-        calls = [calls_for(bodies[what], type_) for bodies in (small, large)]
-        assert calls[1] <= 2.3 * calls[0] + 50, (what, calls)
+    for kind in small:
+        calls = [calls_for(bodies[kind], type_) for bodies in (small, large)]
+        assert calls[1] <= 2.3 * calls[0] + 50, (kind, calls)
 
 
 @pytest.mark.parametrize("name", ["f" * 1000, "model" * 1000, "prompt" + " " * 1000])
@@ -84,8 +84,8 @@ def test_the_path_of_an_error_is_its_end(quoted):
 @pytest.mark.parametrize("path", PATHS)
 def test_the_processor_time_is_a_multiple_of_that_of_json(tmp_path, path):
     with scripted_server(tmp_path) as server:
-        found = {r.path: r.request_type for r in server.service.routes}
-        for what, body in large_bodies(path, found[path], MOST - 1000, inner=False):
+        types = {r.path: r.request_type for r in server.service.routes}
+        for kind, body in large_bodies(path, types[path], MOST - 1000, inner=False):
             data = json.dumps(body).encode()
             begun = time.process_time()
             json.loads(data)
@@ -93,7 +93,7 @@ def test_the_processor_time_is_a_multiple_of_that_of_json(tmp_path, path):
             begun = time.process_time()
             answer = server.call(server.users.ask, Client(name="alice"), path, data)
             used = time.process_time() - begun
-            assert answer.status_code < 500, (what, answer.body[:200])
-            assert len(answer.body) < 5000 or answer.status_code == 200, what
+            assert answer.status_code < 500, (kind, answer.body[:200])
+            assert len(answer.body) < 5000 or answer.status_code == 200, kind
             # A collection of all garbage, which any allocation may cause, is in the addend.
-            assert used <= 30 * parsed + 0.5, (what, used, parsed)
+            assert used <= 30 * parsed + 0.5, (kind, used, parsed)

@@ -231,8 +231,11 @@ def test_which_tokens_may_be_chosen(server):
 def test_an_answer_of_a_schema(server):
     schema = {"type": "object", "properties": {"is": {"type": "boolean"}}, "required": ["is"]}
     schema["additionalProperties"] = False
-    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
-    choice = ask(server, response_format=asked, structured_outputs=None)["choices"][0]
+    answer_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": schema, "strict": True},
+    }
+    choice = ask(server, response_format=answer_format, structured_outputs=None)["choices"][0]
     assert json.loads(choice["message"]["content"])["is"] in (True, False)
     for fields in (
         {"guided_choice": ["red", "blue"]},
@@ -466,10 +469,10 @@ def test_progress_of_the_prompt_comes_before_the_answer():
     engine = Computing(text="one", config=configured())
     fields = {"stream": True, "request_id": "p"}
     with running(engine) as server:
-        for asked in ({"return_progress": True}, {"stream_options": {"include_progress": True}}):
+        for options in ({"return_progress": True}, {"stream_options": {"include_progress": True}}):
             engine.polls = 2
             engine.go_on.clear()
-            events = server.events(CHAT, {"messages": user("x"), **fields, **asked})
+            events = server.events(CHAT, {"messages": user("x"), **fields, **options})
             progress = events[0].pop("prompt_progress")
             assert progress.pop("time_ms") >= 200
             assert progress == {"total": 100, "cached": 16, "cache": 16, "processed": 32}

@@ -142,7 +142,9 @@ def test_the_prompt_alone_is_computed(server):
     assert answer["usage"]["completion_tokens"] == 0
     (event, usage) = stream(server, **fields, stream_options={"include_usage": True})
     about_prompt = {"prompt_logprobs": None, "prompt_token_ids": None}  # of a whole answer alone
-    assert [{**one, **about_prompt} for one in event["choices"]] == answer["choices"]
+    assert [{**event_choice, **about_prompt} for event_choice in event["choices"]] == answer[
+        "choices"
+    ]
     assert usage["usage"] == answer["usage"]
 
 
@@ -192,7 +194,7 @@ def test_an_error_of_one_prompt_ends_the_others():
 
 
 class Merged(FakeEngine):
-    """Gives what a slow reader gets: several tokens of both completions in one output."""
+    """Yields several tokens of both completions in one output, as for a slow reader."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -226,8 +228,8 @@ class Merged(FakeEngine):
 
 def test_merged_outputs_are_distinguished():
     with running(Merged(config=configured())) as server:
-        asked = {"n": 2, "logprobs": 0, "echo": True, "max_tokens": 4, "prompt_logprobs": 0}
-        events = stream(server, "xy", **asked, stream_options={"include_usage": True})
+        fields = {"n": 2, "logprobs": 0, "echo": True, "max_tokens": 4, "prompt_logprobs": 0}
+        events = stream(server, "xy", **fields, stream_options={"include_usage": True})
         assert events[-1]["usage"]["completion_tokens"] == 8
         for index in range(2):
             first, second = choices_of(events, index)
@@ -264,9 +266,9 @@ def test_tokens_of_one_text_keep_the_likeliest():
 
 
 def test_log_probabilities_may_name_tokens_by_id(server):
-    asked = {"logprobs": 2, "echo": True, "max_tokens": 3, "ignore_eos": True}
-    names = ask(server, "ab", **asked)["choices"][0]["logprobs"]
-    columns = ask(server, "ab", **asked, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
+    fields = {"logprobs": 2, "echo": True, "max_tokens": 3, "ignore_eos": True}
+    names = ask(server, "ab", **fields)["choices"][0]["logprobs"]
+    columns = ask(server, "ab", **fields, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
     assert all(name.startswith("token_id:") for name in columns["tokens"])
     assert all(len(top) >= 2 for top in columns["top_logprobs"] if top is not None)
     assert columns["text_offset"] == names["text_offset"]
@@ -297,8 +299,8 @@ class Computing(HeldEngine):
 def test_progress_of_all_prompts_is_summed():
     engine = Computing(streams=2, text="one", config=configured())
     with running(engine) as server:
-        asked = {"request_id": "p", "stream_options": {"include_progress": True}}
-        events = stream(server, ["a", "b"], **asked)
+        fields = {"request_id": "p", "stream_options": {"include_progress": True}}
+        events = stream(server, ["a", "b"], **fields)
     assert events[0]["prompt_progress"]["total"] == 20
     assert events[0]["prompt_progress"]["processed"] == 8
     assert set(engine.polls) == {2}
@@ -308,9 +310,9 @@ def test_progress_of_all_prompts_is_summed():
 def test_the_engine_is_asked_once_for_the_progress_of_all_streams():
     engine = Computing(streams=8, text="one", config=configured())
     with running(engine) as server, ThreadPoolExecutor(8) as pool:
-        asked = {"stream_options": {"include_progress": True}}
+        fields = {"stream_options": {"include_progress": True}}
         answers = list(
-            pool.map(lambda i: stream(server, "a", request_id=f"p{i}", **asked), range(8))
+            pool.map(lambda i: stream(server, "a", request_id=f"p{i}", **fields), range(8))
         )
         assert all(events[0]["prompt_progress"]["total"] == 10 for events in answers)
         made = len(engine.polls)

@@ -46,14 +46,14 @@ def counted(server):
 
 @pytest.mark.parametrize("frames", FRAMES.values(), ids=FRAMES)
 def test_long_frames_of_a_body_are_refused(server, frames):
-    asked = len(server.engine.asked)
+    num_asked = len(server.engine.asked)
     with server.socket() as connection:
         connection.sendall(CHAT + frames)
         status, headers, body = read_answer(connection)
         assert (status, headers["connection"]) == (431, "close")
         assert body["error"]["message"] == f"{TOO_LONG} (server.limits.header_bytes)"
         assert read_all(connection) == b""
-    assert len(server.engine.asked) == asked
+    assert len(server.engine.asked) == num_asked
 
 
 @pytest.mark.parametrize("frames", FRAMES.values(), ids=FRAMES)
@@ -96,7 +96,7 @@ class TestWithinTheLimit:
                 with server.socket() as connection:
                     connection.sendall(data)
                     wait_until(lambda: connections())
-                    alive = [weakref.ref(found) for found in connections()]
+                    alive = [weakref.ref(open_connection) for open_connection in connections()]
                     if data.endswith(b"x") or data == post():
                         read_answer_of_many(connection)
                 wait_until(lambda: all(ref() is None for ref in alive))  # noqa: B023
@@ -140,4 +140,4 @@ class TestWithinTheLimit:
 
 
 def connections():
-    return [found for found in gc.get_objects() if type(found) is ServerConnection]
+    return [candidate for candidate in gc.get_objects() if type(candidate) is ServerConnection]

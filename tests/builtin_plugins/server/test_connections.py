@@ -1,4 +1,4 @@
-"""Connections: what is too large, too slow or no HTTP, and what clients do at the edges of HTTP."""
+"""Connections: limits of size and time, malformed requests, and edge cases of HTTP."""
 
 import contextlib
 import json
@@ -165,11 +165,11 @@ def test_a_client_that_ends_its_sending_is_taken_for_gone():
 
 
 def test_a_broken_body_ends_its_request(server):
-    asked = len(server.engine.asked)
+    num_asked = len(server.engine.asked)
     head = b"POST /v1/chat/completions HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
     status, error = answer_of(server, head + b"zz\r\n")
     assert (status, error["code"]) == (400, "malformed_http")
-    assert len(server.engine.asked) == asked
+    assert len(server.engine.asked) == num_asked
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_far_more_connections_than_the_limit_are_closed_at_once():
 
 
 def test_idle_connections_keep_nobody_out(server):
-    """The oldest ones are closed for new ones; also those whose headers are not whole."""
+    """New connections close the oldest ones, also connections with incomplete headers."""
     with contextlib.ExitStack() as stack:
         many = [stack.enter_context(server.socket()) for _ in range(8)]
         wait_until(lambda: server.service.traffic.connections == 8)
@@ -443,17 +443,17 @@ def test_many_small_chunks(server, size, count, status):
         with contextlib.suppress(OSError):  # the server may have closed it
             connection.sendall(head + chunk * count)
             connection.sendall(b"%x\r\n%b\r\n0\r\n\r\n" % (len(ASK), ASK))
-        found, _, body = read_answer(connection)
-    assert found == status
+        answer_status, _, body = read_answer(connection)
+    assert answer_status == status
     if status == 400:
         expected = "body: expected chunks of 64 bytes or more on average"
         assert body["error"]["message"] == expected
 
 
 def test_what_is_refused_is_counted(server, hasty):
-    def counted(one):
+    def counted(number):
         names = ("malformed", "header_size", "header_time")
-        return [one.service.traffic.rejected[name] for name in names]
+        return [number.service.traffic.rejected[name] for name in names]
 
     before, before_hasty = counted(server), counted(hasty)
     answer_of(server, b"nonsense\r\n\r\n")

@@ -307,7 +307,7 @@ class TestCompaction:
         fields = {"input": "say abc", "max_output_tokens": 1, "temperature": 0}
         headers = {"authorization": f"Bearer {ALICE}"}
         answer = server.post("/v1/responses/compact", fields, headers=headers)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "compaction_failed")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "compaction_failed")
 
     def test_content_that_is_not_of_this_api_is_rejected(self):
         item = {"type": "compaction", "encrypted_content": "gAAAA!"}

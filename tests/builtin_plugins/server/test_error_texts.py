@@ -78,7 +78,7 @@ def test_what_clients_see_of_a_message(message, expected):
 
 
 class EndedByAnError(FakeEngine):
-    """An engine whose requests all end with an error."""
+    """An engine that fails every request."""
 
     message = ""
 
@@ -272,7 +272,7 @@ async def failing(*_):
 
 
 @pytest.mark.parametrize(
-    ("extension", "what"),
+    ("extension", "part"),
     [
         (Transform(request=failing), "transform"),
         (Middleware(wrap=middleware), "middleware"),
@@ -280,7 +280,7 @@ async def failing(*_):
         (Route(path="/acme", endpoint=failing), "route /acme"),
     ],
 )
-def test_errors_of_extensions(extension, what):
+def test_errors_of_extensions(extension, part):
     engine = FakeEngine(config=configured(), extensions=(("acme", extension),))
     with running(engine) as server:
         is_route = isinstance(extension, Route)
@@ -289,7 +289,7 @@ def test_errors_of_extensions(extension, what):
     assert response.status_code == 500
     message = response.json()["error"]["message"]
     assert message.startswith("plugin 'acme': its ")
-    assert message.endswith(f"{what} failed: FileNotFoundError")
+    assert message.endswith(f"{part} failed: FileNotFoundError")
     assert SECRET not in response.text
 
 
@@ -329,9 +329,9 @@ def test_lenient_fields_are_logged_in_one_line(caplog):
     assert "\x1b" not in record.message
 
 
-@pytest.mark.parametrize("given", ["a b", "x" * 129, "a\tb", "\xff"])
-def test_request_ids_of_clients_are_plain(server, given):
-    raw = given.encode("latin-1")
+@pytest.mark.parametrize("sent", ["a b", "x" * 129, "a\tb", "\xff"])
+def test_request_ids_of_clients_are_plain(server, sent):
+    raw = sent.encode("latin-1")
     response = server.client.get("/health", headers={b"x-request-id": raw})
     assert response.headers["x-request-id"].startswith("req-")
     response = server.client.get("/health", headers={"x-request-id": "abc-1"})

@@ -51,7 +51,7 @@ class Counted(Strict):
 
 
 class Acme:
-    """Adds what a test gives it; `context` is what the server gave."""
+    """Adds the extensions of a test; `context` is the server's."""
 
     contract = 1
 
@@ -192,7 +192,7 @@ def returning(value):
 
 
 class NotJSON(Strict):
-    """Holds what JSON cannot."""
+    """Holds values that JSON does not have."""
 
     thing: object
 
@@ -368,10 +368,10 @@ def test_a_route_that_fails_after_its_beginning_ends_the_connection():
 
 
 def test_a_plugin_replaces_a_route_only_if_the_configuration_allows_it():
-    own = route("/version", returning(PlainTextResponse("mine")))
+    replacement = route("/version", returning(PlainTextResponse("mine")))
     with pytest.raises(PluginConflictError, match=r"its route /version is the server's own /versi"):
-        serving(own).__enter__()
-    with serving(own, replace_routes=["/version"]) as server:
+        serving(replacement).__enter__()
+    with serving(replacement, replace_routes=["/version"]) as server:
         assert server.client.get("/version").text == "mine"
         assert "faults" not in server.client.get("/health").json()
 
@@ -491,7 +491,7 @@ def test_an_order_that_cannot_be_met_keeps_the_server_from_starting():
 
 
 def middleware(function):
-    """Return an extension whose middleware is `function(app, scope, receive, send)`."""
+    """Return an extension with the middleware `function(app, scope, receive, send)`."""
 
     def wrap(app):
         async def wrapped(scope, receive, send):
@@ -547,7 +547,7 @@ FAILING_MIDDLEWARE = {
 
 
 async def as_asked(app, scope, receive, send):
-    """Do what the header x-case names."""
+    """Run the case of the header x-case."""
     function = globals()[dict(scope["headers"])[b"x-case"].decode()]
     await function(app, scope, receive, send)
 

@@ -27,8 +27,8 @@ def asking(plugin=None, how="", **fields):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = write_scripted_model(tmp_path_factory.mktemp("model"), {"say abc": " abc abc abc"})
-    given = scripted_config(folder, {"plugins": {"enable": ENABLED, "quarantine_after": 0}})
-    llm = AsyncLLM(config={**given, "server": {"port": 0}})
+    config = scripted_config(folder, {"plugins": {"enable": ENABLED, "quarantine_after": 0}})
+    llm = AsyncLLM(config={**config, "server": {"port": 0}})
     with running(llm) as running_server:
         yield running_server
     llm.close()
@@ -75,9 +75,9 @@ def test_a_fault_is_its_own(server, expected, plugin, how, message):
 
 def _for_clients(message):
     """Return how much of a message clients get: an exception's class without its text."""
-    what, _, text = message.partition("failed: ")
+    beginning, _, text = message.partition("failed: ")
     kind, colon, _ = text.partition(": ")
-    return f"{what}failed: {kind if colon and kind.endswith('Error') else text}"
+    return f"{beginning}failed: {kind if colon and kind.endswith('Error') else text}"
 
 
 def test_a_misspelt_argument_is_400_and_named(server):
@@ -105,8 +105,8 @@ def test_health_counts_the_faults(server):
 
 def test_a_quarantined_plugin_is_reported_in_health(tmp_path):
     folder = write_scripted_model(tmp_path, {"say abc": " abc"})
-    given = scripted_config(folder, {"plugins": {"enable": ENABLED, "quarantine_after": 2}})
-    llm = AsyncLLM(config={**given, "server": {"port": 0}})
+    config = scripted_config(folder, {"plugins": {"enable": ENABLED, "quarantine_after": 2}})
+    llm = AsyncLLM(config={**config, "server": {"port": 0}})
     with running(llm) as server:
         for _ in range(2):
             assert server.post(COMPLETIONS, asking("dense", "raise")).status_code == 500

@@ -72,8 +72,8 @@ def strict_tool():
 )
 def test_schemas_that_cannot_be_enforced(server, path, fields, param, advice, stream):
     prompts = {CHAT: {"messages": user("hi")}, TEXT: {"prompt": "hi"}, TOKENS: {"token_ids": [9]}}
-    found, message, _ = refused(server, path, {**prompts[path], **fields, "stream": stream})
-    assert found == param
+    path_of_error, message, _ = refused(server, path, {**prompts[path], **fields, "stream": stream})
+    assert path_of_error == param
     assert message.startswith(f"{param}: {KEYS}; ")
     assert advice in message
     assert "llguidance" not in message
@@ -107,9 +107,9 @@ def of_engine(error):
     return outputs()
 
 
-def answered(asked, error):
+def answered(body, error):
     async def read():
-        return [output async for output in renamed(of_engine(error), (), asked)]
+        return [output async for output in renamed(of_engine(error), (), body)]
 
     with pytest.raises(RequestError) as raised:
         asyncio.run(read())
@@ -139,8 +139,8 @@ OUTPUT_FORMAT = {"format": {"type": "json_schema", "schema": NOT}}
     ],
 )
 def test_schemas_of_other_families(type_, body, param, advice, error):
-    asked = msgspec.convert(body, type_)
-    assert answered(asked, error) == (param, f"{param}: {KEYS}; {advice}", None)
+    request = msgspec.convert(body, type_)
+    assert answered(request, error) == (param, f"{param}: {KEYS}; {advice}", None)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_schemas_of_other_families(type_, body, param, advice, error):
     ],
 )
 def test_too_long_a_prompt(type_, body, param):
-    asked = msgspec.convert(body, type_)
-    assert answered(asked, PromptTooLongError.of(9000, 8192)) == (
+    request = msgspec.convert(body, type_)
+    assert answered(request, PromptTooLongError.of(9000, 8192)) == (
         param,
         f"{param}: the prompt is too long: 9000 tokens; this model's maximum context length is "
         "8192 tokens, less one to generate",
@@ -172,8 +172,8 @@ def test_too_long_a_prompt(type_, body, param):
     ],
 )
 def test_too_long_a_prompt_is_known_by_its_code(server, path, body, param):
-    found, message, code = refused(server, path, body)
-    assert (found, code) == (param, "context_length_exceeded")
+    path_of_error, message, code = refused(server, path, body)
+    assert (path_of_error, code) == (param, "context_length_exceeded")
     assert "this model's maximum context length is 1024 tokens" in message
     assert message.startswith(f"{param}: the prompt is too long: ")
 
@@ -211,10 +211,10 @@ def test_names_of_fields(server, path, body, message):
 )
 def test_schemas_that_are_none(type_, body, field, place):
     wrong = {"format": {**place["format"], "schema": {"type": "nothing"}}}
-    asked = msgspec.convert({**body, field: wrong}, type_)
+    request = msgspec.convert({**body, field: wrong}, type_)
     path = f"{field}.format.schema.type"
     with pytest.raises(RequestError, match=f"^{path}: "):
-        asked.sampling_params(SamplingParams(), ServerLimits())
+        request.sampling_params(SamplingParams(), ServerLimits())
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,8 @@ def test_every_field_of_the_official_client_is_known(create, type_):
 def test_prompts_and_completions_count_together(fake):
     limits = fake.engine.config.server.limits
     many = ["x"] * (max(limits.prompts, limits.n) // limits.n + 1)
-    found = refused(fake, TEXT, {"prompt": many, "n": limits.n})[1]
-    assert found == (
+    message = refused(fake, TEXT, {"prompt": many, "n": limits.n})[1]
+    assert message == (
         f"prompt and n: expected at most {max(limits.prompts, limits.n)} completions on this "
         f"server (server.limits.prompts), got {len(many)} prompts with n {limits.n}"
     )

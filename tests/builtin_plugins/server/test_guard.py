@@ -1,4 +1,4 @@
-"""Host, Origin and the type of bodies: what pages of others may make a browser send."""
+"""Host, Origin and the type of bodies: requests from pages of other sites."""
 
 import pytest
 from support.fake_engine import FakeEngine, configured
@@ -105,9 +105,9 @@ def test_bound_addresses():
 
 def test_a_machine_that_listens_on_all_addresses_has_its_own_names(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "GPU-1.lab.example")
-    for bound, own in (("0.0.0.0", "0.0.0.0:8000"), ("::", "[::]:8000")):
+    for bound, own_host in (("0.0.0.0", "0.0.0.0:8000"), ("::", "[::]:8000")):
         guard = Guard(bound, None)
-        assert status(guard, ("host", own)) == 200  # the URL that the server prints
+        assert status(guard, ("host", own_host)) == 200  # the URL that the server prints
         for host in ("gpu-1", "GPU-1:8000", "gpu-1.lab.example", "gpu-1.local", "localhost"):
             assert status(guard, ("host", host)) == 200
         for host in ("gpu-1.evil.example", "gpu-2", "lab.example"):

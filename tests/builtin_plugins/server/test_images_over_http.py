@@ -1,4 +1,4 @@
-"""Images in the dialects of the server: what the engine gets, and what is refused by name."""
+"""Images in the dialects of the server: inputs of the engine, and errors by name."""
 
 from __future__ import annotations
 
@@ -415,6 +415,6 @@ def test_images_belong_to_the_key_of_their_request(server_with_keys, route, monk
     headers = {"x-api-key": "a" * 32}
     assert server_with_keys.client.post(route, json=body, headers=headers).is_success
     messages = seen[-1] if seen else engine.asked[-1][0]
-    given = messages[-1]["content"][0]["image_url"]
-    source = given["url"] if isinstance(given, dict) else given
+    image = messages[-1]["content"][0]["image_url"]
+    source = image["url"] if isinstance(image, dict) else image
     assert (source.url, source.owner) == ("https://example.com/a.png", "alice")

@@ -256,7 +256,7 @@ def test_the_items_of_bodies(server):
 
 
 def test_the_bytes_of_all_bodies_together():
-    """Those that stop keep out large ones only, until they end."""
+    """Large bodies that stop keep out only other large ones, until they end."""
     size = 100_000
     limits = {"body_bytes": size, "buffered_bytes": 2 * size}
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -290,7 +290,7 @@ def test_the_bytes_of_all_bodies_together():
 )
 @pytest.mark.parametrize("size", [500_000, 8_000_000])
 def test_a_large_wrong_body_does_not_stop_the_others(path, start, part, end, size):
-    """Those of 8 MB stopped them for 2 to 12 seconds."""
+    """Bodies of 8 MB stopped them for 2 to 12 seconds."""
     body = start + ",".join([part] * (size // (len(part) + 1))) + end
     longest = 0.0
     with running(FakeEngine(config=configured())) as server:

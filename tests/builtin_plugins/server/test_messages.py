@@ -179,9 +179,9 @@ def test_answers_whole(server):
 )
 def test_a_stream_holds_what_a_whole_answer_does(server, deltas, reason):
     with answering(server, deltas=deltas, num_cached=3):
-        asked = body(tools=[TOOL], max_tokens=len(deltas))
-        whole = server.post(PATH, asked).json()
-        events = typed_events(server, PATH, {**asked, "stream": True})
+        fields = body(tools=[TOOL], max_tokens=len(deltas))
+        whole = server.post(PATH, fields).json()
+        events = typed_events(server, PATH, {**fields, "stream": True})
     blocks, last = check_stream(events)
     assert blocks == whole["content"]
     assert whole["stop_reason"] == reason
@@ -227,9 +227,9 @@ def test_half_a_call_is_no_block(server, end, reason):
         *end,
     )
     with answering(server, deltas=deltas):
-        asked = body(tools=[TOOL], max_tokens=len(deltas))
-        whole = server.post(PATH, asked).json()
-        blocks, last = check_stream(typed_events(server, PATH, {**asked, "stream": True}))
+        fields = body(tools=[TOOL], max_tokens=len(deltas))
+        whole = server.post(PATH, fields).json()
+        blocks, last = check_stream(typed_events(server, PATH, {**fields, "stream": True}))
     assert "tool_use" not in [block["type"] for block in [*blocks, *whole["content"]]]
     assert last["delta"]["stop_reason"] == whole["stop_reason"] == reason
     joined = "".join(block.get("text", "") for block in whole["content"])
@@ -375,28 +375,30 @@ def test_the_budget_of_thinking_is_for_models_that_think(tmp_path, reasons, stre
         path.write_text(json.dumps(settings))
     llm = AsyncLLM(config=config(folder, server={"heartbeat_seconds": 0}))
     assert llm.config.reasoning.parser == "auto"
-    given = []
-    with running(Recording(llm, given)) as server:
-        asked = body(thinking={"type": "enabled", "budget_tokens": 3}, max_tokens=6, stream=stream)
-        answer = server.post(PATH, asked)
-        own = server.post(PATH, body(thinking_token_budget=3, max_tokens=6))
+    budgets = []
+    with running(Recording(llm, budgets)) as server:
+        fields = body(thinking={"type": "enabled", "budget_tokens": 3}, max_tokens=6, stream=stream)
+        answer = server.post(PATH, fields)
+        engine_field = server.post(PATH, body(thinking_token_budget=3, max_tokens=6))
     llm.close()
     assert answer.status_code == 200, answer.text
     assert '"stop_reason":"' in answer.text
     if reasons:
-        assert given == [3, 3]
-        assert own.status_code == 200, own.text
+        assert budgets == [3, 3]
+        assert engine_field.status_code == 200, engine_field.text
     else:
-        assert given == [3, None, 3]
-        assert own.status_code == 400
-        assert own.json()["error"]["message"].startswith("thinking_token_budget: a budget of 3")
+        assert budgets == [3, None, 3]
+        assert engine_field.status_code == 400
+        assert engine_field.json()["error"]["message"].startswith(
+            "thinking_token_budget: a budget of 3"
+        )
 
 
 class Recording:
     """An engine, with the budgets that it was given."""
 
-    def __init__(self, engine, given):
-        self._engine, self._given = engine, given
+    def __init__(self, engine, budgets):
+        self._engine, self._given = engine, budgets
 
     def chat(self, *args, sampling_params, **extras):
         self._given.append(sampling_params.thinking_token_budget)
@@ -409,9 +411,9 @@ class Recording:
 @pytest.mark.parametrize("begun", [False, True])
 def test_other_errors_of_a_request_with_a_budget_are_its_own(server, begun):
     error = RequestError("thinking_token_budget: no") if begun else RequestError("top_k: no")
-    asked = body(thinking={"type": "enabled", "budget_tokens": 3}, stream=True)
+    fields = body(thinking={"type": "enabled", "budget_tokens": 3}, stream=True)
     with answering(server, error=error, fails_after=int(begun)):
-        answer = server.post(PATH, asked)
+        answer = server.post(PATH, fields)
     assert "thinking_token_budget: no" in answer.text if begun else answer.status_code == 400
     assert server.engine.asked[-1][1].thinking_token_budget == 3
 
@@ -420,8 +422,8 @@ def test_other_errors_of_a_request_with_a_budget_are_its_own(server, begun):
 @pytest.mark.parametrize("before", [[], HI], ids=["alone", "later"])
 @pytest.mark.parametrize("role", ["user", "system"])
 def test_a_message_without_blocks_is_refused(server, path, before, role):
-    asked = {"messages": [*before, {"role": role, "content": []}]}
-    answer = server.post(path, asked if "count" in path else {**asked, "max_tokens": 2})
+    fields = {"messages": [*before, {"role": role, "content": []}]}
+    answer = server.post(path, fields if "count" in path else {**fields, "max_tokens": 2})
     assert answer.status_code == 400, answer.text
     fragment = f"messages[{len(before)}].content: expected at least one block"
     assert answer.json()["error"]["message"] == fragment
@@ -437,7 +439,7 @@ def test_an_empty_answer_may_be_sent_back(server):
     [
         (message_create_params.MessageCreateParamsStreaming, MessagesRequest),
         (sdk.MessageCountTokensParams, CountTokensRequest),
-        *((one, messages_input.InputMessage) for one in typing.get_args(sdk.MessageParam)),
+        *((block, messages_input.InputMessage) for block in typing.get_args(sdk.MessageParam)),
         (sdk.TextBlockParam, messages_input.TextBlock),
         (sdk.ThinkingBlockParam, messages_input.ThinkingBlock),
         (sdk.RedactedThinkingBlockParam, messages_input.RedactedThinkingBlock),
@@ -527,8 +529,8 @@ def test_client_reads_a_whole_answer(server):
 def test_client_accumulates_a_stream_and_sends_its_blocks_back(server):
     with answering(server, deltas=CALLED):
         client, name = client_of(server), server.service.names[0]
-        asked = {"model": name, "max_tokens": 100, "tools": [TOOL]}
-        with client.messages.stream(**asked, messages=HI) as stream:
+        fields = {"model": name, "max_tokens": 100, "tools": [TOOL]}
+        with client.messages.stream(**fields, messages=HI) as stream:
             text = "".join(stream.text_stream)
             final = stream.get_final_message()
         assert text == "One moment."
@@ -546,7 +548,7 @@ def test_client_accumulates_a_stream_and_sends_its_blocks_back(server):
             {"type": "tool_result", "tool_use_id": block.id, "content": "Sun"} for block in called
         ]
         client.messages.create(
-            **asked,
+            **fields,
             messages=[
                 *HI,
                 {"role": "assistant", "content": final.content},
@@ -592,10 +594,10 @@ def test_client_raises_an_error_without_a_key():
 
     extension = ("keys", Authenticator(authenticate=authenticate))
     with running(FakeEngine(config=configured(), extensions=(extension,))) as server:
-        asked = {"model": server.service.names[0], "messages": HI, "max_tokens": 9}
-        client_of(server, api_key="right").messages.create(**asked)
+        fields = {"model": server.service.names[0], "messages": HI, "max_tokens": 9}
+        client_of(server, api_key="right").messages.create(**fields)
         with pytest.raises(anthropic.AuthenticationError) as raised:
-            client_of(server, api_key="wrong").messages.create(**asked)
-        by_header = server.post(PATH, asked, headers={"x-api-key": "right"})
+            client_of(server, api_key="wrong").messages.create(**fields)
+        by_header = server.post(PATH, fields, headers={"x-api-key": "right"})
     assert raised.value.body["error"]["type"] == "authentication_error"
     assert by_header.status_code == 200

@@ -275,12 +275,12 @@ def search(asking, bodies, examples):
 def fuzz(server, document, examples):
     schemas = document["components"]["schemas"]
     for path, method, operation in requests_of(document):
-        asked, bodies = operation.get("requestBody"), st.none()
-        if asked is not None:
-            bodies = bodies_of(asked["content"]["application/json"]["schema"], schemas)
+        request_body, bodies = operation.get("requestBody"), st.none()
+        if request_body is not None:
+            bodies = bodies_of(request_body["content"]["application/json"]["schema"], schemas)
         filled = path.replace("{model}", "m").replace("{name}", "ann").replace("{n}", "3")
         asking = functools.partial(check, server, document, filled, method, operation)
-        search(asking, bodies, examples if asked else 1)
+        search(asking, bodies, examples if request_body else 1)
     assert (server.engine.open, server.service.load.open) == (0, 0)
 
 

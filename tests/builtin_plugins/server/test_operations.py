@@ -56,9 +56,9 @@ class Program:
     def serving(self):
         """Wait until it serves; return a client."""
         line = self.process.stdout.readline()
-        found = re.fullmatch(r"Serving \S+ at (\S+)\n", line)
-        assert found, line + self.process.stderr.read()
-        self.url = found[1]
+        match = re.fullmatch(r"Serving \S+ at (\S+)\n", line)
+        assert match, line + self.process.stderr.read()
+        self.url = match[1]
         return client_of(self.url)
 
     def signal(self, number):

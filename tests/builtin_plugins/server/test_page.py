@@ -1,4 +1,4 @@
-"""The web page: what is served, and what its files hold. The page at work is in another file."""
+"""The files of the web page. Tests in a browser are in another file."""
 
 import html.parser
 import json
@@ -227,8 +227,8 @@ def luminance(colour):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one, other):
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+def contrast(first, other):
+    light, dark = sorted((luminance(first), luminance(other)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 
 
@@ -256,7 +256,7 @@ def test_colours_can_be_read(scheme):
 
 @pytest.fixture
 def node(request):
-    """Runs a script with node; returns what it prints."""
+    """Runs a script with node; returns its output."""
     command = shutil.which("node")
     if command is None and not request.config.getoption("all"):
         pytest.skip("no node; scripts/test --all installs it")
@@ -297,8 +297,8 @@ def test_events_are_found_however_the_stream_is_split(node):
       }}
       console.log(JSON.stringify([...found]));"""
     )
-    (found,) = json.loads(node(script))
-    assert json.loads(found) == ['{"a":1}', "two\nlines", "ü"]
+    (events,) = json.loads(node(script))
+    assert json.loads(events) == ['{"a":1}', "two\nlines", "ü"]
 
 
 def test_markdown_is_found(node):
@@ -378,18 +378,18 @@ def test_parts_of_code_are_found(node):
       }}
       console.log(JSON.stringify(found));"""
     )
-    found = json.loads(node(script))
-    assert found[""] == [[]]
-    assert found["js"][0] == [["word", "let"], ["number", "1"], ["comment", "// b"]]
-    assert found["js"][1] == [["string", '"a\\"b"'], ["string", "`c\n${d}`"]]
-    assert found["js"][2:] == [[["comment", "/* open"]], [["string", "'cut"], ["word", "let"]]]
-    assert found["python"][1] == [["string", "'#'"], ["number", "3.5e1"], ["comment", "# yes"]]
-    assert found["sql"] == [[["word", "SELECT"], ["number", "1"], ["comment", "-- one"]]]
-    assert found["html"] == [[["comment", "<!-- a - b -->"]]]
+    parts = json.loads(node(script))
+    assert parts[""] == [[]]
+    assert parts["js"][0] == [["word", "let"], ["number", "1"], ["comment", "// b"]]
+    assert parts["js"][1] == [["string", '"a\\"b"'], ["string", "`c\n${d}`"]]
+    assert parts["js"][2:] == [[["comment", "/* open"]], [["string", "'cut"], ["word", "let"]]]
+    assert parts["python"][1] == [["string", "'#'"], ["number", "3.5e1"], ["comment", "# yes"]]
+    assert parts["sql"] == [[["word", "SELECT"], ["number", "1"], ["comment", "-- one"]]]
+    assert parts["html"] == [[["comment", "<!-- a - b -->"]]]
 
 
 def test_an_answer_is_put_together(node):
-    """Parts of calls, both names of reasoning, usage; and what was cut off is not sent again."""
+    """Parts of calls, both names of reasoning, usage; a cut answer is not sent again."""
 
     def chunk(**delta):
         return {"choices": [{"index": 0, "delta": delta}]}

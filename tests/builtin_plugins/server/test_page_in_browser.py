@@ -1,4 +1,4 @@
-"""The web page at work, in headless Chromium: what a user sees, and what the browser refuses."""
+"""The web page in headless Chromium: its behavior, and the rules of the browser."""
 
 import base64
 import contextlib
@@ -78,7 +78,7 @@ def server():
 
 @pytest.fixture
 def page(browser, server):
-    """The chat page, of a server whose engine answers as a new one does."""
+    """The chat page of a server with a new engine."""
     fresh = FakeEngine()
     for name in ("text", "reasoning", "calls", "finish_reason", "delay", "error", "aborted"):
         setattr(server.engine, name, getattr(fresh, name))
@@ -126,7 +126,7 @@ def fill(page, label, text):
 
 def check_nothing_outside(page, url):
     """Check that the page asked for nothing but the server's own, and the browser saw no wrong."""
-    outside = [asked for asked in page.requested() if not asked.startswith((url, "data:"))]
+    outside = [address for address in page.requested() if not address.startswith((url, "data:"))]
     assert outside == []
     assert page.problems() == []
 
@@ -417,8 +417,8 @@ def test_headings_of_answers_are_below_the_pages_own(page, server):
     server.engine.text = "## A\n\n## B\n\n#### C\n\n> # D\n\n- ## E\n\n###### F"
     ask(page)
     answered(page)
-    found = "[...document.querySelectorAll('.body :is(h2,h3,h4,h5,h6)')].map((n) => n.outerHTML)"
-    assert page.evaluate(found) == [
+    levels = "[...document.querySelectorAll('.body :is(h2,h3,h4,h5,h6)')].map((n) => n.outerHTML)"
+    assert page.evaluate(levels) == [
         "<h3>A</h3>",
         "<h3>B</h3>",
         "<h4>C</h4>",
@@ -575,7 +575,7 @@ NEED_NAMES = ("button", "textbox", "combobox", "link", "region", "dialog")
 
 
 def check_accessible(page, fewest=10):
-    """Check names, headings, ids and contrast of what is on the page."""
+    """Check names, headings, ids and contrast of the page."""
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
     seen = [node for node in nodes if not node["ignored"]]
     assert len(seen) > fewest
@@ -593,9 +593,9 @@ def check_accessible(page, fewest=10):
     assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
     ids = page.evaluate("[...document.querySelectorAll('[id]')].map((n) => n.id)")
     assert len(ids) == len(set(ids))
-    found = page.evaluate(CONTRASTS)
-    assert found["count"] > 5
-    assert found["low"] == []
+    contrasts = page.evaluate(CONTRASTS)
+    assert contrasts["count"] > 5
+    assert contrasts["low"] == []
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -620,7 +620,7 @@ def test_everybody_can_use_the_chat(page, server, width, dark, tmp_path):
 def test_the_live_view_moves(browser, tmp_path):
     with running_live_view() as (server, _), new_page(browser, server.url + "/") as page:
         page.wait_for("document.querySelectorAll('#requests tr').length === 4")
-        one = page.screenshot(tmp_path / "one.png")
+        first = page.screenshot(tmp_path / "one.png")
         tokens = "Number(document.querySelectorAll('.figure .now')[2].textContent)"
         page.wait_for(f"{tokens} > 0")
         assert page.text("#state") == "Degraded: acme_bias in quarantine"
@@ -641,7 +641,7 @@ def test_the_live_view_moves(browser, tmp_path):
             "document.querySelector('.figure polyline').getAttribute('points').length > "
             f"{len(before)}"
         )
-        assert page.screenshot(tmp_path / "two.png") != one
+        assert page.screenshot(tmp_path / "two.png") != first
         ends = page.evaluate(
             "(() => { const p = document.querySelector('.figure polyline').points;"
             "return [p[0].x, p[p.length - 1].x]; })()"
@@ -742,7 +742,7 @@ def image_server():
 
 def give(page, event, *files):
     """Paste or drop files, given as (name, type, bytes)."""
-    given = [(name, type_, base64.b64encode(data).decode()) for name, type_, data in files]
+    encoded = [(name, type_, base64.b64encode(data).decode()) for name, type_, data in files]
     made = (
         "new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true})"
         if event == "paste"
@@ -751,7 +751,7 @@ def give(page, event, *files):
     page.evaluate(
         f"""(() => {{
           const data = new DataTransfer();
-          for (const [name, type, text] of {json.dumps(given)}) {{
+          for (const [name, type, text] of {json.dumps(encoded)}) {{
             const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
             data.items.add(new File([bytes], name, {{type}}));
           }}

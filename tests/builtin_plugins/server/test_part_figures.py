@@ -73,8 +73,8 @@ def test_a_part_without_figures_is_refused(server, route):
 
 
 def test_names_of_openai_add_nothing_to_a_response(server):
-    asked = body_of("/v1/responses", ["reasoning.encrypted_content"])
-    answer = server.post("/v1/responses", asked).json()
+    fields = body_of("/v1/responses", ["reasoning.encrypted_content"])
+    answer = server.post("/v1/responses", fields).json()
     assert answer["status"] in ("completed", "incomplete")
     assert figures_of(answer) is None
 

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    names = [f"{one.__module__}:{one.__qualname__}" for one in (Nearest, Harmful)]
+    names = [f"{plugin.__module__}:{plugin.__qualname__}" for plugin in (Nearest, Harmful)]
     enabled = [*scripted_config(folder)["plugins"]["enable"], *names]
     plugins = {"enable": enabled, "quarantine_after": 0}
     with running(AsyncLLM(config=server_config(folder, plugins=plugins))) as running_server:
@@ -37,7 +37,7 @@ def server(folder):
 
 
 @pytest.fixture(scope="module")
-def own(folder):
+def own_engine(folder):
     """Results of an engine of its own, by task."""
     with LLM(config=scripted_config(folder)) as llm:
         return {
@@ -97,30 +97,30 @@ def test_a_request_that_times_out(server):
 def test_one_that_is_slow_delays_no_other_request(server):
     GO_ON.clear()
     WAITING.clear()
-    found = []
+    answers = []
     body = {"data": {"pre_process": "waits"}, "io_processor": "harmful"}
-    thread = threading.Thread(target=lambda: found.append(post(server, **body)))
+    thread = threading.Thread(target=lambda: answers.append(post(server, **body)))
     thread.start()
     try:
         assert WAITING.wait(PATIENCE_S)
         assert post(server, data=ROWS, io_processor="nearest")["data"]["names"]
-        assert not found
+        assert not answers
     finally:
         GO_ON.set()
         thread.join(PATIENCE_S)
-    assert found[0]["data"] == "done"
+    assert answers[0]["data"] == "done"
 
 
-def test_texts_are_pooled(server, own):
+def test_texts_are_pooled(server, own_engine):
     answer = post(server, input=TEXTS, task="token_embed")
     assert answer["object"] == "list"
-    assert answer["usage"]["total_tokens"] == sum(map(len, own["token_embed"]))
+    assert answer["usage"]["total_tokens"] == sum(map(len, own_engine["token_embed"]))
     for index, entry in enumerate(answer["data"]):
         assert (entry["object"], entry["index"]) == ("pooling", index)
-        assert np.allclose(entry["data"], own["token_embed"][index])
+        assert np.allclose(entry["data"], own_engine["token_embed"][index])
     (entry, _) = post(server, input=TEXTS, encoding_format="base64")["data"]
-    found = np.frombuffer(base64.b64decode(entry["data"]), "<f4")
-    assert np.array_equal(found, own["embed"][0])
+    vector = np.frombuffer(base64.b64decode(entry["data"]), "<f4")
+    assert np.array_equal(vector, own_engine["embed"][0])
     assert refused(server, input=["a", ""])["param"] == "input[1]"
     message = refused(server, input="a", task="classify")["message"]
     assert message.startswith("classify: this model cannot do it")
@@ -162,10 +162,10 @@ def test_options_reach_the_engine(fake):
     answer = post(fake, data={"any": [None]}, truncate_prompt_tokens=7, **options)
     assert answer["data"] == {"of": {"any": [None]}}
     assert answer["io_processor"] == "nearest"
-    data, name, given = fake.engine.asked[-1]
+    data, name, passed = fake.engine.asked[-1]
     assert (data, name) == ({"any": [None]}, None)
-    assert given.pop("truncate_prompt_tokens") == 7
-    assert {key: given[key] for key in options} == options
+    assert passed.pop("truncate_prompt_tokens") == 7
+    assert {key: passed[key] for key in options} == options
 
 
 def test_errors_of_the_engine_are_answers(fake):

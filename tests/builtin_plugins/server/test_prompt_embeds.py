@@ -87,11 +87,11 @@ def test_a_mixed_prompt_streamed_with_several_completions(server, expected):
         "prompt_embeds": raw(ROWS[1:3]),
     }
     events = server.events(PATH, body(**fields, n=2, stream=True))
-    found = {0: [], 1: []}
+    tokens = {0: [], 1: []}
     for event in events:
         for choice in event["choices"]:
-            found[choice["index"]] += choice.get("token_ids", [])
-    assert found == dict.fromkeys((0, 1), expected["token_ids"])
+            tokens[choice["index"]] += choice.get("token_ids", [])
+    assert tokens == dict.fromkeys((0, 1), expected["token_ids"])
 
 
 def tokens_of(choices):
@@ -118,12 +118,12 @@ def test_several_in_one_request_are_as_several_prompts(server):
     }
     answer = server.post(PATH, body(**mixed, n=2)).json()
     assert tokens_of(answer["choices"]) == tokens_of(expected["choices"])
-    found = {}
+    choices = {}
     for event in server.events(PATH, body(prompt_embeds=forms, stream=True)):
         for choice in event["choices"]:
-            found.setdefault(choice["index"], []).extend(choice.get("token_ids", []))
+            choices.setdefault(choice["index"], []).extend(choice.get("token_ids", []))
     whole = server.post(PATH, body(prompt=ids)).json()["choices"]
-    assert sorted(found.items()) == tokens_of(whole)
+    assert sorted(choices.items()) == tokens_of(whole)
     (choice,) = server.post(PATH, body(prompt_embeds=forms[:1])).json()["choices"]
     assert (choice["index"], choice["token_ids"]) == tokens_of(whole)[0]
 
@@ -263,10 +263,10 @@ def test_nothing_is_disturbed_by_them(server, expected):
 )
 def test_off_unless_server_and_engine_take_them(tmp_path, allowed, tables, message):
     llm = engine(tmp_path, allowed=allowed, **tables)
-    with running(llm) as own:
-        response = own.post(PATH, body(prompt_embeds=raw(ROWS)))
+    with running(llm) as server:
+        response = server.post(PATH, body(prompt_embeds=raw(ROWS)))
     llm.close()
     assert response.status_code == 400
-    found = response.json()["error"]["message"]
-    assert found.startswith("prompt_embeds: expected ")
-    assert found.endswith(message)
+    text = response.json()["error"]["message"]
+    assert text.startswith("prompt_embeds: expected ")
+    assert text.endswith(message)

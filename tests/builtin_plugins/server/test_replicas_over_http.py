@@ -1,4 +1,4 @@
-"""Several engines behind one server: a header names one, and figures are those of all."""
+"""Several engines behind one server: a header names one, and metrics are of all."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def queries(server) -> list[int]:
 
     async def counts():
         return [
-            (await one.scheduler_stats()).prefix_cache.requests for one in server.engine.engines
+            (await engine.scheduler_stats()).prefix_cache.requests
+            for engine in server.engine.engines
         ]
 
     return server.call(counts)
@@ -66,7 +67,7 @@ def test_the_header_names_the_engine(server, rank):
     for _ in range(3):
         assert text_of(ask(server, str(rank))) == TEXT
     grown = [now - then for now, then in zip(queries(server), before, strict=True)]
-    assert grown == [3 if one == rank else 0 for one in (0, 1)]
+    assert grown == [3 if index == rank else 0 for index in (0, 1)]
 
 
 def test_without_the_header_a_balancer_chooses(server):
@@ -140,7 +141,7 @@ def test_the_server_starts_several(scripted, tmp_path):
         assert text_of(response) == TEXT
         refused = program.client.post(COMPLETIONS, json=SAY, headers={HEADER: "2"})
         assert "one of 0, 1" in refused.json()["error"]["message"]
-        names = [one.name() for one in program.processes()]
+        names = [process.name() for process in program.processes()]
         assert {"EngineCore", "EngineCore_DP1"} < set(names), names
 
 
@@ -169,5 +170,5 @@ def test_the_number_changes_while_the_server_answers(scripted, tmp_path):
         assert changed("--retire", "0") == {"epoch": 2, "ranks": [1]}
         assert text_of(program.client.post(COMPLETIONS, json=SAY)) == TEXT
         load = program.client.get("/load").json()["load"]
-        assert [(one["rank"], one["state"]) for one in load["engines"]] == [(1, "serving")]
+        assert [(engine["rank"], engine["state"]) for engine in load["engines"]] == [(1, "serving")]
         assert load["prefill_tokens_per_second"] > 0

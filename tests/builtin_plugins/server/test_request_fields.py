@@ -1,4 +1,4 @@
-"""Fields of requests in each dialect: what reaches the engine, or the words of the refusal."""
+"""Fields of requests in each dialect: their value in the engine, or the error."""
 
 import msgspec
 import pytest
@@ -545,12 +545,12 @@ NOT_FOUND = [
 
 def rows(table):
     """Return a case for each dialect of a table's rows."""
-    found = []
+    cases = []
     for dialects, fields, *rest in table:
         for dialect in dialects.split() if isinstance(dialects, str) else dialects:
             name = "-".join([dialect, *fields])
-            found.append(pytest.param(dialect, fields, *rest, id=name))
-    return found
+            cases.append(pytest.param(dialect, fields, *rest, id=name))
+    return cases
 
 
 def body_of(dialect, fields):
@@ -587,13 +587,13 @@ def reached(fake):
 def test_what_reaches_the_engine(fake, dialect, fields, expected):
     answer = post(fake, dialect, fields)
     assert answer.status_code == 200, answer.text
-    found = reached(fake)
+    value = reached(fake)
     if "request_id" in expected:  # made unique: any number of requests may give one
-        assert f"{expected['request_id']}-" in found["request_id"]
+        assert f"{expected['request_id']}-" in value["request_id"]
         assert post(fake, dialect, fields).status_code == 200
-        assert reached(fake)["request_id"] != found["request_id"]
+        assert reached(fake)["request_id"] != value["request_id"]
         return
-    assert {name: found.get(name) for name in expected} == expected
+    assert {name: value.get(name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(("dialect", "fields", "param", "words"), rows(REFUSED))

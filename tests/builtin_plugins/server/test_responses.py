@@ -417,7 +417,7 @@ def test_large_events_at_the_end_leave_other_requests_their_turn(monkeypatch):
 
 
 def positions_in(value):
-    """Return the positions with log-probabilities in what is to be encoded."""
+    """Return the positions with log-probabilities in a value to encode."""
     if isinstance(value, TokenLogprob):
         return [value]
     if isinstance(value, msgspec.Struct):

@@ -123,7 +123,7 @@ def test_a_call_of_a_custom_tool_and_its_result_come_back(fake):
     response = fake.post(PATH, {"input": items, "tools": [CUSTOM]})
     assert response.status_code == 200, response.text
     _, called, result = fake.engine.asked[-1][0]
-    (function,) = [one["function"] for one in called["tool_calls"]]
+    (function,) = [tool_call["function"] for tool_call in called["tool_calls"]]
     assert function["name"] == "patch"
     assert json.loads(function["arguments"]) == {"input": 'say "x"\n'}
     assert (result["role"], result["name"], result["content"]) == ("tool", "patch", "done")

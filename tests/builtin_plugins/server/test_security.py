@@ -148,7 +148,7 @@ def test_a_template_in_a_message_stays_text(program):
 
 
 def test_keys_share_no_cached_prompts(program):
-    """CVE-2025-46570, "PromptPeek": the time to the first token shows what others asked."""
+    """CVE-2025-46570, "PromptPeek": the time to the first token shows prompts of others."""
     prompt = "a secret of alice " * 20
 
     def cached(name, **fields):

@@ -33,14 +33,14 @@ class LoadedError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("given", "used"), [({}, 2048), ({"max_waiting": 5}, 5), ({"max_waiting": None}, None)]
+    ("setting", "used"), [({}, 2048), ({"max_waiting": 5}, 5), ({"max_waiting": None}, None)]
 )
-def test_the_number_of_waiting_requests_is_bounded(given, used):
+def test_the_number_of_waiting_requests_is_bounded(setting, used):
     config = configured()
     config = msgspec.structs.replace(
-        config, scheduler=msgspec.structs.replace(config.scheduler, **given)
+        config, scheduler=msgspec.structs.replace(config.scheduler, **setting)
     )
-    sources = ConfigSources({f"scheduler.{name}": "a file" for name in given})
+    sources = ConfigSources({f"scheduler.{name}": "a file" for name in setting})
 
     def open_async(config, *_):
         raise LoadedError(config)

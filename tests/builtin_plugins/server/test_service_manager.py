@@ -35,9 +35,9 @@ class Manager:
 
 @pytest.fixture
 def manager(tmp_path):
-    one = Manager(str(tmp_path / "notify"))
-    yield one
-    one.socket.close()
+    service_manager = Manager(str(tmp_path / "notify"))
+    yield service_manager
+    service_manager.socket.close()
 
 
 def of(path, **variables):

@@ -361,7 +361,7 @@ def test_platforms_may_ask_for_health_and_load_by_their_own_names():
         assert server.client.get("/load").json()["server_load"] == 3
         load = server.client.get("/load").json()["load"]
         assert (load["waiting_prompt_tokens"], load["waiting_prompt_seconds"]) == (6, 0.5)
-        assert [one["state"] for one in load["engines"]] == ["serving"]
+        assert [engine["state"] for engine in load["engines"]] == ["serving"]
         server.engine.is_running = False
         assert server.client.get("/ping").status_code == 503
         assert server.client.get("/ready").status_code == 503
@@ -437,12 +437,12 @@ def test_retry_after_follows_the_rate_at_which_requests_end():
     def run():
         load = InFlightRequests(100, 4, clock)
         open_ones = [load.one_more() for _ in range(14)]
-        for one in open_ones:
-            one.__enter__()
+        for count in open_ones:
+            count.__enter__()
         assert load.retry_after() == 1.0  # nothing is known yet
-        for one in open_ones[:4]:
+        for count in open_ones[:4]:
             clock.now += 2.0
-            one.__exit__(None, None, None)
+            count.__exit__(None, None, None)
         return load.retry_after()
 
     assert in_loop(run) == pytest.approx(6 * 2.0)  # six wait, one ends in two seconds
@@ -458,12 +458,12 @@ def test_retry_after_forgets_idle_times():
                 clock.now += 4.0
         clock.now += 3600.0
         busy = [load.one_more() for _ in range(6)]
-        for one in busy:
-            one.__enter__()
+        for count in busy:
+            count.__enter__()
         first = load.retry_after()
-        for one in busy[:2]:
+        for count in busy[:2]:
             clock.now += 1.0
-            one.__exit__(None, None, None)
+            count.__exit__(None, None, None)
         return first, load.retry_after()
 
     first, later = in_loop(run)

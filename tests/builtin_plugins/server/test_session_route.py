@@ -48,9 +48,9 @@ def server(tmp_path_factory):
     )
     clock = ScriptedClock()
     keys = installed(KeyStore(str(path), clock=clock))
-    with running(AsyncLLM(config=config), authenticators=[keys]) as one:
-        one.keys, one.clock = path, clock
-        yield one
+    with running(AsyncLLM(config=config), authenticators=[keys]) as running_server:
+        running_server.keys, running_server.clock = path, clock
+        yield running_server
 
 
 @pytest.fixture(autouse=True)
@@ -314,8 +314,8 @@ class TestConversationsOfAKey:
         path.write_text(FILE.replace("requests_per_minute = 3", ""))
         path.chmod(0o600)
         engine = FakeEngine(config=configured(limits={"conversations": 2}))
-        with running(engine, authenticators=[installed(KeyStore(str(path)))]) as one:
-            yield one
+        with running(engine, authenticators=[installed(KeyStore(str(path)))]) as running_server:
+            yield running_server
 
     BOB = {"x-api-key": "another-key-of-many-characters"}
 
@@ -416,8 +416,8 @@ ECHO = (
 
 @pytest.fixture(scope="module")
 def echoing():
-    with running(FakeEngine(config=configured(), extensions=ECHO)) as one:
-        yield one
+    with running(FakeEngine(config=configured(), extensions=ECHO)) as running_server:
+        yield running_server
 
 
 class TestRoutesOfPlugins:

@@ -1,4 +1,4 @@
-"""The settings of an engine on the admin address: what is shown, and which plugins may change."""
+"""The settings of an engine on the admin address, and changes by plugins."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def test_a_change_reaches_the_engine_with_its_author(server):
     answer = patch(server, body)
     assert answer.status_code == 200, answer.text
     assert answer.json().keys() == {"generation", "fingerprint"}
-    call, asked = server.engine.utilities[-1]
+    call, arguments = server.engine.utilities[-1]
     assert call == "change"
-    assert asked.pop("origin").startswith("administrator ")
-    assert asked == {
+    assert arguments.pop("origin").startswith("administrator ")
+    assert arguments == {
         "enable": ["mirostat"],
         "disable": [],
         "replace": {},

@@ -1,4 +1,4 @@
-"""Counts of several processes: exact sums, limits, rates and notes; what the dead held."""
+"""Counts of several processes: exact sums, limits, rates, notes and dead processes."""
 
 import os
 import threading
@@ -25,8 +25,8 @@ def test_a_total_is_of_all_processes(pair):
     first.add("a", 2)
     second.add("a")
     second.add("b", 5)
-    assert [one.total("a") for one in pair] == [3, 3]
-    assert [one.elsewhere("a") for one in pair] == [1, 2]
+    assert [counts.total("a") for counts in pair] == [3, 3]
+    assert [counts.elsewhere("a") for counts in pair] == [1, 2]
     assert dict(first.items("")) == {"a": 3, "b": 5}
     first.add("a", -2)
     assert second.total("a") == 1
@@ -46,7 +46,7 @@ def test_a_limit_holds_for_all_together(pair):
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_rate_is_of_all_together(pair, shared):
     first, second = pair if shared else [Counts()] * 2
-    waits = [one.take_from_rate("alice", 3, 100.0) for one in (first, second, first, second)]
+    waits = [counts.take_from_rate("alice", 3, 100.0) for counts in (first, second, first, second)]
     assert waits == [0, 0, 0, 20]
     assert second.take_from_rate("alice", 3, 110.0) == 10
     assert second.take_from_rate("alice", 3, 120.5) == 0
@@ -66,9 +66,9 @@ def test_notes_are_known_in_all(pair):
 
 def test_what_a_dead_process_held_is_given_back(pair):
     first, second = pair
-    for one in pair:
-        one.add(held("connections"), 4)
-        one.add("answered", 4)
+    for counts in pair:
+        counts.add(held("connections"), 4)
+        counts.add("answered", 4)
     first.clear(1)
     assert (first.total(held("connections")), first.total("answered")) == (4, 8)
     assert second.elsewhere(held("connections")) == 4
@@ -83,7 +83,7 @@ def test_names_that_no_one_needs_make_room(pair, monkeypatch):
         assert second.add_below(name, 1)
         second.add(name, -1)
         first.take_from_rate(f"client {number}", 1, float(number) - 1e9)
-    assert [one.total("kept") for one in pair] == [7, 7]
+    assert [counts.total("kept") for counts in pair] == [7, 7]
     for number in range(47):
         first.add(f"{number}")
     with pytest.raises(MemoryError, match="have room for 48 counts, and need more"):

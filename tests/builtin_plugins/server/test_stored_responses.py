@@ -39,8 +39,8 @@ STORES = {
 
 async def by_name(headers, path):
     """The client has the name that its key is."""
-    found = headers.get("authorization", "").removeprefix("Bearer ")
-    return Client(name=found, cache_salt=found) if found else None
+    name = headers.get("authorization", "").removeprefix("Bearer ")
+    return Client(name=name, cache_salt=name) if name else None
 
 
 NAMED = InstalledExtension("names", "names", Authenticator(authenticate=by_name))
@@ -176,9 +176,9 @@ def test_a_stream_is_stored_before_it_ends(client):
     events = client.responses.create(input="think", temperature=0, stream=True)
     (*_, last) = events
     assert last.type == "response.completed"
-    kept = client.responses.retrieve(last.response.id)
-    assert kept.output_text == last.response.output_text == "yes"
-    assert kept.store
+    stored = client.responses.retrieve(last.response.id)
+    assert stored.output_text == last.response.output_text == "yes"
+    assert stored.store
 
 
 def test_one_that_is_cut_is_stored_as_incomplete(client):
@@ -278,7 +278,7 @@ def test_a_conversation_has_limits(tmp_path):
 
 
 class Bad:
-    """A store whose functions do what they are told."""
+    """A store with functions of the test."""
 
     def __init__(self, put=None, get=None, deleted=True):
         self.put_error, self.content, self.deleted = put, get, deleted
@@ -408,12 +408,12 @@ async def test_no_owner_empties_a_store_for_others(tmp_path, kind):
     await store.put("a", "1", b"x" * 20)
     for index in range(8):
         await store.put("b", str(index), b"y" * 30)
-    kept = [await store.get("b", str(index)) is not None for index in range(8)]
-    assert kept == [False] * 6 + [True] * 2
+    present = [await store.get("b", str(index)) is not None for index in range(8)]
+    assert present == [False] * 6 + [True] * 2
     assert await store.get("a", "1") == b"x" * 20
     await store.put("c", "1", b"z" * 70)  # of the one who has most, and new: it stays
-    kept = [await store.get(*key) is not None for key in (("a", "1"), ("b", "7"), ("c", "1"))]
-    assert kept == [True, False, True]
+    present = [await store.get(*key) is not None for key in (("a", "1"), ("b", "7"), ("c", "1"))]
+    assert present == [True, False, True]
     await store.put("c", "2", b"z" * 80)
     assert await store.get("a", "1") == b"x" * 20
 
@@ -423,9 +423,9 @@ def test_the_sizes_in_a_file_are_those_of_its_responses(tmp_path):
 
     def totals():
         with contextlib.closing(sqlite3.connect(path)) as database:
-            kept = database.execute("SELECT coalesce(sum(size), 0), count(*) FROM responses")
+            sums = database.execute("SELECT coalesce(sum(size), 0), count(*) FROM responses")
             total = database.execute("SELECT coalesce(sum(size), 0) FROM owners")
-            return (*total.fetchone(), *kept.fetchone())
+            return (*total.fetchone(), *sums.fetchone())
 
     async def scenario():
         store = SQLiteStore(str(path), bounds, lambda: now[0])
@@ -457,7 +457,7 @@ def test_the_sizes_in_a_file_are_those_of_its_responses(tmp_path):
 
 @contextlib.contextmanager
 def locked(path):
-    """Keep the file locked for those who write."""
+    """Keep the file locked for writers."""
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
         yield
@@ -471,10 +471,10 @@ def test_a_locked_file_is_waited_for_until_a_deadline(tmp_path, monkeypatch):
         await store.put("a", "1", b"x")
         with locked(tmp_path / "kept.db"):
             calls = [store.put("a", str(n), b"y") for n in range(30)]
-            found = await asyncio.gather(*calls, store.delete("a", "1"), return_exceptions=True)
+            results = await asyncio.gather(*calls, store.delete("a", "1"), return_exceptions=True)
             assert await store.get("a", "1") == b"x"
         await store.put("a", "2", b"z")
-        return found
+        return results
 
     for error in asyncio.run(scenario()):
         assert (type(error), error.status_code) == (HTTPException, 503)

@@ -241,9 +241,9 @@ def test_an_engine_that_does_not_run_is_answered_503():
 
 def test_the_request_id_of_a_client_comes_back():
     with running(FakeEngine(config=configured())) as server:
-        own = server.post("/v1/chat/completions", CHAT, headers={"x-request-id": "abc-1"})
+        answer = server.post("/v1/chat/completions", CHAT, headers={"x-request-id": "abc-1"})
         bad = server.post("/v1/chat/completions", CHAT, headers={"x-request-id": "a b" * 99})
-    assert own.headers["x-request-id"] == "abc-1"
+    assert answer.headers["x-request-id"] == "abc-1"
     assert bad.headers["x-request-id"].startswith("req-")
 
 

@@ -36,8 +36,8 @@ def files(tmp_path_factory):
 
 def settings(files, certificate, key):
     paths = {"tls_certificate": certificate, "tls_key": key}
-    given = {name: str(files / file) for name, file in paths.items() if file is not None}
-    return configured(**given)
+    options = {name: str(files / file) for name, file in paths.items() if file is not None}
+    return configured(**options)
 
 
 def test_a_server_speaks_https(files):

@@ -70,12 +70,12 @@ def test_another_server_goes_on_after_the_tokens_of_a_stream_with_its_seed(serve
     assert whole["seed"] == events[0]["seed"]
     expected = [choice["token_ids"] for choice in whole["choices"]]
     for count in range(8):
-        given = [expected[0][:count], None if count > 5 else expected[1][:2]]
-        more = {**body, "sampling_params": sampling, "output_token_ids": given}
+        output_ids = [expected[0][:count], None if count > 5 else expected[1][:2]]
+        more = {**body, "sampling_params": sampling, "output_token_ids": output_ids}
         events = server.events(GENERATE, {**more, "stream": True})
-        streamed = {0: given[0], 1: given[1] or expected[1]}
+        streamed = {0: output_ids[0], 1: output_ids[1] or expected[1]}
         for choice in (choice for event in events for choice in event["choices"]):
-            assert choice["index"] == 0 or given[1] is not None
+            assert choice["index"] == 0 or output_ids[1] is not None
             assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
             streamed[choice["index"]] = streamed[choice["index"]] + choice["token_ids"]
         assert streamed == {0: expected[0], 1: expected[1]}
@@ -85,7 +85,7 @@ def test_another_server_goes_on_after_the_tokens_of_a_stream_with_its_seed(serve
 
 
 @pytest.mark.parametrize(
-    ("given", "sampling", "param", "message"),
+    ("output_ids", "sampling", "param", "message"),
     [
         ([[5000], None], {}, "output_token_ids[0][0]", "expected a token id from 0 to "),
         ([[1]], {}, "output_token_ids", "for each of n (2) completions, got 1"),
@@ -100,8 +100,12 @@ def test_another_server_goes_on_after_the_tokens_of_a_stream_with_its_seed(serve
         ),
     ],
 )
-def test_tokens_that_cannot_be_gone_on_with(server, given, sampling, param, message):
-    body = {"token_ids": [1, 2], "sampling_params": SAMPLED | sampling, "output_token_ids": given}
+def test_tokens_that_cannot_be_gone_on_with(server, output_ids, sampling, param, message):
+    body = {
+        "token_ids": [1, 2],
+        "sampling_params": SAMPLED | sampling,
+        "output_token_ids": output_ids,
+    }
     response = server.post(GENERATE, body)
     assert response.status_code == 400, response.text
     error = response.json()["error"]

@@ -65,8 +65,8 @@ def body_of(route, **fields):
 
 def check_trace(trace, has_texts):
     tokens = trace["tokens"]
-    assert [one["position"] for one in tokens] == list(range(5))
-    assert [one["token_id"] for one in tokens] == trace["token_ids"]
+    assert [token["position"] for token in tokens] == list(range(5))
+    assert [token["token_id"] for token in tokens] == trace["token_ids"]
     assert [change["plugin"] for change in tokens[0]["changes"]] == ["temperature", "top_k"]
     assert tokens[0]["draw"] == {"sampler": "default", "greedy": False, "seed": 3}
     assert ("text" in tokens[0]) == has_texts
@@ -94,10 +94,10 @@ def test_a_stream_has_it_where_the_completion_ends(allowing, route):
 
 
 def test_each_completion_has_its_own(allowing):
-    asked = body_of("/v1/completions", trace=True, n=2)
-    first, second = allowing.post("/v1/completions", asked).json()["choices"]
+    fields = body_of("/v1/completions", trace=True, n=2)
+    first, second = allowing.post("/v1/completions", fields).json()["choices"]
     assert (first["trace"]["index"], second["trace"]["index"]) == (0, 1)
-    noises = [one["trace"]["tokens"][0]["candidates"][0]["noise"] for one in (first, second)]
+    noises = [choice["trace"]["tokens"][0]["candidates"][0]["noise"] for choice in (first, second)]
     assert noises[0] != noises[1]
 
 
@@ -114,11 +114,11 @@ def test_it_is_off_by_default_and_refused_by_name(refusing, route, field):
 
 
 def test_a_response_is_refused_one_too(refusing, allowing):
-    asked = {"input": "fox", "include": ["trace"]}
-    response = refusing.post("/v1/responses", asked)
+    fields = {"input": "fox", "include": ["trace"]}
+    response = refusing.post("/v1/responses", fields)
     assert response.status_code == 403
     assert response.json()["error"]["message"] == f"include: {NEEDED}"
-    assert "record" in allowing.post("/v1/responses", asked).json()["part_figures"]["trace"]
+    assert "record" in allowing.post("/v1/responses", fields).json()["part_figures"]["trace"]
 
 
 def test_a_key_may_have_the_permission(folder):
@@ -136,10 +136,10 @@ def test_a_key_may_have_the_permission(folder):
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_request_asks_for_a_number_of_candidates(allowing, refusing, route):
-    asked = body_of(route, trace={"candidates": 12})
-    (choice,) = allowing.post(route, asked).json()["choices"]
+    fields = body_of(route, trace={"candidates": 12})
+    (choice,) = allowing.post(route, fields).json()["choices"]
     assert {len(token["candidates"]) for token in choice["trace"]["tokens"]} == {12}
-    assert refusing.post(route, asked).status_code == 403
+    assert refusing.post(route, fields).status_code == 403
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_the_command_asks_a_server(allowing, tmp_path):
     assert {len(token.candidates) for token in trace.completions[0].tokens} == {12}
     expected = allowing.post("/v1/completions", body_of("/v1/completions", trace=True)).json()
     assert trace.completions[0].token_ids == expected["choices"][0]["trace"]["token_ids"]
-    given = ["--structured", "choice=yes", "--structured", "choice=no", "--n", "2", "--chat"]
-    code, out, err = command(allowing.url, "fox", *given)
+    options = ["--structured", "choice=yes", "--structured", "choice=no", "--n", "2", "--chat"]
+    code, out, err = command(allowing.url, "fox", *options)
     assert (code, err) == (0, "")
     assert "completion 1, " in out
     assert "mask: structured_output (hardpoint " in out
@@ -216,8 +216,8 @@ def test_the_command_sends_the_key(folder, monkeypatch):
     ids=["permission", "model", "permission first", "set", "candidates"],
 )
 def test_a_refusal_is_one_line(refusing, arguments, code, message):
-    found, out, err = command(refusing.url, *arguments)
-    assert (found, out) == (code, "")
+    status, out, err = command(refusing.url, *arguments)
+    assert (status, out) == (code, "")
     assert err.count("\n") == 1
     assert message in err
 

@@ -49,9 +49,9 @@ def test_they_reach_the_engine_and_come_with_the_answer(fake, route):
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_stream_has_them_in_one_event_near_its_end(fake, route):
     events = fake.events(route, {**ROUTES[route], "stream": True, "kv_transfer_params": ASKED})
-    (given,) = [event for event in events if event.get("kv_transfer_params")]
-    assert given["kv_transfer_params"] == GIVEN
-    assert events.index(given) >= len(events) - 2
+    (event_with_params,) = [event for event in events if event.get("kv_transfer_params")]
+    assert event_with_params["kv_transfer_params"] == GIVEN
+    assert events.index(event_with_params) >= len(events) - 2
     assert all("choices" in event for event in events)
 
 
@@ -61,8 +61,8 @@ def test_requests_without_any_give_the_engine_none(fake):
 
 
 def test_one_prompt_has_them(fake):
-    asked = {"prompt": ["a", "b"], "kv_transfer_params": ASKED}
-    response = fake.post("/v1/completions", asked)
+    fields = {"prompt": ["a", "b"], "kv_transfer_params": ASKED}
+    response = fake.post("/v1/completions", fields)
     assert response.status_code == 400
     assert response.json()["error"]["message"] == (
         "kv_transfer_params: expected one prompt with them, got 2"
@@ -81,12 +81,12 @@ def test_two_servers_share_the_work(tmp_path):
     with engine(PREFILL) as prefill, engine(DECODE) as decode:
         for streams in (False, True):
             prompt = f"{streams}: The quick brown fox jumps over the lazy dog. " * 6
-            asked = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-            wanted = prefill.post("/v1/completions", asked).json()["choices"][0]["text"]
+            fields = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+            wanted = prefill.post("/v1/completions", fields).json()["choices"][0]["text"]
             first = prefill.post(
-                "/v1/completions", {**asked, "max_tokens": 1, "kv_transfer_params": REMOTE}
+                "/v1/completions", {**fields, "max_tokens": 1, "kv_transfer_params": REMOTE}
             ).json()
-            second = {**asked, "kv_transfer_params": first["kv_transfer_params"]}
+            second = {**fields, "kv_transfer_params": first["kv_transfer_params"]}
             if streams:
                 events = decode.events("/v1/completions", {**second, "stream": True})
                 parts = [choice["text"] for event in events for choice in event["choices"]]
@@ -97,6 +97,6 @@ def test_two_servers_share_the_work(tmp_path):
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert cached == len(prompt) // 16 * 16
         wrong = {**second["kv_transfer_params"], "remote_engine_id": "tcp://10.0.0.1:5"}
-        response = decode.post("/v1/completions", {**asked, "kv_transfer_params": wrong})
+        response = decode.post("/v1/completions", {**fields, "kv_transfer_params": wrong})
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "kv_transfer_params.remote_engine_id"

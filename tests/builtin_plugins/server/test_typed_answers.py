@@ -37,7 +37,7 @@ def refused(server, status=400, headers=None, **fields):
 
 
 def fake(**settings):
-    """A server with a fake engine that keeps what it was asked."""
+    """A server with a fake engine that records its requests."""
     config = configured(**settings.pop("server", {}))
     return running(FakeEngine(config=config, hooks=(typed_answers,), text="x", **settings))
 
@@ -57,9 +57,9 @@ def test_each_type_has_its_answer(server):
     assert math.isclose(tone["confidence"], 2 * tone["probabilities"][best] - 1)
     assert level["legend"] == dict(zip("012", LEVEL["criteria"], strict=True))
     assert math.isclose(level["score"], sum(int(i) * p for i, p in level["probabilities"].items()))
-    for one in (tone, level):
-        assert math.isclose(sum(one["probabilities"].values()), 1)
-    assert all(0 < one["x_label_mass"] < 1 for one in answer["answers"].values())
+    for typed_answer in (tone, level):
+        assert math.isclose(sum(typed_answer["probabilities"].values()), 1)
+    assert all(0 < typed_answer["x_label_mass"] < 1 for typed_answer in answer["answers"].values())
     assert answer["id"].startswith("systemone-")
     assert answer["model"] == "scripted"
     assert answer["usage"]["output_tokens"] == 0

@@ -30,14 +30,14 @@ class NeverEncodes(FakeTokenizer):
 def test_tokens_of_reasoning_are_no_more_than_all_and_are_counted_elsewhere():
     count = UsageCount(NeverEncodes())
     count.add(output(5, reasoning="many letters", content="yes"))
-    asked = []
+    reasoning_requests = []
 
     async def encode(text, **kwargs):
-        asked.append((text, kwargs))
+        reasoning_requests.append((text, kwargs))
         return [0] * len(text)
 
     asyncio.run(count.measure(encode))
-    assert asked == [("many letters", {"add_special_tokens": False})]
+    assert reasoning_requests == [("many letters", {"add_special_tokens": False})]
     assert count.usage().completion_tokens_details.reasoning_tokens == 5
 
 

@@ -49,8 +49,8 @@ def refused(server, path, status=400, **body):
 
 def test_embeddings_of_texts_and_ids_come_in_their_order(server, vectors):
     ids = post(server, "/tokenize", prompt="fox")["tokens"]
-    given = ["say abc", ids, "fox"]
-    answer = post(server, EMBEDDINGS, input=given, model="other", request_id="mine")
+    inputs = ["say abc", ids, "fox"]
+    answer = post(server, EMBEDDINGS, input=inputs, model="other", request_id="mine")
     assert answer["object"] == "list"
     assert answer["model"] == "other"
     assert answer["id"] == "embd-mine"
@@ -81,8 +81,8 @@ def test_base64_is_float32_little_endian(server, vectors):
 def test_the_openai_client(server, vectors):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         for form in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
-            found = client.embeddings.create(model="scripted", input=TEXTS, user="me", **form)
-            for entry, text in zip(found.data, TEXTS, strict=True):
+            embeddings = client.embeddings.create(model="scripted", input=TEXTS, user="me", **form)
+            for entry, text in zip(embeddings.data, TEXTS, strict=True):
                 vector = entry.embedding
                 if form.get("encoding_format") == "base64":
                     vector = np.frombuffer(base64.b64decode(vector), "<f4")
@@ -118,8 +118,8 @@ def test_documents_are_sorted_by_a_query(server, vectors):
     assert scores == sorted(scores, reverse=True)
     assert scores[0] == pytest.approx(1.0)
     for entry in results:
-        given = documents[entry["index"]]
-        text = given["text"] if isinstance(given, dict) else given
+        document = documents[entry["index"]]
+        text = document["text"] if isinstance(document, dict) else document
         assert entry["document"] == {"text": text}
         cosine = float(vectors["fox"] @ vectors[text])
         assert entry["relevance_score"] == pytest.approx(cosine, abs=1e-6)

@@ -36,15 +36,15 @@ EXTENSIONS = (
 @pytest.fixture(scope="module")
 def server():
     config = configured(limits=LIMITS)
-    with running(FakeEngine(config=config, extensions=EXTENSIONS)) as one:
-        yield one
+    with running(FakeEngine(config=config, extensions=EXTENSIONS)) as running_server:
+        yield running_server
 
 
 @pytest.fixture(scope="module")
 def hasty_server():
     config = configured(body_seconds=0.3)
-    with running(FakeEngine(config=config, extensions=EXTENSIONS)) as one:
-        yield one
+    with running(FakeEngine(config=config, extensions=EXTENSIONS)) as running_server:
+        yield running_server
 
 
 def frame(opcode, payload=b"", *, final=True, length=None):

@@ -130,9 +130,9 @@ def admin(server, method, path, **body):
 
 def workers_of(server):
     return {
-        one.name(): one
-        for one in psutil.Process(server.process.pid).children()
-        if one.name().startswith("Worker_")
+        child.name(): child
+        for child in psutil.Process(server.process.pid).children()
+        if child.name().startswith("Worker_")
     }
 
 
@@ -141,9 +141,9 @@ def ports_of(server):
     port = int(server.url.rpartition(":")[2])
     return {
         name: {
-            one.raddr.port
-            for one in process.net_connections()
-            if one.status == "ESTABLISHED" and one.laddr.port == port
+            connection.raddr.port
+            for connection in process.net_connections()
+            if connection.status == "ESTABLISHED" and connection.laddr.port == port
         }
         for name, process in workers_of(server).items()
     }
@@ -201,7 +201,7 @@ def metric(server, name, path="/metrics"):
 
 
 def spread(server, count, **body):
-    """Return streams that several workers answer: at least so many, all of which have begun."""
+    """Return streams of several workers: at least so many, all of which have begun."""
     streams = [Stream(server, **body) for _ in range(count)]
     for stream in streams:
         stream.begun()
@@ -311,7 +311,9 @@ def test_administrators_steer_all_workers(server):
     settings = admin(server, "GET", "/engines/settings").json()["settings"]
     assert settings["scheduler.policy"]["origin"].startswith("administrator ")
     listed = admin(server, "GET", "/plugins").json()["plugins"]
-    assert "priority" in [one["name"] for one in listed if one["kind"] == "scheduling_policies"]
+    assert "priority" in [
+        plugin["name"] for plugin in listed if plugin["kind"] == "scheduling_policies"
+    ]
 
 
 def test_live_changes_reach_all_workers(server):
@@ -349,8 +351,10 @@ def test_live_changes_reach_all_workers(server):
 def test_administrators_end_requests_of_any_worker(server):
     streams = [Stream(server, n=2).begun() for _ in range(6)]
     live = admin(server, "GET", "/requests").json()["requests"]
-    assert not [one for one in live if not one["request_id"].isprintable()]
-    ids = sorted({one["external_id"] for one in live})
+    assert not [
+        live_request for live_request in live if not live_request["request_id"].isprintable()
+    ]
+    ids = sorted({live_request["external_id"] for live_request in live})
     aborted = admin(server, "POST", "/requests/abort", request_ids=ids).json()["aborted"]
     assert aborted
     assert set(aborted) <= set(ids)  # one may have ended since it was listed
@@ -362,7 +366,7 @@ def test_administrators_end_requests_of_any_worker(server):
 def test_a_plugin_that_keeps_failing_is_quarantined_in_all_workers(server):
     use = {"plugin_args": {"broken": {}}}
     failed = [ask(server, **use) for _ in range(3)]
-    assert {one.status_code for one in failed} == {500}
+    assert {answer.status_code for answer in failed} == {500}
     wait_until(lambda: all(ask(server, **use).status_code == 400 for _ in range(8)))
     refused = ask(server, **use).json()["error"]["message"]
     # A worker may pass a request to the engine before it is notified of the third fault.
@@ -384,11 +388,11 @@ def test_a_worker_that_dies_ends_no_one_else(server, tmp_path):
     assert admin(server, "POST", "/pause", mode="keep").status_code == 200
     held.let_go()
     ports = {stream: stream.port for stream in streams}
-    own = set(ports.values())
-    of_worker = {name: own & connected for name, connected in ports_of(server).items()}
+    ours = set(ports.values())
+    of_worker = {name: ours & connected for name, connected in ports_of(server).items()}
     name = max(of_worker, key=lambda name: len(of_worker[name]))
     victim, lost = workers_of(server)[name], of_worker[name]
-    assert 0 < len(lost) < len(own)
+    assert 0 < len(lost) < len(ours)
     victim.kill()
     replaced = f"{name.lower().replace('_', ' ')} ended, and is replaced"
     wait_until(lambda: replaced in server.output)
@@ -422,7 +426,9 @@ def test_keys_are_read_again_in_all_workers(server):
 
 def test_an_engine_that_dies_is_restarted_for_all(server):
     (engine,) = [
-        one for one in psutil.Process(server.process.pid).children() if one.name() == "EngineCore"
+        child
+        for child in psutil.Process(server.process.pid).children()
+        if child.name() == "EngineCore"
     ]
     streams = [Stream(server, max_tokens=300) for _ in range(8)]
     for stream in streams:
@@ -459,17 +465,17 @@ def test_a_drain_lets_requests_finish_and_serves_administrators_until_then(serve
 def test_workers_end_with_the_process_that_started_them(model, tmp_path):
     with serving(tmp_path, model, "server.workers = 2") as server:
         names = {"EngineCore", "Worker_0", "Worker_1"}  # besides what forks them in tests
-        below = [one for one in server.processes() if one.name() in names]
+        below = [process for process in server.processes() if process.name() in names]
         assert len(below) == 3
         os.kill(server.process.pid, signal.SIGKILL)
-        wait_until(lambda: not any(alive(one.pid) for one in below))
+        wait_until(lambda: not any(alive(process.pid) for process in below))
 
 
 @pytest.mark.nightly
 def test_a_dead_engine_that_is_not_restarted_ends_the_server(model, tmp_path):
     with serving(tmp_path, model, "server.workers = 2", 'server.restart = "never"') as server:
         assert httpx.post(server.url + COMPLETIONS, json=SAY, timeout=PATIENCE_S).status_code == 200
-        (engine,) = [one for one in server.processes() if one.name() == "EngineCore"]
+        (engine,) = [process for process in server.processes() if process.name() == "EngineCore"]
         engine.kill()
         assert server.process.wait(PATIENCE_S) == 3
         assert "the engine has ended, and so does the server" in server.output

@@ -50,11 +50,11 @@ def server(tmp_path_factory):
 def answers(server, **body):
     """Return the answers to a request, asked again and again."""
     context = ssl.create_default_context(cafile=server.trusted)
-    found = []
+    texts = []
     for _ in range(TRIES):
         with httpx.Client(base_url=server.url, timeout=30, verify=context) as client:
-            found.append(client.post("/v1/completions", json={**BODY, **body}))
-    return found
+            texts.append(client.post("/v1/completions", json={**BODY, **body}))
+    return texts
 
 
 def admin(server, path, **body):
@@ -77,8 +77,8 @@ def test_all_workers_speak_https(server):
 
 
 def test_a_session_is_that_of_all_workers(server):
-    kept = answers(server, session="anna", retain_seconds=60)
-    outcomes = {r.json()["choices"][0]["part_figures"]["retention"]["outcome"] for r in kept}
+    cached = answers(server, session="anna", retain_seconds=60)
+    outcomes = {r.json()["choices"][0]["part_figures"]["retention"]["outcome"] for r in cached}
     assert outcomes == {"accepted"}
     path = "/v1/sessions/anna/release"
     context = ssl.create_default_context(cafile=server.trusted)

@@ -86,7 +86,7 @@ def compacted(summary: ResponseObject, items: Sequence[InputItem]) -> CompactedR
     text = "".join(texts).strip()
     if summary.status != "completed" or not text:
         raise AnswerError(
-            500,
+            400,
             "input: the model wrote no complete summary; send more max_output_tokens or a shorter "
             "conversation",
             param="input",

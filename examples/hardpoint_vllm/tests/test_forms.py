@@ -121,7 +121,7 @@ def test_constructor_arguments_come_from_the_options():
         (lambda: None, "this is <lambda>()"),
         (lambda *, params: None, "<lambda>(*, params): 'params' is keyword-only"),
         (os.system, "the function system of Python itself"),
-        (max, "this is max, whose signature Python cannot read"),
+        (max, "this is max, without a readable signature"),
     ],
 )
 def test_refused_forms(target, expected):

@@ -6,11 +6,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
 from hardpoint.plugins import KVStore
 
-from .store_blocks import StoredBlocks
+from .store_blocks import StoredBlocks, WatchedBuffer, make_keys
 from .store_session import CALLS, StoreSession
 
 OpenStore = Callable[[Sequence[int], int, Callable[[str], None]], KVStore]
@@ -94,6 +95,26 @@ class Place:
                 other.close()
             raise
         other.close()
+
+
+def store_and_load(store: KVStore, sizes: Sequence[int], seconds: float) -> Callable[[int], None]:
+    """Return a function that stores, looks up and loads a block under one of a few keys.
+
+    Args:
+        store: under test.
+        sizes: sizes of the parts of its buffers.
+        seconds: time limit of a call.
+    """
+    keys, buffer = make_keys(8), WatchedBuffer(sizes).block
+
+    def use(number: int) -> None:
+        key = keys[number % len(keys)]
+        for result in (store.store(key, buffer), store.load(key, buffer)):
+            if isinstance(result, Future):
+                result.result(seconds)
+        store.lookup([key])
+
+    return use
 
 
 @contextmanager

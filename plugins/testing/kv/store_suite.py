@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import ConfigError, KVStore, KVStoreContext
 from hardpoint.plugins.component import Component
-from hardpoint.testing.component_suite import ComponentSuite, class_under_test
+from hardpoint.testing.component_suite import GeneralComponentSuite, class_under_test
+from hardpoint.testing.general.suite import InUse
 from hardpoint.testing.pace import cost_of, own_seconds
 from hardpoint.testing.reporting.calls import releasing_all
 from hardpoint.testing.suite import Rule, Violation, checks
 
 from .storage import temporary_folder
 from .store_blocks import make_keys, unusual_keys
-from .store_place import Place, switching_often
+from .store_place import Place, store_and_load, switching_often
 from .store_session import (
     BORROWED,
     CONTENT,
@@ -100,7 +101,7 @@ _CALLS: st.SearchStrategy[StoreCall] = st.one_of(
 )
 
 
-class KVStoreSuite(ComponentSuite):
+class KVStoreSuite(GeneralComponentSuite):
     """Base class of a test class, which sets `store`, and `options` or `place_options`.
 
     With these options a store has room for 64 blocks of 16 KiB.
@@ -116,6 +117,8 @@ class KVStoreSuite(ComponentSuite):
     """
 
     kind = "kv_stores"
+    num_uses = 200
+    max_bytes_per_use = 256
     options_from = "the suite's `options`, or the result of place_options,"
     store: ClassVar[type[KVStore]]
     shared: ClassVar[bool] = False
@@ -287,6 +290,13 @@ class KVStoreSuite(ComponentSuite):
                 use()
         except Violation as violation:
             raise CLOSE.violation(violation.observed) from None
+
+    @contextmanager
+    def _in_use(self) -> Iterator[InUse]:
+        sizes = self.sizes[-1]
+        with self._place_folder() as folder:
+            store = self._open(self._place_options(folder), sizes, 0, lambda _: None)
+            yield InUse(store, store_and_load(store, sizes, self.timeout_seconds))
 
     def test_speed(self) -> None:
         """`lookup` keeps its budget."""

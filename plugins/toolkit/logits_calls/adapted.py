@@ -97,7 +97,7 @@ def parameter_names(call: Callable[..., Any]) -> list[str]:
     try:
         parameters = inspect.signature(call).parameters.values()
     except ValueError:
-        raise TypeError(f"{_name(call)}: its signature cannot be read by inspect") from None
+        raise TypeError(f"{_name(call)}, without a readable signature") from None
     for parameter in parameters:
         wrong = None
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

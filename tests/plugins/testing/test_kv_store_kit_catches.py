@@ -32,7 +32,7 @@ STORES = [
     (kv_stores.AnswersNone, "content", "results", "store of key 0 returned None"),
     (kv_stores.NeverDone, "content", "results", "future of load of key 0 was not done after 0.3"),
     (kv_stores.KeepsNothing, "kept", "kept", "False for each of 12 blocks, twice, in a new place"),
-    (kv_stores.PromisesTooEarly, "content", "kept", "key 0 is kept, and load does not find it ri"),
+    (kv_stores.PromisesTooEarly, "content", "kept", "key 0 as kept, and load does not find it ri"),
     (kv_stores.ForgetsOld, "kept", "kept", "key 0 is kept, .* after all were stored"),
     (kv_stores.KeepsFirst, "replaced", "replaced", "version 1 of .* load gave version 0"),
     (kv_stores.FirstPartOnly, "content", "content", "of the block stored as 0, a wrong part 2"),
@@ -97,6 +97,13 @@ def test_a_broken_store_fails_its_rule(cls, test, rule, pattern, monkeypatch):
     else:
         attributes["durable"] = False
     assert_fails(KVStoreSuite, attributes, test, rule, pattern)
+
+
+def test_a_store_that_grows_with_its_uses_is_caught():
+    pattern = "elements of its attribute 'loads' grew by"
+    attributes = {"store": kv_stores.KeepsLoads, "examples": 0.4}
+    assert_fails(KVStoreSuite, attributes, "resources", "resources", pattern)
+    assert messages_of(KVStoreSuite, attributes | {"store": kv_stores.Right}, ["resources"]) == {}
 
 
 def test_every_test_catches_a_store():

@@ -72,6 +72,7 @@ class TestRedisProtocol(KVStoreSuite):
     shared = True
     durable = True
     examples = kit_examples(0.2)
+    max_bytes_per_use = 4096  # the server of this process records its commands
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

@@ -78,7 +78,7 @@ SINKS = [
     (sinks.Normalizes, "reads_only", "reads only", "immutable type: 'SchedulerStats'"),
     (sinks.Database, "threads", "threads", "raised ProgrammingError: SQLite objects created in"),
     (sinks.Keeps, "memory", "memory", r"its attributes grew from \d+ to \d+ objects in 1000"),
-    (sinks.KeepsElsewhere, "memory", "memory", "what it was given and still refers to grew from"),
+    (sinks.KeepsElsewhere, "memory", "memory", "its references to inputs grew from"),
     (sinks.KeepsIds, "memory", "memory", "its attributes grew"),
     (sinks.ClosesOnce, "close", "close", r"close\(\) raised AttributeError"),
     (sinks.WritesAfterClose, "close", "close", "raised ValueError: I/O operation on closed file"),

@@ -200,6 +200,19 @@ class WritesOutside(Right):
         memory[len(memory) - 1] = 0
 
 
+class KeepsLoads(Right):
+    """Keeps each loaded block."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.loads = []
+
+    def load(self, key, buffer):
+        is_there = super().load(key, buffer)
+        self.loads.append(bytes(buffer.whole))
+        return is_there
+
+
 class WritesLate(Right):
     """Writes the previous block again when it returns the next."""
 

@@ -297,7 +297,7 @@ LACKING = Package(
     ),
     exit_code=0,
     outcomes={"test_statistics": "not_proved"},
-    messages={"test_statistics": "this machine lacks what it needs: it needs the library acme"},
+    messages={"test_statistics": "this machine lacks a requirement: it needs the library acme"},
 )
 """One whose library is not installed, which its message names."""
 

@@ -16,7 +16,7 @@ def ids_of(*paths: Path) -> list[set[str]]:
 
     Files end before the first line that is not whole, so that it is asked again.
     """
-    found = []
+    names = []
     for path in paths:
         ids: set[str] = set()
         if path.exists():
@@ -29,8 +29,8 @@ def ids_of(*paths: Path) -> list[set[str]]:
                         ids.add(msgspec.json.decode(line, type=_Answered).custom_id)
                         end += len(line)
                 file.truncate(end)
-        found.append(ids)
-    return found
+        names.append(ids)
+    return names
 
 
 class _Answered(msgspec.Struct):
@@ -39,7 +39,7 @@ class _Answered(msgspec.Struct):
 
 @contextlib.contextmanager
 def appending(path: Path) -> Iterator[BinaryIO]:
-    """Open a file whose lines are in it when they are written, for its owner alone."""
+    """Open a file for lines that are written without a buffer, readable by its owner alone."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, 0o600), "ab", buffering=0) as file:
         yield file

@@ -51,7 +51,7 @@ class BatchRequest(Strict):
 
 
 class BatchRoute:
-    """The routes of batches, each of which belongs to the key that began it."""
+    """The routes of batches; each batch belongs to the key that created it."""
 
     def __init__(
         self,
@@ -100,26 +100,26 @@ class BatchRoute:
         Raises:
             RequestError: the body is wrong, there is no such file, or there are too many batches.
         """
-        asked = await self._server.read(request, BatchRequest)
-        if asked.endpoint not in URLS:
+        body = await self._server.read(request, BatchRequest)
+        if body.endpoint not in URLS:
             wanted = " or ".join(map(repr, URLS))
-            raise RequestError(f"endpoint: expected {wanted}, got {shown(asked.endpoint)}")
-        record = self._record(asked, request.state.client)
+            raise RequestError(f"endpoint: expected {wanted}, got {shown(body.endpoint)}")
+        record = self._record(body, request.state.client)
         await asyncio.to_thread(self._add, record)
         self._wake()
         return record.batch
 
-    def _record(self, asked: BatchRequest, client: Client) -> BatchRecord:
-        created, expiry = now(), asked.output_expires_after
+    def _record(self, body: BatchRequest, client: Client) -> BatchRecord:
+        created, expiry = now(), body.output_expires_after
         batch = BatchObject(
             id=new_name("batch_"),
-            endpoint=asked.endpoint,
-            input_file_id=asked.input_file_id,
-            completion_window=asked.completion_window,
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            completion_window=body.completion_window,
             status="validating",
             created_at=created,
             expires_at=created + int(self._options.window_seconds),
-            metadata=asked.metadata,
+            metadata=body.metadata,
         )
         seconds = self._options.seconds
         return BatchRecord(

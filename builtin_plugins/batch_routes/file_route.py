@@ -44,7 +44,7 @@ class PageQuery(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FileRoute:
-    """The routes of files, each of which belongs to the key that brought it."""
+    """The routes of files; each file belongs to the key that uploaded it."""
 
     def __init__(
         self, server: ServerContext, folder: BatchFolder, options: BatchRoutesOptions
@@ -112,7 +112,7 @@ class FileRoute:
 
     @contextlib.contextmanager
     def _slot(self, name: str) -> Iterator[None]:
-        """Count a file of a client while it comes in; slow ones hold up those of no other client.
+        """Count the file of a client during its upload; slow uploads block only their own client.
 
         Raises:
             OverloadedError: there are too many.
@@ -146,7 +146,7 @@ class FileRoute:
             limit = self._options.file_bytes
             raise RequestError(f"file: expected 1 to {limit} bytes, got {size}")
         created = now()
-        kept = FileObject(
+        file_object = FileObject(
             id=new_name("file-"),
             bytes=size,
             created_at=created,
@@ -158,11 +158,11 @@ class FileRoute:
         def keep() -> None:
             with owner.reserving() as used:
                 self._check_room(owner, used + size)
-                owner.reserve_file(kept)
-            owner.add_file(kept, time.time_ns(), file.file)
+                owner.reserve_file(file_object)
+            owner.add_file(file_object, time.time_ns(), file.file)
 
         await self._server.while_connected(request, in_thread(keep))
-        return kept
+        return file_object
 
     def _seconds(self, form: Any) -> int:
         anchor, seconds = (form.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))

@@ -1,4 +1,4 @@
-"""The folder of files and batches: what of it is whose, and how it changes.
+"""The folder of files and batches: owners, states and atomic changes.
 
     lock                        held by the process that answers batches
     OWNER/lock                  held while bytes are reserved
@@ -48,7 +48,7 @@ class BatchFolder:
     """The folder of a server; several processes may use it."""
 
     def __init__(self, path: str) -> None:
-        """Make the folder, or take what is there.
+        """Create the folder, or use the existing one.
 
         Raises:
             ConfigError: it cannot be used, or others can read it.
@@ -56,14 +56,14 @@ class BatchFolder:
         self._path = Path(path).absolute()
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = self._path.stat()
+            status = self._path.stat()
             (self._path / "lock").touch(0o600)
         except OSError as error:
             raise ConfigError(f"plugin.batch_routes.folder: {path!r}: {error.strerror}") from None
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise ConfigError(
                 f"plugin.batch_routes.folder: {path!r}: expected a folder of this user with mode "
-                f"0700, got mode {stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}"
+                f"0700, got mode {stat.S_IMODE(status.st_mode):04o} of user {status.st_uid}"
             )
 
     def owner(self, name: str) -> OwnerFolder:
@@ -83,12 +83,12 @@ class BatchFolder:
         Args:
             known: ids of batches to leave out, which are not read.
         """
-        found: list[tuple[int, BatchPlace]] = []
+        places: list[tuple[int, BatchPlace]] = []
         for owner in self.owners():
             for place in owner.open_batches(known):
                 if (record := _readable(place.path("json"), BatchRecord)) is not None:
-                    found.append((record.order, place))
-        return [place for _, place in sorted(found, key=lambda pair: pair[0])]
+                    places.append((record.order, place))
+        return [place for _, place in sorted(places, key=lambda pair: pair[0])]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[bool]:
@@ -131,8 +131,8 @@ class OwnerFolder:
         sizes: dict[tuple[int, int], int] = {}
         for path in self._paths():
             with contextlib.suppress(FileNotFoundError):  # it was deleted in this moment
-                found = path.stat()
-                sizes[found.st_dev, found.st_ino] = found.st_size
+                status = path.stat()
+                sizes[status.st_dev, status.st_ino] = status.st_size
         return sum(sizes.values())
 
     def _paths(self) -> Iterator[os.DirEntry[str]]:
@@ -142,24 +142,24 @@ class OwnerFolder:
 
     def forget_ended(self, number: int) -> None:
         """Delete the records of the batches that ended first, until there are fewer than that."""
-        kept = {path.stem for path in self._batches.glob("*.in")}
+        open_names = {path.stem for path in self._batches.glob("*.in")}
         paths = list(self._batches.glob("batch_*.json"))
         if len(paths) < number:
             return
-        ended = [path for path in paths if path.stem not in kept]
+        ended = [path for path in paths if path.stem not in open_names]
         ended.sort(key=lambda path: path.stat().st_mtime_ns)
         for path in ended[: len(paths) - number + 1]:
             path.unlink(missing_ok=True)
 
     def files(self) -> list[FileObject]:
-        """Return the files, the oldest first; those that have expired are deleted."""
-        kept = []
+        """Return the files, the oldest first, and delete expired files."""
+        files = []
         for record in _records(self._files, FileRecord):
             if record.file.expires_at <= now():
                 self.delete_file(record.file.id)
             else:
-                kept.append(record)
-        return [record.file for record in sorted(kept, key=lambda record: record.order)]
+                files.append(record)
+        return [record.file for record in sorted(files, key=lambda record: record.order)]
 
     def file(self, file_id: str) -> FileObject | None:
         """Return a file; None if there is none, or it has expired."""
@@ -178,7 +178,7 @@ class OwnerFolder:
         _set_size(self._part(file), file.bytes + RECORD_BYTES)
 
     def add_file(self, file: FileObject, order: int, content: IO[bytes]) -> None:
-        """Add a file whose bytes are reserved; it is there as a whole, or not at all."""
+        """Add a file with reserved bytes; other processes see all of it or nothing."""
         part = self._part(file)
         try:
             with part.open("rb+") as target:
@@ -196,7 +196,7 @@ class OwnerFolder:
         return self._files / f"{file.id}.part"
 
     def take_file(self, file: FileObject, order: int, path: Path) -> None:
-        """Make a file of one that is in the folder already; once more if that was cut short."""
+        """Create a file from another file of the folder; repeat this if it was interrupted."""
         _make(self._files)
         with contextlib.suppress(FileExistsError):
             os.link(path, self.content(file.id))
@@ -213,8 +213,8 @@ class OwnerFolder:
 
     def batches(self) -> list[BatchRecord]:
         """Return the batches, the oldest first, as `BatchPlace.read` does."""
-        found = sorted(_records(self._batches, BatchRecord), key=lambda record: record.order)
-        return [self.batch_place(record.batch.id).as_now(record) for record in found]
+        records = sorted(_records(self._batches, BatchRecord), key=lambda record: record.order)
+        return [self.batch_place(record.batch.id).as_now(record) for record in records]
 
     def batch_place(self, batch_id: str) -> BatchPlace:
         """Return the place of a batch that is there."""
@@ -228,9 +228,9 @@ class OwnerFolder:
         return place if place.path("json").exists() else None
 
     def open_batches(self, known: Collection[str] = ()) -> list[BatchPlace]:
-        """Return the batches that have not ended, without those of some ids."""
-        found = {path.stem for path in self._batches.glob("*.in")}
-        places = [self.batch_place(name) for name in found.difference(known)]
+        """Return the unfinished batches, without some ids."""
+        names = {path.stem for path in self._batches.glob("*.in")}
+        places = [self.batch_place(name) for name in names.difference(known)]
         return [place for place in places if place.path("json").exists()]
 
     def add_batch(self, record: BatchRecord) -> None:
@@ -257,7 +257,7 @@ class BatchPlace:
         return self._path / f"{self.id}.{suffix}"
 
     def read(self) -> BatchRecord:
-        """Return the batch; one that is to be cancelled is `cancelling`."""
+        """Return the batch; its status is `cancelling` after a request to cancel it."""
         record = _read(self.path("json"), BatchRecord)
         assert record is not None
         return self.as_now(record)
@@ -266,9 +266,9 @@ class BatchPlace:
         """Return the batch that was read, which may be about to be cancelled."""
         batch = record.batch
         with contextlib.suppress(FileNotFoundError):
-            asked = int(self.path("cancel").stat().st_mtime)
+            cancelled_at = int(self.path("cancel").stat().st_mtime)
             if batch.status in ("validating", "in_progress"):
-                batch.status, batch.cancelling_at = "cancelling", asked
+                batch.status, batch.cancelling_at = "cancelling", cancelled_at
         return record
 
     def write(self, record: BatchRecord) -> None:
@@ -295,7 +295,7 @@ class BatchPlace:
         return self.path("cancel").exists()
 
     def close(self) -> None:
-        """Remove what an ended batch no longer needs."""
+        """Remove the files that an ended batch no longer needs."""
         for suffix in ("cancel", "out", "err", "room", "in"):
             self.path(suffix).unlink(missing_ok=True)
 
@@ -307,13 +307,13 @@ def _make(path: Path) -> None:
 
 
 def _records(path: Path, type_: type[RecordT]) -> Iterator[RecordT]:
-    for found in path.glob("*.json"):
-        if (record := _readable(found, type_)) is not None:
+    for file in path.glob("*.json"):
+        if (record := _readable(file, type_)) is not None:
             yield record
 
 
 def _readable(path: Path, type_: type[RecordT]) -> RecordT | None:
-    """Return one of many records; one that cannot be read is left out, since others can."""
+    """Return one of many records; None if it cannot be read, because others can."""
     try:
         return _read(path, type_)
     except (OSError, ValueError, msgspec.MsgspecError) as error:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class BatchRoutes:
-    """Adds `/v1/files` and `/v1/batches`, whose requests make way for those of users."""
+    """Adds `/v1/files` and `/v1/batches`; requests of users have priority over batches."""
 
     contract = 1
 

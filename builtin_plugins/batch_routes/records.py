@@ -49,7 +49,7 @@ class FileRecord(msgspec.Struct, kw_only=True):
 
 
 class RequestCounts(msgspec.Struct):
-    """Requests of a batch: all, those that were answered, and those that failed."""
+    """Numbers of requests of a batch: total, completed and failed."""
 
     total: int = 0
     completed: int = 0

@@ -62,7 +62,7 @@ class _Refusal(msgspec.Struct):
 
 
 class Slots:
-    """Room for the requests of all batches, after those of users."""
+    """Capacity for the requests of all batches, after the requests of users."""
 
     def __init__(self, engine: AsyncGenerator, number: int) -> None:
         self._engine, self._slots = engine, asyncio.Semaphore(number)
@@ -218,7 +218,7 @@ class BatchRun:
         turn = asyncio.Lock()
 
         async def taken() -> BatchLine | None:
-            """Take a line; a thread reads it, and skips those that have an answer."""
+            """Take a line in a thread; skip answered lines."""
             async with turn:
                 return await asyncio.to_thread(next, lines, None)
 
@@ -428,7 +428,7 @@ class BatchRunner:
             self._has_failed = False
 
     async def _run(self, place: BatchPlace, slots: Slots) -> None:
-        """Run a batch to its end; one that fails is taken on later, since causes may pass."""
+        """Run a batch to its end; retry a failed batch later, because causes may pass."""
         try:
             options = self._options
             run = await asyncio.to_thread(BatchRun, self._server, place, options, slots)
@@ -446,6 +446,6 @@ class BatchRunner:
 
 
 def _client_of_batch(client: Client, priority: int) -> Client:
-    """Return who asks: the client, whose requests are not more important than that."""
+    """Return the client with a priority that is at most the priority of batches."""
     lowest = max(min(priority, client.max_priority), client.min_priority)
     return msgspec.structs.replace(client, min_priority=lowest)

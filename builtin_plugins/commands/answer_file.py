@@ -23,7 +23,7 @@ _BEGINNING = b'{"id":'
 
 
 class StandardOutput:
-    """Answers on standard output, of which none is there before."""
+    """Answers on standard output, which has no earlier answers."""
 
     name = "standard output"
     is_regular = False
@@ -162,7 +162,7 @@ class AnswerFile:
                     self._lines[answer.id] = number
 
     def has(self, request: FileRequest, prompts: LineFile) -> bool:
-        """Return whether a request has an answer; what failed has none.
+        """Return whether a request has an answer; failed requests have none.
 
         Raises:
             RequestError: the answer is to another request of the same id.
@@ -179,7 +179,7 @@ class AnswerFile:
         return True
 
     def begin(self) -> str:
-        """Remove old answers that do not count: those that failed, and a half-written last line.
+        """Remove failed answers and an incomplete last line from a file of answers.
 
         Returns:
             What the user should know of it.

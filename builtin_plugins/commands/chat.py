@@ -245,7 +245,7 @@ def _talk_in_pipe(chat: _Chat) -> int:
 
 
 def _talk_on_terminal(chat: _Chat) -> None:
-    """Answer what is typed until the user leaves; an error or interrupt ends one answer alone."""
+    """Answer typed messages until the user leaves; an error or interrupt ends one answer."""
     messages, hidden = _open_terminal(chat)
     notice(f"{chat.model}. {_HELP}")
     with hidden:
@@ -282,7 +282,7 @@ def _open_terminal(chat: _Chat) -> tuple[Iterator[str], AbstractContextManager[N
 
 
 def _typed_messages(read: Callable[[], str], typed: Callable[[], str]) -> Iterator[str]:
-    """Yield what is typed until Ctrl-D, or Ctrl-C twice, the second time on an empty line."""
+    """Yield typed messages until Ctrl-D, or Ctrl-C twice, the second time on an empty line."""
     interrupted = False
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The messages of a conversation: what is sent of them, what is answered, how they are saved."""
+"""The messages of a conversation: requests, answers and their file."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class TextOutput(Protocol):
         """Write a piece of the answer, or of the reasoning before it."""
 
     def end(self) -> None:
-        """Write what is held back, and end the line."""
+        """Write the buffered text, and end the line."""
 
 
 class ChatModel(Protocol):
-    """A model that answers: one in this program, or that of a server."""
+    """A model that answers, in this program or in a server."""
 
     @property
     def config(self) -> EngineConfig:
@@ -64,7 +64,7 @@ class ChatModel(Protocol):
         """Default parameters and chat template."""
 
     def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yield the outputs of a prompt as they come; each holds only what is new."""
+        """Yield the outputs of a prompt as they come; each holds only the new part."""
 
     def close(self) -> None:
         """Release the model."""
@@ -81,7 +81,7 @@ class ChatHistory:
         self._first_sent = 0
 
     def begin(self, messages: list[HistoryMessage]) -> None:
-        """Replace all messages; the system message only by one that they begin with."""
+        """Replace all messages; the system message only if they begin with one."""
         if messages and messages[0].role == "system":
             self.system = messages[0].content
             messages = messages[1:]

@@ -69,10 +69,10 @@ def _embed(
     prompt_name: str | None,
     output: IO[str],
 ) -> None:
-    found = generator.embed([text for _, text in texts], params, prompt_name)
-    for (name, _), one in zip(texts, found, strict=True):
-        tokens = len(one.prompt_token_ids)
-        line = {"id": name, "prompt_tokens": tokens, "embedding": one.outputs.tolist()}
+    vectors = generator.embed([text for _, text in texts], params, prompt_name)
+    for (name, _), vector in zip(texts, vectors, strict=True):
+        tokens = len(vector.prompt_token_ids)
+        line = {"id": name, "prompt_tokens": tokens, "embedding": vector.outputs.tolist()}
         output.write(line_of(line).decode())
     output.flush()
 
@@ -97,7 +97,7 @@ def _lines(file: LineFile, prompts: PromptFile) -> Iterator[tuple[str | int, Any
     for request in prompts.requests():
         if request.messages is not None:
             raise RequestError(f"{file.name}:{request.line}: messages: expected a prompt")
-        yield request.id, request.given["prompt"]
+        yield request.id, request.fields["prompt"]
 
 
 def _output(path: str | None, stack: contextlib.ExitStack) -> IO[str]:

@@ -86,10 +86,10 @@ def _check_combination(options: argparse.Namespace) -> None:
                 raise RequestError(f"--{name}: it needs an answer file; add --output PATH")
 
 
-def _prompts(given: Sequence[str]) -> list[str]:
-    if given.count("-") > 1:
+def _prompts(arguments: Sequence[str]) -> list[str]:
+    if arguments.count("-") > 1:
         raise RequestError("prompt: - reads standard input, which can be read only once")
-    return [sys.stdin.read() if prompt == "-" else prompt for prompt in given]
+    return [sys.stdin.read() if prompt == "-" else prompt for prompt in arguments]
 
 
 def _open_streams(

@@ -1,4 +1,4 @@
-"""`hardpoint models`: what can be run, what one model is and needs, and those in the cache."""
+"""`hardpoint models`: known models, the needs of one model, and cached models."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _print_known(catalog: PluginCatalog, *, as_json: bool) -> None:
     components = [info for info in catalog.components() if info.kind in _KINDS]
     about = [_about(catalog, info) for info in components]
     if as_json:
-        found = [
+        known = [
             {
                 "kind": info.kind,
                 "name": info.name,
@@ -137,7 +137,7 @@ def _print_known(catalog: PluginCatalog, *, as_json: bool) -> None:
             }
             for info, text in zip(components, about, strict=True)
         ]
-        print(json.dumps(found, indent=2))
+        print(json.dumps(known, indent=2))
         return
     rows = [
         (

@@ -38,7 +38,7 @@ class PromptLine:
     Attributes:
         line: its number, from 1.
         id: id of the answer.
-        given: `prompt` or `messages`, as the line has it.
+        fields: `prompt` or `messages`, as the line has it.
         messages: the conversation, if the chat template is to be used.
         params: sampling parameters of the options, with those of the line.
         digest: 64 bits of a hash of everything but line and id.
@@ -46,14 +46,14 @@ class PromptLine:
 
     line: int
     id: str | int
-    given: dict[str, Any]
+    fields: dict[str, Any]
     messages: list[dict[str, Any]] | None
     params: SamplingParams
     digest: int
 
 
 class LineFile:
-    """A file of lines, of which one is in memory at a time.
+    """A file of lines with one line in memory at a time.
 
     Attributes:
         name: its path, for messages.
@@ -92,13 +92,13 @@ class LineFile:
         Raises:
             RequestError: the file cannot be read, or a line is too long or not UTF-8.
         """
-        kept: list[bytes] = []
-        while line := self._next_line(len(kept) + 1):
-            kept.append(line)
+        lines: list[bytes] = []
+        while line := self._next_line(len(lines) + 1):
+            lines.append(line)
             if line.removeprefix(codecs.BOM_UTF8).strip():
                 break
-        self._peeked = kept
-        return text_of(kept[-1], self.name, len(kept)) if kept else ""
+        self._peeked = lines
+        return text_of(lines[-1], self.name, len(lines)) if lines else ""
 
     def texts(self) -> Iterator[tuple[int, str]]:
         """Yield the lines that are not blank, with their numbers, from 1.
@@ -168,21 +168,21 @@ class PromptFile:
                 f"expected a text, or an object with prompt or messages, got {shown(value)}"
             )
         _check_names(fields)
-        given = {name: fields[name] for name in _OWN[1:] if name in fields}
-        messages = self._messages(given)
+        options = {name: fields[name] for name in _OWN[1:] if name in fields}
+        messages = self._messages(options)
         params = self._own_params({k: v for k, v in fields.items() if k not in _OWN})
         plain = msgspec.to_builtins(params, str_keys=True)
-        hashed = msgspec.json.encode([given, messages is not None, plain], order="sorted")
+        hashed = msgspec.json.encode([options, messages is not None, plain], order="sorted")
         digest = int.from_bytes(hashlib.blake2b(hashed, digest_size=8).digest(), "big")
         return PromptLine(
-            number, _checked_id(fields.get("id", number)), given, messages, params, digest
+            number, _checked_id(fields.get("id", number)), options, messages, params, digest
         )
 
-    def _messages(self, given: dict[str, Any]) -> list[dict[str, Any]] | None:
-        if len(given) != 1:
+    def _messages(self, fields: dict[str, Any]) -> list[dict[str, Any]] | None:
+        if len(fields) != 1:
             raise RequestError("expected either prompt or messages")
-        if "messages" in given:
-            messages: list[dict[str, Any]] = given["messages"]
+        if "messages" in fields:
+            messages: list[dict[str, Any]] = fields["messages"]
             if not isinstance(messages, list) or not messages:
                 raise RequestError(f"messages: expected a list of messages, got {shown(messages)}")
             for index, message in enumerate(messages):
@@ -192,7 +192,7 @@ class PromptFile:
                         f"got {shown(message)}"
                     )
             return messages
-        prompt = given["prompt"]
+        prompt = fields["prompt"]
         is_ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
         if not isinstance(prompt, str) and not is_ids:
             raise RequestError(

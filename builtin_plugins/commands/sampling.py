@@ -83,12 +83,12 @@ def add_sampling_options(
 
 
 def conversation_params(options: argparse.Namespace, generator: ChatModel) -> SamplingParams:
-    """Return checked parameters of a conversation: what is not given, the model recommends."""
+    """Return checked parameters of a conversation, with the model's defaults."""
     return sampling_params(options, _recommended(generator) or _CONVERSATION)
 
 
 def prompt_params(options: argparse.Namespace, generator: ChatModel) -> SamplingParams:
-    """Return checked parameters of prompts: what is not given, the model recommends."""
+    """Return checked parameters of prompts, with the model's defaults."""
     return sampling_params(options, _recommended(generator) or GREEDY)
 
 
@@ -123,9 +123,9 @@ def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
     """
     fields = _given(options)
     if (structured := _structured(options.structured)) is not None:
-        given: dict[str, Any] = msgspec.to_builtins(structured)
+        members: dict[str, Any] = msgspec.to_builtins(structured)
         fields["structured_outputs"] = {
-            name: value for name, value in given.items() if value not in (None, False)
+            name: value for name, value in members.items() if value not in (None, False)
         }
     if arguments := _plugin_args(options.plugin_args):
         fields["plugin_args"] = arguments

@@ -36,7 +36,7 @@ class LineEditor:
     """
 
     def __init__(self, commands: Mapping[str, bool], terminal: TextIO) -> None:
-        """Tab completes `commands`, and a path after those whose value is true."""
+        """Tab completes `commands`, and a path after each command with the value true."""
         # With `enable_cpr` it asks the terminal where the cursor is, and warns of one that does
         # not answer.
         self._output = Vt100_Output(
@@ -69,7 +69,7 @@ class LineEditor:
 
     @contextlib.contextmanager
     def input_hidden(self) -> Iterator[None]:
-        """Keep what is typed outside of `read` for the next one, and do not show it."""
+        """Keep text that is typed outside of `read` for the next call, and do not show it."""
         stdin = sys.stdin.fileno()
         before = termios.tcgetattr(stdin)
         hidden = [*before]

@@ -37,7 +37,7 @@ class MemoryResponseStore:
         while self._kept and next(iter(self._kept.values()))[0] <= now:
             self._forget(next(iter(self._kept)))
         while self._size + size > self._bounds.max_bytes:
-            largest = max(self._ids, key=lambda one: self._sizes[one] + size * (one == owner))
+            largest = max(self._ids, key=lambda name: self._sizes[name] + size * (name == owner))
             self._forget((largest, next(iter(self._ids[largest]))))
         self._kept[owner, response_id] = now + self._bounds.seconds, content
         self._ids.setdefault(owner, {})[response_id] = None

@@ -159,18 +159,18 @@ class SQLiteStore:
     def _get(self, wait: float, owner: str, response_id: str) -> bytes | None:
         query = "SELECT content FROM responses WHERE owner = ? AND id = ? AND ends_at > ?"
         with self._opened(wait) as database:
-            found: Any = database.execute(query, (owner, response_id, self._clock())).fetchone()
-        return None if found is None else found[0]
+            row: Any = database.execute(query, (owner, response_id, self._clock())).fetchone()
+        return None if row is None else row[0]
 
     def _delete(self, wait: float, owner: str, response_id: str) -> bool:
         query = "DELETE FROM responses WHERE owner = ? AND id = ? RETURNING ends_at"
         with self._opened(wait) as database:
-            found = database.execute(query, (owner, response_id)).fetchone()
-        return found is not None and found[0] > self._clock()
+            row = database.execute(query, (owner, response_id)).fetchone()
+        return row is not None and row[0] > self._clock()
 
     @contextlib.contextmanager
     def _opened(self, wait: float) -> Iterator[sqlite3.Connection]:
-        """Provide a connection of this thread; what is written counts if the body succeeds.
+        """Provide a connection of this thread; commit its changes if the body succeeds.
 
         Args:
             wait: seconds to wait for a lock.
@@ -199,11 +199,11 @@ def _make_private(path: str) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)
     try:
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
     finally:
         os.close(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
         raise ConfigError(
             f"plugin.response_stores.path: {path!r}: expected a regular file with mode 0600, got "
-            f"mode {stat.S_IMODE(found.st_mode):04o}"
+            f"mode {stat.S_IMODE(status.st_mode):04o}"
         )

@@ -46,15 +46,15 @@ def make_router(routes: Sequence[tuple[Route, Owned | None]], faults: ServerFaul
     async def not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
         raise no_route(scope["path"], paths)
 
-    found: list[BaseRoute] = []
+    routed: list[BaseRoute] = []
     for route, owned in routes:
         endpoint = Endpoint(route) if owned is None else PluginEndpoint(owned, faults)
         if route.websocket:
-            found.append(WebSocketRoute(route.path, endpoint))
-            found.append(StarletteRoute(route.path, HandshakeExpected(route), methods=["GET"]))
+            routed.append(WebSocketRoute(route.path, endpoint))
+            routed.append(StarletteRoute(route.path, HandshakeExpected(route), methods=["GET"]))
         else:
-            found.append(StarletteRoute(route.path, endpoint, methods=list(route.methods)))
-    return Router(found, redirect_slashes=False, default=not_found)
+            routed.append(StarletteRoute(route.path, endpoint, methods=list(route.methods)))
+    return Router(routed, redirect_slashes=False, default=not_found)
 
 
 class AdminAuthentication:
@@ -259,7 +259,7 @@ class Application:
             self._service.transforms.end(scope)
 
     def takes_websocket(self, path: str) -> bool:
-        """Return whether a path, as a client names it, is that of a WebSocket."""
+        """Return whether a path, as a client names it, belongs to a WebSocket."""
         if self._root_path and path.startswith(f"{self._root_path}/"):
             path = path.removeprefix(self._root_path)
         return any(pattern.match(path) for pattern in self._websockets)
@@ -318,7 +318,7 @@ def _remove_prefix(scope: Scope, prefix: str) -> None:
 
 
 class _Exchange:
-    """A request without a connection, whose client stays."""
+    """A request without a connection; its client does not disconnect."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body

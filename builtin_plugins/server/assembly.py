@@ -44,11 +44,12 @@ from .extensions import Transforms, backgrounds_of, in_order, routes_of, store_o
 from .faults import Owned, ServerFaults
 from .openapi import OpenAPIRoute
 from .operations.addresses import BoundAddress
+from .requests.reading import call_of
 from .routes.admin import AdminRoutes
 from .routes.api_docs import api_docs_routes
 from .routes.models import StatusRoutes
 from .routes.page import live_routes, page_routes, with_page_files
-from .service import Service, call_of
+from .service import Service
 from .streaming import while_connected
 from .timing import without_limit
 
@@ -77,7 +78,6 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         page: those of the web page.
     """
     return [
-        *page,
         *StatusRoutes(service).routes(),
         *OpenAPIRoute(service).routes(),
         *ChatDialect(service).routes(),
@@ -91,6 +91,7 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         *VectorRoutes(service).routes(),
         *PoolingRoute(service).routes(),
         *SessionRoutes(service).routes(),
+        *page,
     ]
 
 
@@ -148,11 +149,11 @@ def assemble(
     for_users = [item for item in installed if not _is_for_admin(item)]
     routes = routes_of(for_users, core_routes(service, page), settings.replace_routes)
     service.routes = [route for route, _ in routes]
-    asked: list[Owned] = in_order(installed, Authenticator)
-    service.has_keys = bool(asked)
+    checks: list[Owned] = in_order(installed, Authenticator)
+    service.has_keys = bool(checks)
     uncounted = [route.path for route, _ in routes if not route.is_counted]
-    open_routes = with_page_files(settings.open_routes, page)
-    authentication = Authentication(asked, faults, open_routes, counts=counts, uncounted=uncounted)
+    opened = with_page_files(settings.open_routes, page)
+    authentication = Authentication(checks, faults, opened, counts=counts, uncounted=uncounted)
     users = Application(
         service,
         routes,
@@ -165,14 +166,13 @@ def assemble(
     context.users = users
     if admin is None:
         return Applications(service, users)
-    for_admin = [item for item in installed if _is_for_admin(item)]
-    own = in_order(admin_authenticators, Authenticator)
-    return Applications(service, users, _for_administrators(service, faults, admin, for_admin, own))
+    admins = in_order(admin_authenticators, Authenticator)
+    return Applications(service, users, _for_admins(service, faults, admin, installed, admins))
 
 
 @dataclass(kw_only=True)
 class _Context:
-    """The `ServerContext` of extensions, whose bodies and work have limits of their own."""
+    """The `ServerContext` of extensions; their bodies and work have limits of their own."""
 
     engine: AsyncGenerator
     version: str
@@ -181,10 +181,10 @@ class _Context:
 
     async def read(self, request: Request, type_: type[StructT]) -> StructT:
         with without_limit():
-            return await self.service.read_plain(request, type_)
+            return await self.service.requests.read_plain(request, type_)
 
     async def body_parts(self, request: Request, max_bytes: int) -> AsyncIterator[bytes, None]:
-        parts = self.service.receiver.parts(request, max_bytes)
+        parts = self.service.requests.receiver.parts(request, max_bytes)
         async with contextlib.aclosing(parts):
             while True:
                 with without_limit():
@@ -215,7 +215,7 @@ class _Context:
             return await while_connected(request, counted)
 
 
-def _for_administrators(
+def _for_admins(
     service: Service,
     faults: ServerFaults,
     address: BoundAddress,
@@ -231,9 +231,10 @@ def _for_administrators(
     if not administrators and (address.host is not None or settings.admin_keys_file is not None):
         raise ConfigError("server.admin_keys_file: expected keys that can be checked, got none")
     live = live_routes() if settings.page else []
+    added = [item for item in installed if _is_for_admin(item)]
     return Application(
         service,
-        routes_of(installed, admin_routes(service, live), ()),
+        routes_of(added, admin_routes(service, live), ()),
         faults,
         guard=Guard(address.host, None),
         authentication=AdminAuthentication(administrators, faults, [route.path for route in live]),

@@ -1,4 +1,4 @@
-"""Where errors end: around a server's routes, and around what plugins put before them."""
+"""Error boundaries around the routes of a server and the middleware of plugins."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class _Inside:
 
 
 class MiddlewareBoundary:
-    """A plugin's middleware around an application, whose own errors are answered inside."""
+    """A plugin's middleware around an application; errors inside are answered inside."""
 
     def __init__(self, owned: Owned, app: ASGIApp, faults: ServerFaults) -> None:
         """Wrap an application.
@@ -250,21 +250,21 @@ class PluginEndpoint:
         """
         route = self._owned.part
         scope["state"]["route"] = route.path
-        what = f"route {route.path}"
+        part = f"route {route.path}"
         sent = CheckedSend(send)
         limit = RouteLimit(self._faults.seconds)
         token = ROUTE_LIMIT.set(limit)
         try:
             async with limit.timeout:
                 await self._faults.timed(
-                    self._owned, what, self._answered, limit, scope, receive, sent
+                    self._owned, part, self._answered, limit, scope, receive, sent
                 )
             if route.websocket and sent.started and not sent.finished:
                 await sent({"type": "websocket.close", "code": 1000, "reason": ""})
             sent.check_ended(scope)
         except BaseException as raised:
             cause = self._faults.too_slow() if limit.timeout.expired() else raised
-            error = self._faults.passed(self._owned, what, cause, may_refuse=True)
+            error = self._faults.passed(self._owned, part, cause, may_refuse=True)
             if route.websocket and sent.started and isinstance(error, Exception):
                 await _close_failed(send, str(error))
             raise _cut(error, sent) from None

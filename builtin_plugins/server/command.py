@@ -190,8 +190,8 @@ def _serve_on_ray(
     settings = config.table(ServerConfig)
     check_for_ray(settings)
     make = partial(application, key=single_key(options.api_key))
-    given = named_values(options.ray)
-    return context.serve_on_ray(config, sources, make, given, (settings.host, settings.port))
+    values = named_values(options.ray)
+    return context.serve_on_ray(config, sources, make, values, (settings.host, settings.port))
 
 
 @contextlib.contextmanager
@@ -275,11 +275,11 @@ def application(engine: AsyncGenerator, version: str, *, key: str | None = None)
 def _config(
     options: argparse.Namespace, config: EngineConfig, sources: ConfigSources
 ) -> tuple[EngineConfig, ConfigSources]:
-    given = {
+    settings = {
         name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None
     }
-    table = msgspec.structs.replace(config.table(ServerConfig), **given)
-    by_path = {**sources.by_path, **{f"server.{name}": "the command line" for name in given}}
+    table = msgspec.structs.replace(config.table(ServerConfig), **settings)
+    by_path = {**sources.by_path, **{f"server.{name}": "the command line" for name in settings}}
     changes: dict[str, Any] = {"server": _checked(table)}
     if sources.of("stats.sinks") == "default":
         changes["stats"] = msgspec.structs.replace(config.stats, sinks=["prometheus"])

@@ -1,4 +1,4 @@
-"""Errors as answers, with a status, the path of the bad field and what to do.
+"""Errors as answers, with a status, the path of the bad field and a remedy.
 
 They have OpenAI's shape; those of `/v1/messages`, Anthropic's.
 """
@@ -160,9 +160,9 @@ def answer_error(error: BaseException, retry_after: float = _RETRY_SECONDS) -> A
             return AnswerError(429, for_clients(str(error)), code="overloaded", headers=headers)
         case RequestError():
             message = for_clients(grammar_error(str(error)))
-            found = _PATH.match(message)
+            match = _PATH.match(message)
             code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
-            return AnswerError(400, message, param=found[0] if found else None, code=code)
+            return AnswerError(400, message, param=match[0] if match else None, code=code)
         case RequestEndedError(finish_reason=reason):
             status = 408 if reason == "timeout" else 503
             return AnswerError(status, for_clients(str(error)), code=reason or None)
@@ -176,7 +176,7 @@ def answer_error(error: BaseException, retry_after: float = _RETRY_SECONDS) -> A
 
 
 def no_route(path: str, known: Collection[str]) -> AnswerError:
-    """Return the answer to a request for a path that there is not, with the one that is meant.
+    """Return the answer to a request for an unknown path, with the nearest known path.
 
     Args:
         known: paths of the routes.
@@ -214,7 +214,7 @@ def quotes_a_library(message: str) -> bool:
 
 
 def for_log(text: str) -> str:
-    """Return a text of which no part looks like a line of the log's own."""
+    """Return a text without parts that look like lines of the log."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

@@ -1,4 +1,4 @@
-"""Runs what plugins add to a server: in order, each responsible for its own faults."""
+"""Runs the extensions of plugins in order; each plugin is responsible for its faults."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def store_of(installed: Sequence[InstalledExtension], num_processes: int) -> Own
         PluginConflictError: two plugins bring one.
         ConfigError: it keeps responses for one process, and there are several.
     """
-    found = [item for item in installed if isinstance(item.extension, ResponseStore)]
-    if not found:
+    stores = [item for item in installed if isinstance(item.extension, ResponseStore)]
+    if not stores:
         return None
-    (first, *others), store = found, found[0].extension
+    (first, *others), store = stores, stores[0].extension
     if others:
         raise PluginConflictError(
             f"server_extensions: expected one ResponseStore, got that of {first.source} and that "
@@ -103,7 +103,7 @@ def store_of(installed: Sequence[InstalledExtension], num_processes: int) -> Own
 def routes_of(
     installed: Sequence[InstalledExtension], core: Sequence[Route], replaceable: Sequence[str]
 ) -> list[tuple[Route, Owned | None]]:
-    """Return all routes, with the owners of those that plugins add, which come last.
+    """Return all routes with their owners; routes of plugins come last.
 
     Raises:
         PluginConflictError: two plugins, or a plugin and the server, have a route of one path.
@@ -121,14 +121,18 @@ def routes_of(
         route = item.extension
         if not isinstance(route, Route):
             continue
-        hidden = [own for own in core if own.admin == route.admin and _covers(own, route)]
-        for own in hidden:
-            if own.path not in replaceable:
+        hidden = [
+            core_route
+            for core_route in core
+            if core_route.admin == route.admin and _covers(core_route, route)
+        ]
+        for core_route in hidden:
+            if core_route.path not in replaceable:
                 raise PluginConflictError(
-                    f"{item.source}: its route {route.path} is the server's own {own.path}; "
-                    f"server.replace_routes = [{own.path!r}] lets it replace that"
+                    f"{item.source}: its route {route.path} is the server's own {core_route.path}; "
+                    f"server.replace_routes = [{core_route.path!r}] lets it replace that"
                 )
-            replaced.add((own.path, own.admin))
+            replaced.add((core_route.path, core_route.admin))
         for method in route.methods:
             key = (_shape(route.path), route.admin, method)
             if (other := taken.setdefault(key, item)) is not item:
@@ -137,18 +141,18 @@ def routes_of(
                     f"by {other.source} and by {item.source}"
                 )
         added.append((route, Owned(item.plugin, item.source, route)))
-    kept = [(route, None) for route in core if (route.path, route.admin) not in replaced]
-    return [*kept, *added]
+    remaining = [(route, None) for route in core if (route.path, route.admin) not in replaced]
+    return [*remaining, *added]
 
 
 def _shape(path: str) -> str:
-    return re.sub(r"{\w+(:\w+)?}", lambda found: f"{{{found[1] or ':str'}}}", path)
+    return re.sub(r"{\w+(:\w+)?}", lambda match: f"{{{match[1] or ':str'}}}", path)
 
 
-def _covers(own: Route, added: Route) -> bool:
-    if _shape(own.path) == _shape(added.path):
+def _covers(core_route: Route, added: Route) -> bool:
+    if _shape(core_route.path) == _shape(added.path):
         return True
-    pattern, _, _ = compile_path(own.path)
+    pattern, _, _ = compile_path(core_route.path)
     return pattern.match(re.sub(r"{\w+(:\w+)?}", "1", added.path)) is not None
 
 
@@ -201,7 +205,7 @@ class Transforms:
         return encoded
 
     def begin(self, scope: Scope, call: Call) -> None:
-        """Remember the call of a request or a WebSocket, of which `end` follows."""
+        """Remember the call of a request or a WebSocket until `end`."""
         if self._ends:
             scope["state"]["call"] = call
 
@@ -246,8 +250,8 @@ class Transforms:
         async with contextlib.aclosing(events):
             async for block in events:
                 changed = [self._event(call, event) for event in block.split(b"\n\n") if event]
-                if kept := b"".join(changed):
-                    yield kept
+                if content := b"".join(changed):
+                    yield content
 
     def _event(self, call: Call, event: bytes) -> bytes:
         head, data = _parts(event)
@@ -279,8 +283,8 @@ class Transforms:
 
 def _parts(event: bytes) -> tuple[bytes, bytes]:
     """Return the part before the data of an event, and the data."""
-    head, found, data = event.partition(b"\ndata: ")
-    return (head + b"\n", data) if found else (b"", event.removeprefix(b"data: "))
+    head, separator, data = event.partition(b"\ndata: ")
+    return (head + b"\n", data) if separator else (b"", event.removeprefix(b"data: "))
 
 
 async def _changed(
@@ -308,5 +312,5 @@ def _object(body: Any) -> bytes:
 
 
 def _having(transforms: Sequence[Owned], part: str) -> list[tuple[Owned, Callable[..., Any]]]:
-    found = ((owned, getattr(owned.part, part)) for owned in transforms)
-    return [(owned, change) for owned, change in found if change is not None]
+    functions = ((owned, getattr(owned.part, part)) for owned in transforms)
+    return [(owned, change) for owned, change in functions if change is not None]

@@ -74,7 +74,7 @@ class Owned:
 
 @dataclass
 class ServerFaults:
-    """Blames plugins for what their extensions raise.
+    """Blames plugins for the errors of their extensions.
 
     Attributes:
         seconds: maximum time of a call of an extension.
@@ -99,24 +99,24 @@ class ServerFaults:
         """Count a request that an extension of a plugin ended."""
         self.shared.add(_FAULTS + plugin)
 
-    def blame(self, owned: Owned, what: str, cause: BaseException) -> BlamedError:
+    def blame(self, owned: Owned, part: str, cause: BaseException) -> BlamedError:
         """Count a fault, log it, and return the answer to the request."""
         self.count(owned.plugin)
         known = isinstance(cause, BrokenContractError)
         reason = str(cause) if known else reason_of(cause)
         _log.error(
-            "%s: its %s failed: %s", owned.source, what, reason, exc_info=None if known else cause
+            "%s: its %s failed: %s", owned.source, part, reason, exc_info=None if known else cause
         )
         # Nothing of a stranger's text goes to clients: it may hold anything.
         shown = reason if known else type(cause).__name__
-        answer = plugin_fault(f"{owned.source}: its {what} failed: {shown}")
+        answer = plugin_fault(f"{owned.source}: its {part} failed: {shown}")
         detail = answer.detail
         return BlamedError(answer.status, detail.message, kind=detail.type, headers=answer.headers)
 
     def passed(
-        self, owned: Owned, what: str, cause: BaseException, *, may_refuse: bool = False
+        self, owned: Owned, part: str, cause: BaseException, *, may_refuse: bool = False
     ) -> BaseException:
-        """Return the error to raise for one that left an extension: itself, if it is no fault.
+        """Return the error to raise for an error of an extension: the same one if it is no fault.
 
         Args:
             may_refuse: whether it may refuse the request.
@@ -127,23 +127,23 @@ class ServerFaults:
             wrong = None
             if isinstance(cause, HTTPException):
                 wrong = fault_of_refusal(cause.status_code, cause.headers, cause.detail)
-            return cause if wrong is None else self.blame(owned, what, BrokenContractError(wrong))
+            return cause if wrong is None else self.blame(owned, part, BrokenContractError(wrong))
         if isinstance(cause, _PASSED):
             return cause
         task = asyncio.current_task()
         if isinstance(cause, asyncio.CancelledError) and task is not None and task.cancelling():
             return cause
-        return self.blame(owned, what, cause)
+        return self.blame(owned, part, cause)
 
     async def run(
         self,
         owned: Owned,
-        what: str,
+        part: str,
         function: Callable[..., Awaitable[T]],
         *arguments: Any,
         may_refuse: bool = False,
     ) -> T:
-        """Return the result of an extension's call; arguments are those of `passed`.
+        """Return the result of an extension's call, with the arguments of `passed`.
 
         Raises:
             BlamedError: it failed, or took too long.
@@ -152,37 +152,37 @@ class ServerFaults:
         limit = asyncio.timeout(self.seconds)
         try:
             async with limit:
-                return await self.timed(owned, what, function, *arguments)
+                return await self.timed(owned, part, function, *arguments)
         except BaseException as raised:
             cause = self.too_slow() if limit.expired() else raised
-            raise self.passed(owned, what, cause, may_refuse=may_refuse) from None
+            raise self.passed(owned, part, cause, may_refuse=may_refuse) from None
 
     async def run_background(self, owned: Owned) -> None:
         """Run the background work of a plugin; a fault ends it, and is counted and logged."""
-        what = "background work"
+        part = "background work"
         try:
-            await self.timed(owned, what, owned.part.run)
+            await self.timed(owned, part, owned.part.run)
         except BaseException as raised:
-            if isinstance(self.passed(owned, what, raised), asyncio.CancelledError):
+            if isinstance(self.passed(owned, part, raised), asyncio.CancelledError):
                 raise
 
     def timed(
-        self, owned: Owned, what: str, function: Callable[..., Awaitable[T]], *arguments: Any
+        self, owned: Owned, part: str, function: Callable[..., Awaitable[T]], *arguments: Any
     ) -> Awaitable[T]:
         """Return an extension's call, to be awaited; report it if it blocks the event loop."""
         return Timed(
-            _call(function, *arguments), functools.partial(self.check_blocking, owned, what)
+            _call(function, *arguments), functools.partial(self.check_blocking, owned, part)
         )
 
-    def check_blocking(self, owned: Owned, what: str, seconds: float) -> None:
+    def check_blocking(self, owned: Owned, part: str, seconds: float) -> None:
         """Report an extension that ran for long without giving others a turn."""
         if not 0 < self.slow_seconds < seconds:
             return
         message = (
-            f"{owned.source}: its {what} blocked the server for {seconds:.1f} s, in which it "
+            f"{owned.source}: its {part} blocked the server for {seconds:.1f} s, in which it "
             "answered no other request; hand long work to asyncio.to_thread"
         )
-        self._report(owned.plugin, what, message)
+        self._report(owned.plugin, part, message)
 
     def holds_loop(self, plugin: str, function: str) -> None:
         """Report a function of a plugin that the event loop called and that does not return."""
@@ -193,10 +193,10 @@ class ServerFaults:
         )
         self._report(plugin, function, message)
 
-    def _report(self, plugin: str, what: str, message: str) -> None:
+    def _report(self, plugin: str, part: str, message: str) -> None:
         self.slow[plugin] = message
-        if (plugin, what) not in self._reported:  # a slow one is so for each request
-            self._reported.add((plugin, what))
+        if (plugin, part) not in self._reported:  # a slow one is so for each request
+            self._reported.add((plugin, part))
             _log.warning("%s", message)
 
     def too_slow(self) -> BrokenContractError:

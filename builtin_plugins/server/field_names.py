@@ -48,35 +48,35 @@ def is_of_grammar(message: str) -> bool:
 
 
 def is_of_request(message: str) -> bool:
-    """Return whether an error that ended a completion is about what its request has asked for."""
+    """Return whether the error of a completion is about a field of its request."""
     return is_of_grammar(message) or message.startswith("resumed.")
 
 
 def grammar_error(message: str, form: str | None = None) -> str:
-    """Return an error of the engine about what an answer must be with the names of a request.
+    """Return an error of the engine about a constraint with the field names of a request.
 
     Args:
         message: any other is returned as it is.
         form: the field with the form of the answer; None if it is not known.
     """
-    if (found := _OF_GRAMMAR.match(message)) is None:
+    if (match := _OF_GRAMMAR.match(message)) is None:
         return message if form is None else message.replace("sampling_params.structured", form)
-    part = found[1]
+    part = match[1]
     path = form or "structured"
     if part is not None:
         path = with_own_path(f"{path}.{part}", path)
     advice = _ADVICE.get(form or "", "")
     if path.endswith(" and tools"):
         advice = "; of what is not strict, it is left out"
-    rest = _WITH_LENIENT.sub(advice, message[found.end() :])
+    rest = _WITH_LENIENT.sub(advice, message[match.end() :])
     return f"{path}: {rest}"
 
 
 def with_own_path(message: str, form: str) -> str:
     """Return an error of the field `form` with the path that the request has."""
-    for path, own in _PATHS.items():
+    for path, route_path in _PATHS.items():
         if path.startswith(f"{form}.") and re.match(rf"{re.escape(path)}\b", message):
-            return own + message.removeprefix(path)
+            return route_path + message.removeprefix(path)
     return message
 
 

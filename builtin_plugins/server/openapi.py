@@ -96,9 +96,9 @@ def openapi_document(
     """
     names, schemas = schema_components(_types(routes), _REF)
     bodies = (route.request_type for route in routes if route.request_type is not None)
-    asked = {struct for body in bodies for struct in walk_structs(body)}
+    body_types = {struct for body in bodies for struct in walk_structs(body)}
     for type_, name in names.items():
-        if type_ in asked:
+        if type_ in body_types:
             _allow_null(schemas[name])
         _add_treatment(schemas[name], type_)
     untagged = {_REF + n for type_, n in names.items() if getattr(type_, "tag_is_optional", False)}
@@ -129,12 +129,12 @@ def openapi_document(
 
 
 def _types(routes: Iterable[Route]) -> list[type[msgspec.Struct]]:
-    found: dict[type[msgspec.Struct], None] = {ErrorBody: None, MessagesErrorBody: None}
+    types: dict[type[msgspec.Struct], None] = {ErrorBody: None, MessagesErrorBody: None}
     for route in routes:
         for type_ in (route.request_type, route.response_type):
             if type_ is not None:
-                found[type_] = None
-    return list(found)
+                types[type_] = None
+    return list(types)
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
@@ -171,14 +171,16 @@ def _add_treatment(schema: dict[str, Any], type_: type[msgspec.Struct]) -> None:
 
 
 def _drop_discriminators(value: Any, untagged: Set[str]) -> None:
-    """Remove the discriminators of unions that hold a type whose tag may be left out.
+    """Remove the discriminators of unions with a type that has an optional tag.
 
     Args:
         untagged: references to such types.
     """
     if isinstance(value, dict):
-        found = value.get("discriminator")
-        if isinstance(found, dict) and not untagged.isdisjoint(found.get("mapping", {}).values()):
+        discriminator = value.get("discriminator")
+        if isinstance(discriminator, dict) and not untagged.isdisjoint(
+            discriminator.get("mapping", {}).values()
+        ):
             del value["discriminator"]
     for item in value.values() if isinstance(value, dict) else value:
         if isinstance(item, dict | list):
@@ -186,17 +188,17 @@ def _drop_discriminators(value: Any, untagged: Set[str]) -> None:
 
 
 def _of_plugins(
-    what: str, by_plugin: Mapping[str, Mapping[str, Any]], schemas: dict[str, Any]
+    name_prefix: str, by_plugin: Mapping[str, Mapping[str, Any]], schemas: dict[str, Any]
 ) -> dict[str, Any]:
     """Return schemas by plugin; types that they refer to are put into `schemas`.
 
     Args:
-        what: beginning of the names of these types.
+        name_prefix: beginning of the names of these types.
     """
     moved: dict[str, Any] = {}
-    for plugin, given in by_plugin.items():
-        schema = copy.deepcopy(dict(given))
-        prefix = f"{what}_{re.sub(r'[^A-Za-z0-9_-]', '_', plugin)}_"
+    for plugin, plugin_schema in by_plugin.items():
+        schema = copy.deepcopy(dict(plugin_schema))
+        prefix = f"{name_prefix}_{re.sub(r'[^A-Za-z0-9_-]', '_', plugin)}_"
         definitions = schema.pop("$defs", {})
         for name, definition in definitions.items():
             schemas[prefix + name] = _moved(definition, prefix)

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import hashlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import LoRARequest, RequestError
 from hardpoint.plugins.server import AsyncGenerator as Engine
-from hardpoint.plugins.server import Call, Client, Route
-from hardpoint.toolkit.trace import TRACE
+from hardpoint.plugins.server import Call, Route
 from hardpoint.typed import shown
 
 from .access.counts import ANYBODY, Counts
-from .bodies import check_lengths, convert_body, decode_object, without_ignored
 from .config import ServerConfig
 from .errors import (
     AnswerError,
@@ -38,24 +33,18 @@ from .errors import (
 from .extensions import Transforms
 from .faults import Owned, ServerFaults
 from .operations.adapters import ServedAdapters
-from .operations.ignored_fields import IgnoredFields
 from .operations.load import InFlightRequests
 from .operations.traffic import TrafficRecorder, current_key, current_request_id
-from .receiving import SMALL_BYTES, BodyReceiver
+from .receiving import BodyReceiver
+from .requests.options import RequestOptionsBuilder
+from .requests.reading import RequestReader
 from .streaming import COMMENT, EventStream, while_connected
 
 _log = logging.getLogger("hardpoint")
 
 T = TypeVar("T")
-R = TypeVar("R")
-_TENANT = "tenant"
-"""The tag by which the policy `fair` shares the engine; a request cannot name another key's."""
-
 _CHARACTERS_PER_TOKEN = 32
 _PAUSED, _DRAIN, _LEVEL = "paused", "drain", "level of "
-_RANK = "x-data-parallel-rank"
-_TRACE = ("traceparent", "tracestate")
-"""Headers of W3C's Trace Context, which name the trace that a request belongs to."""
 
 
 class ServerPhase(Enum):
@@ -90,7 +79,7 @@ class Service:
         has_keys: whether routes need a client.
         counts: counts of requests and the like, of all workers of the server.
         traffic: traffic of all routes.
-        receiver: receiver of the users' bodies.
+        requests: reader of the users' requests.
         adapters: adapters that requests may name as their model.
     """
 
@@ -127,11 +116,18 @@ class Service:
         self.started = int(time.time())
         self.phase = ServerPhase.SERVING
         image_bytes = engine.config.images.max_total_bytes if engine.model.takes_images else 0
-        self.receiver = BodyReceiver(self.settings, image_bytes)
-        self._converting = asyncio.Lock()
-        self._converting_of: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.traffic = TrafficRecorder(
             self.settings.access_log, counts=self.counts, of_admin=of_admin
+        )
+        self.requests = RequestReader(
+            self.settings,
+            BodyReceiver(self.settings, image_bytes),
+            self.traffic,
+            lambda: self.transforms,
+            lambda: self.engine.tokenizer.chat_template,
+        )
+        self._options = RequestOptionsBuilder(
+            self.settings, has_kv_connector=engine.config.kv_connector.use is not None
         )
         running = engine.config.scheduler.max_num_seqs
         limits = self.settings.limits
@@ -175,115 +171,6 @@ class Service:
     def ask_to_drain(self) -> None:
         """End the server as SIGTERM does."""
         self.counts.note(_DRAIN, "asked")
-
-    async def read(self, request: Request, type_: type[T]) -> tuple[Call, T]:
-        """Return who calls, and the checked body of a request that generates.
-
-        Raises:
-            AnswerError, RequestError: the request is wrong.
-        """
-        call = call_of(request)
-        self.transforms.begin(request.scope, call)
-        async with self.receiver.body(request) as body:
-            if not self.transforms.changes_requests:
-                return call, await self._large(body, self._plain, body, type_)
-            fields = await self._large(body, self._decoded, body)
-            fields = await self.transforms.request(call, fields)
-            try:
-                return call, await self._large(body, self._converted, fields, type_)
-            except RequestError as wrong:
-                try:
-                    await self._large(body, self._plain, body, type_)
-                except RequestError:
-                    raise wrong from None
-                raise self.transforms.blame_request() from wrong
-
-    async def read_message(self, call: Call, message: bytes) -> dict[str, Any]:
-        """Return the fields of a message of a WebSocket, as transforms leave them.
-
-        Raises:
-            AnswerError, RequestError: it is no JSON object, or a transform refuses it.
-        """
-        fields = await self._large(message, self._decoded, message)
-        if self.transforms.changes_requests:
-            fields = await self.transforms.request(call, fields)
-        return fields
-
-    async def checked(self, message: bytes, fields: dict[str, Any], type_: type[T]) -> T:
-        """Return the fields of a message of a WebSocket as its type.
-
-        Unknown fields are errors even if requests may have some, because a message has no answer
-        with headers that could list them.
-
-        Raises:
-            RequestError: one is wrong.
-        """
-        return await self._large(message, self._converted, fields, type_, is_message=True)
-
-    async def read_plain(self, request: Request, type_: type[T]) -> T:
-        """Return the checked body of a request to a route of a plugin.
-
-        Raises:
-            AnswerError, RequestError: the request is wrong.
-        """
-        async with self.receiver.body(request) as body:
-            return await self._large(body, self._plain, body, type_, is_shaped=False)
-
-    async def _large(self, body: bytes, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """Return a function's result; for a large body, call it where others' streams go on.
-
-        One at a time: several at once would take turns with the event loop. A body waits for at
-        most one of each other key.
-        """
-        if len(body) <= SMALL_BYTES:
-            return function(*args, **kwargs)
-        own = self._converting_of.setdefault(current_key(), asyncio.Lock())
-        async with own, self._converting:
-            return await asyncio.to_thread(function, *args, **kwargs)
-
-    def _decoded(self, body: bytes) -> dict[str, Any]:
-        return decode_object(body, self.settings.limits)
-
-    def _plain(self, body: bytes, type_: type[T], *, is_shaped: bool = True) -> T:
-        return self._converted(self._decoded(body), type_, is_shaped=is_shaped)
-
-    def _converted(
-        self,
-        fields: dict[str, Any],
-        type_: type[T],
-        *,
-        is_shaped: bool = True,
-        is_message: bool = False,
-    ) -> T:
-        """Return a decoded body, checked.
-
-        Args:
-            is_shaped: whether its lists have the names and limits of the generating routes.
-            is_message: whether it is a message of a WebSocket, whose unknown fields are errors.
-        """
-        lenient = self.settings.unknown_fields == "warn" and not is_message
-        ignored = IgnoredFields()
-        hosted = getattr(type_, "without_hosted_tools", None)
-        if hosted is not None and self.settings.hosted_tools == "ignore":
-            fields, paths = hosted(fields)
-            for path in paths:
-                ignored.add(path)
-        unenforced = getattr(type_, "unenforced", None)
-        for path in () if unenforced is None else unenforced(fields):
-            ignored.add(path)
-        fields = without_ignored(fields, type_)
-        if is_shaped:
-            check_lengths(fields, self.settings.limits)
-        if (prepared := getattr(type_, "prepared", None)) is not None:
-            fields = prepared(fields)
-        body = convert_body(fields, type_, lenient=lenient, ignored=ignored)
-        if lenient and (without_thinking := getattr(body, "without_thinking", None)) is not None:
-            body, names = without_thinking(lambda: self.engine.tokenizer.chat_template)
-            for name in names:
-                ignored.add(name)
-        if ignored.paths:
-            self.traffic.ignored(ignored)
-        return body
 
     async def model(self, name: str | None) -> tuple[str, LoRARequest | None]:
         """Return the name of the model for the answer, and the adapter if it is the name of one.
@@ -376,91 +263,9 @@ class Service:
                 f"{name}: expected at most {limit} characters on this server, got {size}"
             )
 
-    def extras(self, call: Call, asked: Any, adapter: LoRARequest | None = None) -> dict[str, Any]:
-        """Return a request's options besides prompt and parameters, within the client's bounds.
-
-        Args:
-            asked: with fields of the same names, or without.
-            adapter: adapter of the request.
-
-        Raises:
-            AnswerError: it has kv_transfer_params or asks for a trace, and its key may not.
-            RequestError: it has some, and there is no KV connector; or priority or timeout are out
-                of bounds; or it scales an adapter and has none.
-        """
-        client = call.client
-        priority = client.min_priority if client.min_priority > 0 else 0
-        if (given := getattr(asked, "priority", None)) is not None:
-            priority = given
-        if not client.min_priority <= priority <= client.max_priority:
-            raise RequestError(
-                f"priority: expected {client.min_priority} to {client.max_priority} for this key, "
-                f"got {priority}"
-            )
-        transfer = getattr(asked, "kv_transfer_params", None)
-        if transfer is not None:
-            self._check_kv_transfer(client)
-        self._check_trace(client, asked)
-        tags = dict(getattr(asked, "tags", None) or {})
-        if client != ANYBODY:
-            tags[_TENANT] = client.name
-        tags |= client.tags
-        last = getattr(asked, "truncate_prompt_tokens", None)
-        retained = {name: getattr(asked, name, None) for name in ("session", "retain_seconds")}
-        adapter = _scaled(adapter, getattr(asked, "lora_scale", None))
-        trace = {name: call.headers[name] for name in _TRACE if name in call.headers}
-        rank = _named_rank(call)
-        return {
-            **({} if transfer is None else {"kv_transfer_params": transfer}),
-            **({} if rank is None else {"data_parallel_rank": rank}),
-            **({"trace_headers": trace} if trace else {}),
-            **({} if adapter is None else {"lora_request": adapter}),
-            **({} if last is None else {"truncate_prompt_tokens": last}),
-            **{name: value for name, value in retained.items() if value is not None},
-            "priority": priority,
-            "timeout": self._timeout(client, getattr(asked, "timeout", None)),
-            "tags": tags or None,
-            "cache_salt": _salt(client.cache_salt, getattr(asked, "cache_salt", None)),
-        }
-
-    def _check_kv_transfer(self, client: Client) -> None:
-        """Check that a client may give parameters to the KV connector, and that there is one.
-
-        Raises:
-            AnswerError: its key may give none.
-        """
-        path = "kv_transfer_params"
-        if not client.kv_transfer:
-            message = f"{path}: needs a key with kv_transfer = true in server.keys_file"
-            raise AnswerError(403, message, param=path)
-        if self.engine.config.kv_connector.use is None:
-            raise RequestError(
-                f"{path}: expected none, because this server has no KV connector (kv_connector.use)"
-            )
-
-    def _check_trace(self, client: Client, asked: Any) -> None:
-        if client.trace or self.settings.trace:
-            return
-        for fields in (asked, getattr(asked, "sampling_params", None)):
-            included = getattr(fields, "include", None) or ()  # or UNSET
-            is_included = isinstance(included, list) and TRACE in included
-            if is_included or getattr(fields, "trace", False):
-                name = "include" if is_included else "trace"
-                raise AnswerError(
-                    403,
-                    f"{name}: traces need server.trace = true, or a key with trace = true in "
-                    f"server.keys_file",
-                    param=name,
-                )
-
-    def _timeout(self, client: Client, asked: float | None) -> float | None:
-        limits = (client.max_timeout, self.settings.limits.timeout_seconds)
-        longest = min((limit for limit in limits if limit is not None), default=None)
-        if asked is not None and longest is not None and asked > longest:
-            raise RequestError(
-                f"timeout: expected at most {longest:g} s on this server, got {asked:g}"
-            )
-        return longest if asked is None else asked
+    def extras(self, call: Call, body: Any, adapter: LoRARequest | None = None) -> dict[str, Any]:
+        """Return a request's options; see `RequestOptionsBuilder.build`."""
+        return self._options.build(call, body, adapter)
 
     async def answer(
         self, request: Request, call: Call, work: Callable[[], Awaitable[Any]]
@@ -513,7 +318,7 @@ class Service:
         failed: Callable[[AnswerError], bytes],
         heartbeat: bytes = COMMENT,
     ) -> EventStream:
-        """Return a streamed answer of events, each of which may hold several.
+        """Return a streamed answer of blocks, each with one or several events.
 
         Args:
             failed: returns the last events of a stream that an error ends.
@@ -542,7 +347,7 @@ class Service:
         return self.failure(error)
 
     def failure(self, error: BaseException) -> AnswerError:
-        """Return the answer to a request that failed, and log what is not the client's fault."""
+        """Return the answer to a failed request, and log server errors."""
         if isinstance(error, EngineDeadError) and self.engine.dead_error is None:
             answer = _restarting()
         else:
@@ -572,50 +377,9 @@ def _restarting() -> AnswerError:
     )
 
 
-def call_of(request: HTTPConnection) -> Call:
-    """Return who makes a request."""
-    headers = {
-        name: value
-        for name, value in request.headers.items()
-        if name not in ("authorization", "x-api-key", "cookie")
-    }
-    return Call(
-        request_id=request.state.request_id,
-        path=request.scope.get("path", ""),
-        client=request.state.client,
-        headers=headers,
-    )
-
-
 def _characters(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
         return sum(map(_characters, value.keys())) + sum(map(_characters, value.values()))
     return sum(map(_characters, value)) if isinstance(value, list) else 0
-
-
-def _scaled(adapter: LoRARequest | None, scale: float | None) -> LoRARequest | None:
-    if scale is None:
-        return adapter
-    if adapter is None:
-        raise RequestError(
-            f"lora_scale: expected none, as the model of the request is no adapter, got {scale}"
-        )
-    return msgspec.structs.replace(adapter, scale=scale)
-
-
-def _salt(of_client: str, asked: str | None) -> str | None:
-    """Return the salt of a request: its own one hashed together with that of its client."""
-    if not of_client:
-        return asked
-    both = msgspec.msgpack.encode((of_client, asked))
-    return hashlib.sha256(both).hexdigest()
-
-
-def _named_rank(call: Call) -> int | None:
-    if (text := call.headers.get(_RANK)) is None:
-        return None
-    if not (text.isascii() and text.isdecimal()) or len(text) > 4:
-        raise RequestError(f"X-data-parallel-rank: expected the number of an engine, got {text!r}")
-    return int(text)

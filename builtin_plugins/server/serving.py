@@ -41,7 +41,7 @@ SIGNAL_CODE = 128
 
 
 class _Listener(uvicorn.Server):
-    """A uvicorn server whose signals somebody else handles, and whose TLS handshakes end."""
+    """A uvicorn server without signal handlers, and with a limit for TLS handshakes."""
 
     def __init__(self, config: uvicorn.Config, handshake_seconds: float) -> None:
         super().__init__(config)
@@ -111,7 +111,7 @@ class Serving:
             ServerConnection,
             settings,
             self._service.traffic,
-            self._service.receiver,
+            self._service.requests.receiver,
             application.takes_websocket,
         )
         keep_alive: Any = settings.keep_alive_seconds  # uvicorn takes fractions as well
@@ -202,7 +202,7 @@ class Serving:
         return self._code
 
     async def _use_engine(self) -> None:
-        """Use the engine once; one that dies before that is not restarted, and probes do not."""
+        """Use the engine once; an engine that dies before that is not restarted."""
         with contextlib.suppress(HardpointError):
             await self._service.engine.plugins.health()
 

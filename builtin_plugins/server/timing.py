@@ -51,9 +51,9 @@ class Timed(Generic[T]):
                 return result
             finally:
                 taken = time.perf_counter() - began
-                own = taken - _inner.seconds
+                outer_seconds = taken - _inner.seconds
                 _inner.seconds = outer + taken
-                self._check(own)
+                self._check(outer_seconds)
             value = error = None
             try:
                 value = yield waited
@@ -62,7 +62,7 @@ class Timed(Generic[T]):
 
 
 def untimed(coroutine: Coroutine[Any, Any, T]) -> Awaitable[T]:
-    """Return a coroutine whose time does not count for the one that awaits it."""
+    """Return a coroutine that does not count for the time of its awaiting coroutine."""
     return Timed(coroutine, lambda _: None)
 
 
@@ -70,7 +70,7 @@ class RouteLimit:
     """The time that the route of a plugin may take until its answer begins."""
 
     def __init__(self, seconds: float) -> None:
-        """Allow that many seconds, without those of `paused`."""
+        """Allow a number of seconds, without the seconds of `paused`."""
         self.timeout = asyncio.timeout(seconds)
         self._seconds = seconds
         self._pauses = 0

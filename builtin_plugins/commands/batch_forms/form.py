@@ -25,7 +25,7 @@ class FileRequest(Protocol):
 
     @property
     def digest(self) -> int:
-        """64 bits of a hash of what is asked."""
+        """64 bits of a hash of the request."""
 
 
 class EarlierAnswer(NamedTuple):

@@ -1,4 +1,4 @@
-"""OpenAI's batch files, whose bodies the routes of the server answer."""
+"""OpenAI's batch files; the routes of the server answer their bodies."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class OpenAIRequests:
         self._engine: AsyncGenerator
 
     def requests(self) -> Iterator[BatchLine]:
-        """Yield the requests, those included that are wrong."""
+        """Yield the requests, also wrong ones."""
         reader = BatchReader(self._file.name, self._model)
         for number, text in self._file.texts():
             yield reader.read(number, text)

@@ -91,7 +91,7 @@ class Prompts:
     def _prompt(self, request: PromptLine) -> Prompt:
         if request.messages is not None:
             return self._generator.model.apply_chat_template(request.messages)
-        prompt: Prompt = request.given["prompt"]
+        prompt: Prompt = request.fields["prompt"]
         return prompt
 
     def _answered(self, request: PromptLine, result: RequestOutput | RequestError) -> Answered:
@@ -99,7 +99,7 @@ class Prompts:
             "id": request.id,
             "request": f"{request.digest:016x}",
             "model": self._model,
-            **request.given,
+            **request.fields,
         }
         if isinstance(result, RequestError):
             return Answered({**line, "error": str(result)}, 0, str(result))

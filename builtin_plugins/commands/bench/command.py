@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     if options.json:
         print(json.dumps({**result, "each": runs}, indent=1))
     elif result["caches"]:
-        counts = ", ".join(f"{one['runs']} {name}" for name, one in result["caches"].items())
+        counts = ", ".join(f"{cache['runs']} {name}" for name, cache in result["caches"].items())
         print(f"{result['model']}: {counts} starts; median, least and most")
         print_tables(_tables(result["caches"]))
     return _INTERRUPTED if result["interrupted"] else 0
@@ -79,8 +79,8 @@ def _tables(caches: Mapping[str, Any]) -> Tables:
     for kind, unit, factor, digits in (("seconds", "s", 1.0, 2), ("bytes", "MiB", 1 / _MIB, 0)):
         for name in first[kind]:
             cells = []
-            for found in caches.values():
-                values = found[kind][name]
+            for cache in caches.values():
+                values = cache[kind][name]
                 cells += [f"{factor * values[key]:.{digits}f}" for key in ("median", "low", "high")]
             rows.append(
                 [

@@ -78,7 +78,7 @@ def _described(name: HubName) -> ModelInfo:
 
 
 def _verify(folder: Path, files: list[RepoSibling]) -> None:
-    """Check files by the SHA-256 that the hub states; remove one that differs.
+    """Check files by the SHA-256 of the hub; remove a file with another hash.
 
     Raises:
         HardpointError: one differs.
@@ -100,7 +100,7 @@ def _verify(folder: Path, files: list[RepoSibling]) -> None:
 
 
 def _folder_of(path: Path, files: list[str]) -> Path:
-    """Return the folder of a snapshot, of which a path is one of the files."""
+    """Return the folder of a snapshot from the path of one of its files."""
     depth = next(file for file in files if path.as_posix().endswith(file)).count("/")
     return path.parents[depth]
 

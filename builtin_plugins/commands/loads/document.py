@@ -79,7 +79,7 @@ def write_page(path: str, text: str) -> None:
 
 
 def remark(text: str) -> str:
-    """Return a paragraph about what went wrong."""
+    """Return a paragraph about errors of requests."""
     return f'<p class="wrong">{escape(text)}</p>'
 
 
@@ -117,8 +117,8 @@ def time_plots(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
             f"{title}: share of the requests that had it by then",
             line_plot(
                 [
-                    Series(name, [(x, place) for place, x in enumerate(one[key])])
-                    for name, one in curves.items()
+                    Series(name, [(x, place) for place, x in enumerate(curve[key])])
+                    for name, curve in curves.items()
                 ],
                 x_label="seconds",
                 y_label="%",
@@ -133,8 +133,8 @@ def time_plots(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
             "Time per further token: share of the requests",
             line_plot(
                 [
-                    Series(name, [(1e3 * x, place) for place, x in enumerate(one["tpot"])])
-                    for name, one in curves.items()
+                    Series(name, [(1e3 * x, place) for place, x in enumerate(curve["tpot"])])
+                    for name, curve in curves.items()
                 ],
                 x_label="milliseconds",
                 y_label="%",
@@ -148,8 +148,8 @@ def time_plots(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
         ("good", "Share that met the objective, by arrival", "%", 100.0, 100.0),
     ):
         series = [
-            Series(name, [(x, factor * y) for x, y in zip(one["time"], one[key], strict=True)])
-            for name, one in curves.items()
+            Series(name, [(x, factor * y) for x, y in zip(curve["time"], curve[key], strict=True)])
+            for name, curve in curves.items()
         ]
         plot = line_plot(series, x_label="seconds since the start", y_label=label, y_top=top)
         figures.append(figure(title, plot))

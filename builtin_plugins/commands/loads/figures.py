@@ -29,26 +29,34 @@ def group_tables(first: str, reports: Mapping[str, Mapping[str, Any]]) -> Tables
         first: header of the names of reports.
         reports: reports by their names.
     """
-    found: Tables = []
+    tables: Tables = []
     if any(report["tenants"] for report in reports.values()):
         headers = [first, "tenant", "requests", "TTFT p50", "p95", "TPOT p50", "p95", "in SLO"]
-        found.append(("by tenant", headers, _tenant_rows(reports)))
+        tables.append(("by tenant", headers, _tenant_rows(reports)))
     if any(report["conversations"] for report in reports.values()):
         headers = [first, "conversations", "turns", "duration p50", "p95"]
         headers += ["waited p50", "p95", "all turns in SLO"]
-        found.append(("by conversation", headers, _conversation_rows(reports)))
-    return found
+        tables.append(("by conversation", headers, _conversation_rows(reports)))
+    return tables
 
 
 def _tenant_rows(reports: Mapping[str, Mapping[str, Any]]) -> Rows:
     rows = []
     for name, report in reports.items():
         tenants = sorted(report["tenants"].items(), key=lambda item: -item[1]["finished"])
-        for tenant, found in tenants[:_MOST_TENANTS]:
-            ttft, tpot = found["ttft"], found["tpot"]
-            times = [milliseconds(one[key]) for one in (ttft, tpot) for key in ("p50", "p95")]
+        for tenant, tenant_report in tenants[:_MOST_TENANTS]:
+            ttft, tpot = tenant_report["ttft"], tenant_report["tpot"]
+            times = [
+                milliseconds(latency[key]) for latency in (ttft, tpot) for key in ("p50", "p95")
+            ]
             rows.append(
-                [name, tenant, str(found["finished"]), *times, percent(found["goodput_share"])]
+                [
+                    name,
+                    tenant,
+                    str(tenant_report["finished"]),
+                    *times,
+                    percent(tenant_report["goodput_share"]),
+                ]
             )
     return rows
 
@@ -56,22 +64,22 @@ def _tenant_rows(reports: Mapping[str, Mapping[str, Any]]) -> Rows:
 def _conversation_rows(reports: Mapping[str, Mapping[str, Any]]) -> Rows:
     rows = []
     for name, report in reports.items():
-        if found := report["conversations"]:
+        if conversations := report["conversations"]:
             times = [
-                f"{found[one][key]:.2f} s"
-                for one in ("seconds", "waited")
+                f"{conversations[figure][key]:.2f} s"
+                for figure in ("seconds", "waited")
                 for key in ("p50", "p95")
             ]
-            turns = f"{found['turns']:.1f}"
-            share = percent(found["goodput_share"])
-            rows.append([name, str(found["count"]), turns, *times, share])
+            turns = f"{conversations['turns']:.1f}"
+            share = percent(conversations["goodput_share"])
+            rows.append([name, str(conversations["count"]), turns, *times, share])
     return rows
 
 
 def milliseconds(seconds: float) -> str:
     """Return a time in milliseconds, with the digits that matter."""
-    found = 1e3 * seconds
-    return f"{found:.0f} ms" if found >= 100 else f"{found:.1f} ms"
+    duration = 1e3 * seconds
+    return f"{duration:.0f} ms" if duration >= 100 else f"{duration:.1f} ms"
 
 
 def percent(share: float) -> str:

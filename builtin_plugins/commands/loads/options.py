@@ -60,35 +60,35 @@ def load_of(options: argparse.Namespace, trace: str | None) -> dict[str, Any]:
         options: those of `add_load_options`.
         trace: path of a file; None is a synthetic load.
     """
-    found: dict[str, Any] = {"speed": options.speed}
+    fields: dict[str, Any] = {"speed": options.speed}
     if options.requests is not None:
-        found["limit"] = options.requests
+        fields["limit"] = options.requests
     if trace is None:
         for name in ("form", "hash_tokens"):
             if (value := getattr(options, name)) is not None:
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag}: expected a file as TRACE, got {value!r} and none")
-        found["synthetic"] = _synthetic(options.load)
-        return found
+        fields["synthetic"] = _synthetic(options.load)
+        return fields
     if options.load:
         raise ConfigError(f"--load: expected synthetic as TRACE, got {trace!r}")
-    found |= {"trace": trace, "form": options.form or "auto"}
+    fields |= {"trace": trace, "form": options.form or "auto"}
     if options.hash_tokens is not None:
-        found["block_size"] = options.hash_tokens
-    return found
+        fields["block_size"] = options.hash_tokens
+    return fields
 
 
 def _synthetic(settings: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for setting in settings:
         steps, text = split_setting(setting, "--load", "rate=4")
-        table = found
+        table = fields
         for step in steps[:-1]:
             table = table.setdefault(step, {})
             if not isinstance(table, dict):
                 raise ConfigError(f"--load {setting}: {step} is set to a value as well")
         table[steps[-1]] = parse_value(text)
-    return found
+    return fields
 
 
 def objective_of(options: argparse.Namespace) -> dict[str, float]:
@@ -105,10 +105,10 @@ def _positive(value: float, name: str) -> float:
     return value
 
 
-def varied(given: Sequence[str]) -> dict[str, list[str]]:
+def varied(arguments: Sequence[str]) -> dict[str, list[str]]:
     """Return the values of each setting that `--vary PATH=VALUE[,VALUE...]` names."""
     values: dict[str, list[str]] = {}
-    for setting in given:
+    for setting in arguments:
         steps, text = split_setting(setting, "--vary", VARY_EXAMPLE)
         values.setdefault(".".join(steps), []).extend(split_values(text))
     return values
@@ -144,7 +144,7 @@ def combinations(
     Raises:
         ConfigError: one is there twice.
     """
-    found: dict[str, dict[str, str]] = {}
+    variants: dict[str, dict[str, str]] = {}
     for combination in itertools.product(*values.values()):
         settings = dict(zip(values, combination, strict=True))
         parts = []
@@ -153,7 +153,7 @@ def combinations(
                 longer = f"{text} {units[path]}" if path in units else f"{path}={text}"
                 parts.append(text if path in short else longer)
         name = ", ".join(parts) or ", ".join(settings.values()) or "as configured"
-        if name in found:
+        if name in variants:
             raise ConfigError(f"variants: {name!r} is given twice")
-        found[name] = settings
-    return found
+        variants[name] = settings
+    return variants

@@ -1,4 +1,4 @@
-"""Plots as SVG inside of a page, whose styles give them their colours."""
+"""Plots as SVG inside of a page; the styles of the page set their colors."""
 
 from __future__ import annotations
 
@@ -39,21 +39,22 @@ def line_plot(
         log_x: whether x is logarithmic; values of at most 0 are left out then.
         y_top: greatest value of y; 0 is that of the curves.
     """
-    kept = [
-        Series(one.name, [(x, y) for x, y in one.points if x > 0 or not log_x]) for one in series
+    drawn = [
+        Series(curve.name, [(x, y) for x, y in curve.points if x > 0 or not log_x])
+        for curve in series
     ]
-    xs = [x for one in kept for x, _ in one.points]
-    ys = [y for one in kept for _, y in one.points]
+    xs = [x for curve in drawn for x, _ in curve.points]
+    ys = [y for curve in drawn for _, y in curve.points]
     if not xs:
         return '<p class="empty">No requests to show.</p>'
     across = _log_axis(min(xs), max(xs)) if log_x else _axis(0, max(xs), _LEFT, WIDTH - _RIGHT)
     up = _axis(0, y_top or max(ys), HEIGHT - _BOTTOM, _TOP)
     parts = [_frame(across, up, x_label, y_label)]
-    for number, one in enumerate(kept):
-        path = " ".join(f"{across.place(x):.1f},{up.place(y):.1f}" for x, y in one.points)
+    for number, curve in enumerate(drawn):
+        path = " ".join(f"{across.place(x):.1f},{up.place(y):.1f}" for x, y in curve.points)
         parts.append(
             f'<polyline class="line c{number % NUM_COLOURS}" points="{path}">'
-            f"<title>{escape(one.name)}</title></polyline>"
+            f"<title>{escape(curve.name)}</title></polyline>"
         )
     label = escape(f"{y_label} by {x_label}")
     return (

@@ -162,7 +162,7 @@ def _unchecked(
 
 
 def _package_files(distribution: importlib_metadata.Distribution, wheel: str) -> dict[str, str]:
-    """Return the hashes of the installed files, which are those of the wheel."""
+    """Return the hashes of the installed files, after a comparison with the wheel."""
     try:
         files = package_files(distribution)
         if wheel == INSTALLED:

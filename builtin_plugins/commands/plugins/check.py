@@ -105,10 +105,10 @@ def run_check(options: argparse.Namespace, context: CommandContext) -> int:
         "file_bytes": int(_positive(options.file_mib, "--file-mib") * _MIB),
         "num_files": _positive(options.files, "--files"),
     }
-    given = dict(map(_option, options.option))
+    values = dict(map(_option, options.option))
     config, config_sources = context.load_config()
     records = context.check_plugin(
-        config, config_sources, options.name, limits, given, options.against
+        config, config_sources, options.name, limits, values, options.against
     )
     if options.require_proof:
         records = _requiring_proof(records)
@@ -131,7 +131,7 @@ def _option(setting: str) -> tuple[str, Any]:
 
 
 def _requiring_proof(records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield records in which a check that is not proved counts as failed; then one of all those."""
+    """Yield records with unproved checks as failed ones, then a summary record."""
     unproved: dict[str, list[str]] = {}
     for record in records:
         if record["record"] == "check" and record["outcome"] == "not_proved":

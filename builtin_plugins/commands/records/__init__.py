@@ -1,1 +1,1 @@
-"""Commands on what an engine has recorded: journals and traces."""
+"""Commands on the records of an engine: journals and traces."""

@@ -1,4 +1,4 @@
-"""`hardpoint replay` and `hardpoint journal`: play back what an engine got, or export it."""
+"""`hardpoint replay` and `hardpoint journal`: replay or export a journal."""
 
 from __future__ import annotations
 
@@ -69,19 +69,19 @@ def _refuse_with_request(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{option}: expected no --request with it, which runs no engine")
 
 
-def _print_report(found: dict[str, object]) -> None:
-    for note in found["notes"] if isinstance(found["notes"], list) else ():
+def _print_report(report: dict[str, object]) -> None:
+    for note in report["notes"] if isinstance(report["notes"], list) else ():
         print(f"note: {note}", file=sys.stderr)
-    if found["difference"] is None:
+    if report["difference"] is None:
         print(
-            f"the same: {found['steps']} steps, {found['tokens']} tokens of {found['requests']} "
+            f"the same: {report['steps']} steps, {report['tokens']} tokens of {report['requests']} "
             "requests"
         )
     else:
-        print(f"differs after {found['steps']} steps and {found['tokens']} tokens")
-        print(found["difference"])
-        if count := found["num_differing"]:
-            print(f"requests with another token: {count} of {found['requests']}")
+        print(f"differs after {report['steps']} steps and {report['tokens']} tokens")
+        print(report["difference"])
+        if count := report["num_differing"]:
+            print(f"requests with another token: {count} of {report['requests']}")
 
 
 REPLAY = Command("replay", "run the engine of a journal again", _configure_replay, _run_replay)

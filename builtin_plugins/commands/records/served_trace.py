@@ -54,11 +54,11 @@ def served_trace(options: argparse.Namespace, prompt: str) -> Trace:
     else:
         path, body["prompt"] = "/v1/completions", prompt
     answer = post_json(options.url, path, body, option="--url", key=os.environ.get(API_KEY))
-    found = _read(options.url, answer)
+    content = _read(options.url, answer)
     return Trace(
         prompt=prompt,
-        num_prompt_tokens=found.usage.prompt_tokens,
-        completions=[choice.trace for choice in found.choices],
+        num_prompt_tokens=content.usage.prompt_tokens,
+        completions=[choice.trace for choice in content.choices],
     )
 
 

@@ -55,7 +55,7 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
 
 
 def _tried(find: Callable[[], str]) -> str:
-    """Return a fact; of one that cannot be found, the reason, which the report is about."""
+    """Return a fact, or the reason why it cannot be determined."""
     try:
         return find()
     except Exception as cause:
@@ -74,8 +74,8 @@ def _processor() -> list[str]:
     flags = fields.get("flags", fields.get("Features", "")).split()
     sets = [flag for flag in flags if flag.startswith(("avx", "amx", "asimd", "sve", "fma"))]
     count = len(os.sched_getaffinity(0))
-    found = [f"{name}, {platform.machine()}, {count} of {os.cpu_count()} cores usable"]
-    return [*found, *([" ".join(sets)] if sets else [])]
+    parts = [f"{name}, {platform.machine()}, {count} of {os.cpu_count()} cores usable"]
+    return [*parts, *([" ".join(sets)] if sets else [])]
 
 
 def _memory() -> list[str]:
@@ -102,13 +102,13 @@ def _torch() -> str:
 
 
 def _packages() -> list[str]:
-    found = []
+    packages = []
     for name in _PACKAGES:
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            packages.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return packages
 
 
 def _plugins(context: CommandContext) -> list[str]:
@@ -125,12 +125,12 @@ def _plugins(context: CommandContext) -> list[str]:
 
 
 def _environment() -> list[str]:
-    found = []
+    variables = []
     for name, value in sorted(os.environ.items()):
         if name.startswith(_VARIABLES):
             is_secret = any(word in name.upper() for word in _SECRETS)
-            found.append(f"{name}={'***' if is_secret else without_userinfo(value)}")
-    return found
+            variables.append(f"{name}={'***' if is_secret else without_userinfo(value)}")
+    return variables
 
 
 COMMAND = Command("info", "show versions, processor and plugins", _configure, _run)

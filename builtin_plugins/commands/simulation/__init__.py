@@ -1,4 +1,4 @@
-"""`hardpoint calibrate`, what steps take, and `hardpoint simulate`, what follows for requests."""
+"""`hardpoint calibrate` and `hardpoint simulate`: step times and simulated requests."""
 
 DEFAULT_FILE = "calibrated.json"
 """Where the cost of steps is written, and read from."""

@@ -1,4 +1,4 @@
-"""`hardpoint calibrate`: measures what steps of a model take on this machine."""
+"""`hardpoint calibrate`: measures the times of a model's steps on this machine."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def _print(cost: Mapping[str, Any], path: Path) -> None:
     residuals = cost["residuals"]
     print(f"{path}: {cost['model']} on {cost['machine']}")
     for name, of in (("decode", "steps of one token per request"), ("prompts", "with prompts")):
-        found = residuals[name]
+        residual = residuals[name]
         print(
-            f"  {found['steps']} {of}: error of half of them at most {found['p50']:.1%}, of 95 % "
-            f"{found['p95']:.1%}; of all together {found['bias']:+.1%}"
+            f"  {residual['steps']} {of}: error of half of them at most {residual['p50']:.1%}, "
+            f"of 95 % {residual['p95']:.1%}; of all together {residual['bias']:+.1%}"
         )
     if cost["disturbed"] > _DISTURBED:
         print(

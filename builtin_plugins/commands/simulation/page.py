@@ -32,13 +32,13 @@ def page(results: Mapping[str, Any], version: str) -> str:
         version: version of Hardpoint.
     """
     variants = results["variants"]
-    reports = {name: found["report"] for name, found in variants.items()}
+    reports = {name: variant["report"] for name, variant in variants.items()}
     shown = tables(reports, results["comparison"])
     parts = [
         aside(_about(results)),
         *map(remark, remarks(reports)),
         key(list(reports)),
-        time_plots({name: found["curves"] for name, found in variants.items()}),
+        time_plots({name: variant["curves"] for name, variant in variants.items()}),
         *(table(title or "Variants", headers, rows) for title, headers, rows in shown),
         aside(f"{_EXPLANATION} Hardpoint {version}."),
     ]

@@ -1,4 +1,4 @@
-"""`hardpoint simulate`: what other settings would do to the requests of a trace."""
+"""`hardpoint simulate`: the effect of other settings on the requests of a trace."""
 
 from __future__ import annotations
 
@@ -119,17 +119,17 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
 def _variants(options: argparse.Namespace, context: CommandContext) -> dict[str, EngineConfig]:
     values: dict[str, list[str]] = {}
     for option, path in _PATHS.items():
-        if given := getattr(options, option):
-            values[path] = [str(value) for value in given]
+        if arguments := getattr(options, option):
+            values[path] = [str(value) for value in arguments]
     for path, texts in varied(options.vary).items():
         values.setdefault(path, []).extend(texts)
     short = [_PATHS[name] for name in ("policy", "balancer", "eviction")]
-    found: dict[str, EngineConfig] = {}
+    configs: dict[str, EngineConfig] = {}
     for name, settings in combinations(values, short, {_PATHS["replicas"]: "replicas"}).items():
         changes = (f"{path}={text}" for path, text in settings.items())
-        found[name], sources = context.load_config(*changes)
-        context.load_catalog(found[name], sources)  # refuses unknown names, with their origin
-    return found
+        configs[name], sources = context.load_config(*changes)
+        context.load_catalog(configs[name], sources)  # refuses unknown names, with their origin
+    return configs
 
 
 COMMAND = Command(

@@ -53,7 +53,7 @@ def key_of(state: Mapping[str, Any]) -> str:
 
 
 def held(name: str) -> str:
-    """Return the name of a count of what is released, such as open connections."""
+    """Return the name of a count of resources that are released, such as open connections."""
     return _HELD + name
 
 
@@ -91,7 +91,7 @@ class Counts:
         return True
 
     def items(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield the counts whose names begin with a prefix, by the rest of their names."""
+        """Yield the counts with a name prefix, by the rest of their names."""
         for name, number in list(self._numbers.items()):
             if name.startswith(prefix):
                 yield name.removeprefix(prefix), number
@@ -190,12 +190,12 @@ class SharedCounts(Counts):
             return True
 
     def items(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield the counts whose names begin with a prefix, by the rest of their names."""
+        """Yield the counts with a name prefix, by the rest of their names."""
         with self._locked():
-            found = [
+            totals = [
                 (name, self._sum(row)) for row, name in self._used() if name.startswith(prefix)
             ]
-        for name, number in found:
+        for name, number in totals:
             yield name.removeprefix(prefix), number
 
     def take_from_rate(self, name: str, per_minute: int, now: float) -> float:
@@ -227,7 +227,7 @@ class SharedCounts(Counts):
             self._read_notes()
 
     def clear(self, column: int) -> None:
-        """Release what a process that has died held; its other counts stay."""
+        """Release the held counts of a dead process; its other counts stay."""
         with self._locked():
             for row, name in self._used():
                 if name.startswith(_HELD):
@@ -269,16 +269,16 @@ class SharedCounts(Counts):
 
     def _find(self, name: bytes) -> int:
         row = zlib.crc32(name) % _NUM_ROWS
-        while (found := self._name(row)) not in (b"", name):
+        while (row_name := self._name(row)) not in (b"", name):
             row = (row + 1) % _NUM_ROWS
-        if not found:
+        if not row_name:
             at = _NAMES_AT + row * _NAME_BYTES
             self._memory[at : at + len(name)] = name
             self._versions[3] += 1
         return row
 
     def _remove_unused(self) -> None:
-        now, width, kept = time.monotonic(), self.num_processes, []
+        now, width, used = time.monotonic(), self.num_processes, []
         for row, name in self._used():
             values = list(self._values[row * width : (row + 1) * width])
             if name.startswith(_RATE):
@@ -286,14 +286,14 @@ class SharedCounts(Counts):
             else:
                 is_used = any(values) or not name.startswith(_HELD)
             if is_used:
-                kept.append((self._name(row), values))
-        if len(kept) >= _NUM_ROWS * 3 // 4:
-            raise MemoryError(f"the workers have room for {len(kept)} counts, and need more")
+                used.append((self._name(row), values))
+        if len(used) >= _NUM_ROWS * 3 // 4:
+            raise MemoryError(f"the workers have room for {len(used)} counts, and need more")
         self._memory[_NAMES_AT:] = bytes(len(self._memory) - _NAMES_AT)
         self._versions[2] += 1
         self._versions[3] = 0
-        for found, values in kept:
-            row = self._find(found)
+        for row_name, values in used:
+            row = self._find(row_name)
             for index, value in enumerate(values):
                 self._values[row * width + index] = value
         self._rows, self._generation = {}, self._versions[2]
@@ -313,7 +313,7 @@ def _size(num_processes: int) -> int:
 
 
 def _short(name: str) -> bytes:
-    """Return a name, cut to its place; one that is too long ends with its hash."""
+    """Return a name cut to its place; a longer name ends with its hash."""
     data = name.encode(errors="replace").replace(b"\0", b"?")
     if len(data) <= _NAME_BYTES:
         return data

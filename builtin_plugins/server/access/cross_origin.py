@@ -55,9 +55,9 @@ class CrossOrigin:
 
         Browsers ask without a key.
         """
-        asked = _header(scope, b"access-control-request-method")
+        method = _header(scope, b"access-control-request-method")
         allowed = any(name == b"access-control-allow-origin" for name, _ in self.headers(scope))
-        if scope["method"] != "OPTIONS" or asked is None or not allowed:
+        if scope["method"] != "OPTIONS" or method is None or not allowed:
             return None
         response = Response(status_code=204)
         response.raw_headers += [
@@ -76,16 +76,16 @@ def checked_origins(origins: Collection[str]) -> frozenset[str]:
     Raises:
         ConfigError: one is malformed.
     """
-    found = frozenset(origin.lower() for origin in origins)
-    for origin in found:
+    names = frozenset(origin.lower() for origin in origins)
+    for origin in names:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ConfigError(
                 "server.allowed_origins: expected origins such as 'https://example.org', without "
                 f"a path or a slash at the end, or '*' for any, got {shown(origin, 100)}"
             )
-    return found
+    return names
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:
-    found: list[bytes] = [value for key, value in scope["headers"] if key == name]
-    return found[0] if found else None
+    values: list[bytes] = [value for key, value in scope["headers"] if key == name]
+    return values[0] if values else None

@@ -111,7 +111,7 @@ class Guard:
         )
 
     def _check_site(self, headers: dict[bytes, bytes]) -> None:
-        """Refuse what browsers load for other sites' pages without an Origin, such as images.
+        """Reject requests without an Origin from pages of other sites, such as images.
 
         A link to the server may be followed.
         """
@@ -139,34 +139,34 @@ def accepted_names(bound: str | None, allowed: Collection[str] | None) -> set[st
         names.add(_plain(bound))
     if bound in _ALL_ADDRESSES:
         # A web page can make neither of these its own: a bare host name has no public domain.
-        own = socket.gethostname().lower().rstrip(".")
-        short = own.partition(".")[0]
-        names |= {name for name in (own, short, f"{short}.local") if _HOST.fullmatch(name)}
+        host = socket.gethostname().lower().rstrip(".")
+        short = host.partition(".")[0]
+        names |= {name for name in (host, short, f"{short}.local") if _HOST.fullmatch(name)}
     return names
 
 
 def _host(header: str) -> str | None:
-    found = _HOST.fullmatch(header)
-    if found is None:
+    match = _HOST.fullmatch(header)
+    if match is None:
         return None
-    address, name = found[1], found[2]
+    address, name = match[1], match[2]
     if address is not None:
         return _plain(address) if _is_address(address) else None
     return _plain(name.removesuffix("."))
 
 
 def _checked_name(name: str) -> str:
-    found = (
+    host = (
         name
         if name == "*"
         else _host(f"[{name}]" if name.count(":") > 1 > name.count("[") else name)
     )
-    if found is None:
+    if host is None:
         raise ConfigError(
             f"server.allowed_hosts: expected names or addresses such as 'llm.example.org', or "
             f"'*' for any, got {shown(name, 100)}"
         )
-    return found
+    return host
 
 
 def _plain(name: str) -> str:

@@ -56,7 +56,7 @@ class _Settings(Strict):
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """A key's hash and whose it is.
+    """The hash of a key and its client.
 
     Attributes:
         digest: SHA-256 of the key; in no representation of the object.
@@ -79,7 +79,7 @@ class KeyStore:
         path: str | None,
         single: str | None = None,
         *,
-        what: str = "server.keys_file",
+        setting: str = "server.keys_file",
         admin: bool = False,
         apart_from: KeyStore | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -89,7 +89,7 @@ class KeyStore:
         Args:
             path: path of the TOML file; None if there is no file.
             single: a further key, of the client "default".
-            what: the field of the configuration that names the file, for messages.
+            setting: the field of the configuration that names the file, for messages.
             admin: whether they are keys of administrators.
             apart_from: keys that these must not be.
             clock: seconds.
@@ -98,7 +98,7 @@ class KeyStore:
             ConfigError: the file is wrong, or others may read or change it.
         """
         self._path = None if path is None else Path(path)
-        self._what, self._admin, self._clock = what, admin, clock
+        self._what, self._admin, self._clock = setting, admin, clock
         self._apart_from = apart_from
         self._single = (
             [] if single is None else [entry_of(single, Client(name="default", admin=admin))]
@@ -118,17 +118,17 @@ class KeyStore:
         return [entry.name for entry in self._entries]
 
     def find(self, key: str) -> Client | None:
-        """Return whose key it is. The time depends on the number of keys alone."""
+        """Return the entry of a key. The time depends on the number of keys alone."""
         entry = self._entry(key)
         return None if entry is None else entry.client
 
     def _entry(self, key: str) -> KeyEntry | None:
         digest = hashlib.sha256(key.encode("latin-1", "replace")).digest()
-        found: KeyEntry | None = None
+        match: KeyEntry | None = None
         for entry in self._entries:
             if hmac.compare_digest(entry.digest, digest):
-                found = entry
-        return found
+                match = entry
+        return match
 
     async def authenticate(
         self,
@@ -138,13 +138,13 @@ class KeyStore:
         """Return the client of the key in `Authorization: Bearer` or `x-api-key`, if it is one."""
         self.reload_changed()
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = [token.strip()] if scheme.lower() == "bearer" else []
+        keys = [token.strip()] if scheme.lower() == "bearer" else []
         if "x-api-key" in headers:
-            given.append(headers["x-api-key"].strip())
-        found: KeyEntry | None = None
-        for key in given:
-            found = self._entry(key) or found
-        return None if found is None else found.client
+            keys.append(headers["x-api-key"].strip())
+        entry: KeyEntry | None = None
+        for key in keys:
+            entry = self._entry(key) or entry
+        return None if entry is None else entry.client
 
     def reload_changed(self) -> None:
         """Read the file again if it is another one than before; look at most once a second."""
@@ -174,10 +174,10 @@ class KeyStore:
         if self._path is None:
             return None
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except OSError:
             return ()
-        return (found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)
+        return (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
 
     def _read(self) -> list[KeyEntry]:
         if self._path is None:
@@ -284,8 +284,8 @@ def stores_of(settings: ServerConfig, option: str | None) -> Stores:
     users = KeyStore(path, single) if single or path else None
     admin = None
     if settings.admin_keys_file is not None:
-        what = "server.admin_keys_file"
-        admin = KeyStore(settings.admin_keys_file, what=what, admin=True, apart_from=users)
+        setting = "server.admin_keys_file"
+        admin = KeyStore(settings.admin_keys_file, setting=setting, admin=True, apart_from=users)
     return Stores(users, admin)
 
 
@@ -294,7 +294,7 @@ def installed(store: KeyStore) -> InstalledExtension:
     return InstalledExtension("keys", "keys", Authenticator(authenticate=store.authenticate))
 
 
-def _read_private(path: Path, what: str) -> str:
+def _read_private(path: Path, setting: str) -> str:
     """Return the text of a file that no other user can read or change.
 
     Raises:
@@ -303,51 +303,51 @@ def _read_private(path: Path, what: str) -> str:
     try:
         folder, real = path.parent.resolve(strict=True), path.resolve(strict=True)
         if not real.is_relative_to(folder):
-            raise ConfigError(f"{what}: {str(path)!r} is a link out of its folder")
+            raise ConfigError(f"{setting}: {str(path)!r} is a link out of its folder")
         opened = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            _check_private(os.fstat(opened), path, what)
+            _check_private(os.fstat(opened), path, setting)
             content = os.read(opened, _MAX_BYTES + 1)
         finally:
             os.close(opened)
     except OSError as cause:
-        raise ConfigError(f"{what}: {str(path)!r} cannot be read: {cause.strerror}") from cause
+        raise ConfigError(f"{setting}: {str(path)!r} cannot be read: {cause.strerror}") from cause
     if len(content) > _MAX_BYTES:
-        raise ConfigError(f"{what}: {str(path)!r} has more than {_MAX_BYTES} bytes")
+        raise ConfigError(f"{setting}: {str(path)!r} has more than {_MAX_BYTES} bytes")
     try:
         return content.decode()
     except UnicodeDecodeError as cause:
-        raise ConfigError(f"{what}: expected UTF-8, got none at byte {cause.start}") from None
+        raise ConfigError(f"{setting}: expected UTF-8, got none at byte {cause.start}") from None
 
 
-def _check_private(found: os.stat_result, path: Path, what: str) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"{what}: {str(path)!r} is no plain file")
-    if found.st_uid not in (0, os.geteuid()):
-        raise ConfigError(f"{what}: {str(path)!r} belongs to neither this user nor root")
-    mode = stat.S_IMODE(found.st_mode)
+def _check_private(status: os.stat_result, path: Path, setting: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{setting}: {str(path)!r} is no plain file")
+    if status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(f"{setting}: {str(path)!r} belongs to neither this user nor root")
+    mode = stat.S_IMODE(status.st_mode)
     if mode & 0o027:
         raise ConfigError(
-            f"{what}: {str(path)!r} has the mode {mode:04o}, with which others can read it or its "
-            "group can change it; expected 0600 or 0640 (chmod 600)"
+            f"{setting}: {str(path)!r} has the mode {mode:04o}, with which others can read it or "
+            "its group can change it; expected 0600 or 0640 (chmod 600)"
         )
 
 
-def _parsed(text: str, what: str, *, admin: bool) -> list[KeyEntry]:
+def _parsed(text: str, setting: str, *, admin: bool) -> list[KeyEntry]:
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as cause:  # its text may quote the key
         place = re.search(r"\(at [^()]*\)$", str(cause))
         where = place[0] if place else "somewhere"
-        raise ConfigError(f"{what}: expected TOML, got something else {where}") from None
+        raise ConfigError(f"{setting}: expected TOML, got something else {where}") from None
     tables: Any = document.pop("key", None)
     if document:
-        raise ConfigError(f"{what}: expected tables [[key]] alone, got {next(iter(document))!r}")
+        raise ConfigError(f"{setting}: expected tables [[key]] alone, got {next(iter(document))!r}")
     if not isinstance(tables, list) or not tables:
-        raise ConfigError(f"{what}: expected at least one table [[key]]")
+        raise ConfigError(f"{setting}: expected at least one table [[key]]")
     if len(tables) > _MAX_KEYS:
-        raise ConfigError(f"{what}: expected at most {_MAX_KEYS} keys, got {len(tables)}")
-    return [_entry_of(table, f"{what}: key[{i}]", admin=admin) for i, table in enumerate(tables)]
+        raise ConfigError(f"{setting}: expected at most {_MAX_KEYS} keys, got {len(tables)}")
+    return [_entry_of(table, f"{setting}: key[{i}]", admin=admin) for i, table in enumerate(tables)]
 
 
 def _entry_of(table: Any, path: str, *, admin: bool) -> KeyEntry:
@@ -367,12 +367,12 @@ def _entry_of(table: Any, path: str, *, admin: bool) -> KeyEntry:
         case [str(key), None]:
             return entry_of(key, client)
         case [None, str(hashed)]:
-            found = _HASH.fullmatch(hashed)
-            if found is None:
+            match = _HASH.fullmatch(hashed)
+            if match is None:
                 raise ConfigError(
                     f'{path}.hash: expected "sha256:" and 64 hexadecimal digits in lower case'
                 )
-            entry = _entry(bytes.fromhex(found[1]), client)
+            entry = _entry(bytes.fromhex(match[1]), client)
         case _:
             raise ConfigError(f"{path}: expected either `hash` or `key`, as a text")
     return entry

@@ -20,9 +20,9 @@ def check_tls(settings: ServerConfig) -> bool:
     if certificate is None and key is None:
         return False
     if certificate is None or key is None:
-        missing, given = ("key", "certificate") if key is None else ("certificate", "key")
+        missing, present = ("key", "certificate") if key is None else ("certificate", "key")
         raise ConfigError(
-            f"server.tls_{missing}: expected a PEM file, because there is a tls_{given}"
+            f"server.tls_{missing}: expected a PEM file, because there is a tls_{present}"
         )
     contents = {}
     for name, path in (("certificate", certificate), ("key", key)):

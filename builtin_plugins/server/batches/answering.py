@@ -29,7 +29,7 @@ async def answer_lines(
     lines: Iterable[BatchLine],
     write: Callable[[BatchLine, BatchAnswer], None],
 ) -> None:
-    """Answer all lines; the requests are those of somebody whom the server's keys do not bind.
+    """Answer all lines for a client without limits of keys.
 
     Args:
         lines: taken when the engine has room for one; taking it may block.
@@ -56,7 +56,7 @@ async def answer_lines(
 
 
 class _OpenLines:
-    """The lines that are being answered, and those that others left no room for."""
+    """The lines in progress, and the lines that found no room."""
 
     def __init__(
         self,
@@ -85,8 +85,14 @@ class _OpenLines:
     def end(self, done: Iterable[asyncio.Task[Response]]) -> None:
         """Write answers; a line that was refused waits, unless there was nothing besides."""
         answers = [(self.running.pop(task), task.result()) for task in done]
-        is_alone = not self.running and all(one.status_code in _LATER for _, one in answers)
-        left = [] if is_alone else [line for line, one in answers if one.status_code in _LATER]
+        is_alone = not self.running and all(
+            line_answer.status_code in _LATER for _, line_answer in answers
+        )
+        left = (
+            []
+            if is_alone
+            else [line for line, line_answer in answers if line_answer.status_code in _LATER]
+        )
         for line, answer in answers:
             if is_alone or answer.status_code not in _LATER:
                 self._write(line, answer_to(line, answer))

@@ -83,7 +83,7 @@ def is_batch_line(text: str) -> bool:
 
 
 class BatchReader:
-    """Reads the lines of one file, of which each has a `custom_id` of its own."""
+    """Reads the lines of one file; each has a unique `custom_id`."""
 
     def __init__(self, name: str, model: str) -> None:
         """Begin a file.
@@ -97,7 +97,7 @@ class BatchReader:
         self._url: tuple[str, int] | None = None
 
     def read(self, number: int, text: str) -> BatchLine:
-        """Return a line; one that is wrong has a `problem`.
+        """Return a line; a wrong line has a `problem`.
 
         Raises:
             RequestError: an earlier line has the same `custom_id`, or another `url`.
@@ -238,8 +238,8 @@ class BatchAnswer(msgspec.Struct, frozen=True):
         usage = body.get("usage") if isinstance(body, dict) else None
         if not isinstance(usage, dict):
             return 0
-        found = usage.get("completion_tokens", usage.get("prompt_tokens"))
-        return found if isinstance(found, int) else 0
+        count = usage.get("completion_tokens", usage.get("prompt_tokens"))
+        return count if isinstance(count, int) else 0
 
 
 _OK = 200
@@ -249,7 +249,7 @@ ID_PREFIX: Literal["batch_req_"] = "batch_req_"
 def answer_to(
     line: BatchLine, answer: Response | None = None, problem: LineError | None = None
 ) -> BatchAnswer:
-    """Return the answer to a line: that of the route, or why there is none."""
+    """Return the answer to a line: the answer of the route, or the reason why there is none."""
     response = None
     if answer is not None:
         body = msgspec.json.decode(answer.body)

@@ -62,7 +62,7 @@ def texts(next_of: Callable[[int], bytes], name: str) -> Iterator[tuple[int, str
 
 
 def text_of(line: bytes, name: str, number: int) -> str:
-    """Return the text of a line; that of the first one may begin with a byte order mark.
+    """Return the text of a line; the first line may begin with a byte order mark.
 
     Raises:
         RequestError: it is not UTF-8.
@@ -94,10 +94,10 @@ def decoded(text: str, type_: Any = Any) -> Any:
 
 
 class LineIds:
-    """The ids of the lines of one file, of which each has its own."""
+    """The unique ids of the lines of one file."""
 
     def __init__(self, name: str, field: str) -> None:
-        """Know none yet; `name` is that of the file, `field` that of the id, for messages."""
+        """Begin without ids; `name` and `field` of the file and the id are for messages."""
         self._name, self._field = name, field
         self._lines: dict[str | int, int] = {}
 

@@ -1,4 +1,4 @@
-"""Answers in chunks with a list of choices: what OpenAI's older routes and vLLM's stream."""
+"""Streams of chunks with a list of choices, of OpenAI's older routes and vLLM's."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .dialect import AnswerWriter, ParsedRequest
 OutputT = TypeVar("OutputT")
 
 
-def identity_of(asked: ParsedRequest[Any], kind: str) -> dict[str, Any]:
+def identity_of(parsed: ParsedRequest[Any], kind: str) -> dict[str, Any]:
     """Return the first fields of an answer in OpenAI's shape, or of its chunks.
 
     Args:
         kind: the field `object`.
     """
     return {
-        "id": asked.answer_id,
+        "id": parsed.answer_id,
         "object": kind,
         "created": int(time.time()),
-        "model": asked.model,
+        "model": parsed.model,
     }
 
 
 class ChunkAnswer(AnswerWriter[OutputT]):
-    """Writes choices; what all chunks of a stream share is encoded once."""
+    """Writes choices; the common part of all chunks of a stream is encoded once."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The walk that every route which generates has in common; what differs is its dialect."""
+"""The common steps of all routes that generate; a dialect defines the differences."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AnswerWriter(ABC, Generic[OutputT]):
 
     @abstractmethod
     def events(self, outputs: AsyncGenerator[OutputT, None]) -> AsyncGenerator[bytes, None]:
-        """Yield the events, those of one output together.
+        """Yield the events; the events of one output come together.
 
         Raises:
             AnswerError: the answer ended with an error.
@@ -79,12 +79,12 @@ class AnswerWriter(ABC, Generic[OutputT]):
 def has_logprobs(body: Any) -> bool:
     """Return whether a body asks for log-probabilities of its answer."""
     params = getattr(body, "sampling_params", body)
-    asked = getattr(body if callable(params) else params, "logprobs", None)
-    return asked is not None and asked is not False
+    logprobs = getattr(body if callable(params) else params, "logprobs", None)
+    return logprobs is not None and logprobs is not False
 
 
 class Dialect(ABC, Generic[BodyT, OutputT]):
-    """A route that generates: its body, what it asks of the engine, and how it answers.
+    """A route that generates: its body, its engine request and its answer.
 
     Attributes:
         takes_messages: whether a body has messages, whose answers have the rest of the context by
@@ -117,15 +117,15 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
     async def respond(self, request: Request) -> Response:
         """Answer a request, whole or as the answer comes."""
         body: Any  # bodies have a model, a stream and a request_id
-        call, body = await self._service.read(request, self.body_type)
+        call, body = await self._service.requests.read(request, self.body_type)
         if isinstance(body, GenerationFields):
             body = body.resolved()
         model, adapter = await self._service.model(body.model)
         answer_id = new_id(self.id_prefix, body.request_id)
-        asked = ParsedRequest(
+        parsed = ParsedRequest(
             call, body, model, answer_id, engine_id(answer_id, body.request_id), adapter
         )
-        outputs, answer = await self.begin(asked)
+        outputs, answer = await self.begin(parsed)
         if has_logprobs(body):
             await load_token_bytes(self._service.engine.tokenizer)
         if not body.stream:
@@ -146,7 +146,7 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
 
     @abstractmethod
     async def begin(
-        self, asked: ParsedRequest[BodyT]
+        self, parsed: ParsedRequest[BodyT]
     ) -> tuple[AsyncGenerator[OutputT, None], AnswerWriter[OutputT]]:
         """Return the outputs of a request, which begin when they are asked for, and its answer.
 

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from hardpoint.builtin_plugins.server.bodies import decode_object
 from hardpoint.builtin_plugins.server.receiving import SMALL_BYTES
+from hardpoint.builtin_plugins.server.requests.bodies import decode_object
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Route
@@ -45,7 +45,7 @@ class InvocationRoute:
         Raises:
             AnswerError, RequestError: the body belongs to no route, or the route rejects it.
         """
-        async with self._service.receiver.body(request) as body:
+        async with self._service.requests.receiver.body(request) as body:
             content = bytes(body)
         limits = self._service.settings.limits
         if len(content) <= SMALL_BYTES:

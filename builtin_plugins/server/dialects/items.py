@@ -1,4 +1,4 @@
-"""Answers that are items of several kinds: what Anthropic's and OpenAI's newer routes stream."""
+"""Answers with items of several kinds, as Anthropic's and OpenAI's newer routes stream them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Kind = Literal["reasoning", "text", "call"]
 
 
 class ItemAnswer(AnswerWriter[RequestOutput]):
-    """Writes reasoning, text and calls as items, of which at most one is open."""
+    """Writes reasoning, text and calls as items; at most one item is open."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._usage = UsageCount(tokenizer)
@@ -52,7 +52,7 @@ class ItemAnswer(AnswerWriter[RequestOutput]):
     async def events(
         self, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the events, those of one output together if they are small; see the base."""
+        """Yield the events, small ones of one output together; see the base."""
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 self._usage.add(output)
@@ -83,7 +83,7 @@ class ItemAnswer(AnswerWriter[RequestOutput]):
             yield from self._first()
 
     def _parts(self, completion: CompletionOutput) -> Iterator[bytes]:
-        """Yield the events of what is new: reasoning, text, calls."""
+        """Yield the events of new reasoning, text and calls."""
         going_on, begun = split_calls(completion.tool_calls, self._call)
         yield from self._called(going_on)
         if completion.reasoning:
@@ -110,7 +110,7 @@ class ItemAnswer(AnswerWriter[RequestOutput]):
 
     @abstractmethod
     def _delta(self, text: str) -> bytes:
-        """Return the event of what is new of the open item."""
+        """Return the event of new text of the open item."""
 
     def _text_delta(self, text: str, before: str | None) -> bytes:  # noqa: ARG002
         """Return the event of new text.
@@ -128,7 +128,7 @@ class ItemAnswer(AnswerWriter[RequestOutput]):
 def split_calls(
     calls: Sequence[ToolCall] | None, opened: ToolCall | None
 ) -> tuple[Sequence[ToolCall], Sequence[ToolCall]]:
-    """Return the parts of calls that go on with an open one, and those that begin others.
+    """Return the parts of calls that continue an open call, and the parts that begin calls.
 
     What goes on with a call comes before any text of the same output.
 
@@ -136,10 +136,10 @@ def split_calls(
         calls: parts of one output.
         opened: the open call, if there is one.
     """
-    given = calls or ()
+    parts = calls or ()
     index = None if opened is None else opened.index
-    going_on = [call for call in given if call.index == index]
-    return going_on, [call for call in given if call.index != index]
+    going_on = [call for call in parts if call.index == index]
+    return going_on, [call for call in parts if call.index != index]
 
 
 def in_order(content: str | None, calls: Iterable[ToolCall]) -> Iterator[str | ToolCall]:

@@ -73,7 +73,7 @@ _NAMES: Renaming = (
 
 
 class OutputSchemaFormat(Strict, tag_field="type", tag="json_schema"):
-    """JSON of a schema, every keyword of which is enforced."""
+    """JSON of a schema; every keyword is enforced."""
 
     schema: dict[str, Any]
 
@@ -90,7 +90,7 @@ class OutputConfig(Strict):
 
 
 def _prepared(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a body after a check for what is known and not supported; see `Service.read`.
+    """Return a body after a check for unsupported fields; see `RequestReader.read`.
 
     Raises:
         RequestError: there is such a thing.
@@ -128,14 +128,14 @@ class MessagesRequest(GenerationFields):
 
     def answer_forms(self) -> dict[str, dict[str, Any]]:
         """Return the fields for the form of the answer; see the base."""
-        found = super().answer_forms()
+        forms = super().answer_forms()
         if self.output_config.format is not None:
-            found["output_config.format"] = {"json": self.output_config.format.schema}
-        return found
+            forms["output_config.format"] = {"json": self.output_config.format.schema}
+        return forms
 
 
 class CountTokensRequest(Strict):
-    """A conversation whose tokens are to be counted; fields are those of `MessagesRequest`."""
+    """A conversation to count tokens of, with the fields of `MessagesRequest`."""
 
     ignored: ClassVar[Mapping[str, str]] = _IGNORED
     refused: ClassVar[Mapping[str, str]] = _REFUSED
@@ -185,10 +185,10 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation."""
-        call, asked = await self._service.read(request, CountTokensRequest)
-        await self._service.model(asked.model)
-        check_limits(asked, self._service.settings.limits)
-        conversation = self._conversation(call, asked)
+        call, body = await self._service.requests.read(request, CountTokensRequest)
+        await self._service.model(body.model)
+        check_limits(body, self._service.settings.limits)
+        conversation = self._conversation(call, body)
 
         async def counted() -> TokenCount:
             prompt = await self._service.engine.model.apply_chat_template(**conversation)
@@ -197,48 +197,48 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
         return await self._service.answer(request, call, counted)
 
     async def begin(
-        self, asked: ParsedRequest[MessagesRequest]
+        self, parsed: ParsedRequest[MessagesRequest]
     ) -> tuple[AsyncGenerator[RequestOutput, None], MessageAnswer]:
         """Return the outputs and the answer; see the base."""
-        answer = MessageAnswer(self._service.engine.tokenizer, asked, asked.body.max_tokens)
-        return renamed(self._outputs(asked), _NAMES, asked.body), answer
+        answer = MessageAnswer(self._service.engine.tokenizer, parsed, parsed.body.max_tokens)
+        return renamed(self._outputs(parsed), _NAMES, parsed.body), answer
 
     def _outputs(
-        self, asked: ParsedRequest[MessagesRequest]
+        self, parsed: ParsedRequest[MessagesRequest]
     ) -> AsyncGenerator[RequestOutput, None]:
-        engine, body = self._service.engine, asked.body
+        engine, body = self._service.engine, parsed.body
         fields: dict[str, Any] = {"max_tokens": body.max_tokens}
         if body.stop_sequences:
             fields["stop"] = body.stop_sequences
         params = self._params(body, **fields)
         parallel = not getattr(body.tool_choice, "disable_parallel_tool_use", False)
-        given: dict[str, Any] = {
-            **self._conversation(asked.call, body),
-            "request_id": asked.request_id,
+        arguments: dict[str, Any] = {
+            **self._conversation(parsed.call, body),
+            "request_id": parsed.request_id,
             "parallel_tool_calls": parallel,
-            **self._service.extras(asked.call, body, asked.adapter),
+            **self._service.extras(parsed.call, body, parsed.adapter),
         }
         if not isinstance(body.thinking, EnabledThinking):
-            return engine.chat(sampling_params=params, **given)
+            return engine.chat(sampling_params=params, **arguments)
         if body.thinking_token_budget is not UNSET:
             raise RequestError("thinking_token_budget: expected none together with thinking")
         budget = body.thinking.budget_tokens
         limited = msgspec.structs.replace(params, thinking_token_budget=budget)
         return _limited(
-            engine.chat(sampling_params=limited, **given),
-            lambda: engine.chat(sampling_params=params, **given),
+            engine.chat(sampling_params=limited, **arguments),
+            lambda: engine.chat(sampling_params=params, **arguments),
         )
 
     def _conversation(
-        self, call: Call, asked: MessagesRequest | CountTokensRequest
+        self, call: Call, body: MessagesRequest | CountTokensRequest
     ) -> dict[str, Any]:
         """Return a conversation as the engine takes it.
 
         Raises:
             RequestError: it is malformed or too long.
         """
-        conversation = MessageConverter(asked.system)
-        for index, message in enumerate(asked.messages):
+        conversation = MessageConverter(body.system)
+        for index, message in enumerate(body.messages):
             conversation.add(message, f"messages[{index}]")
         messages = conversation.messages
         check_images(self._service.engine, messages, "image")
@@ -247,18 +247,18 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
         last = messages[-1]
         if "tool_calls" in last:
             raise RequestError(
-                f"messages[{len(asked.messages) - 1}]: expected a message with the tool_result of "
+                f"messages[{len(body.messages) - 1}]: expected a message with the tool_result of "
                 "each tool_use after it"
             )
-        tools = None if asked.tools is None else [tool.plain() for tool in asked.tools]
+        tools = None if body.tools is None else [tool.plain() for tool in body.tools]
         self._service.check_prompt(messages, tools, name="messages")
         return {
             "messages": with_owner(messages, self._service.owner_of(call)),
             "tools": tools,
-            "tool_choice": _choice(asked.tool_choice),
+            "tool_choice": _choice(body.tool_choice),
             "continue_final_message": last["role"] == "assistant",
             "chat_template_kwargs": _variables(
-                asked, self._service.engine.tokenizer.chat_template or ""
+                body, self._service.engine.tokenizer.chat_template or ""
             ),
         }
 
@@ -303,13 +303,13 @@ def _choice(choice: Choice | None) -> Any:
     return "auto"
 
 
-def _variables(asked: MessagesRequest | CountTokensRequest, template: str) -> dict[str, Any] | None:
-    variables = dict(asked.chat_template_kwargs or {})
-    effort: str | None = asked.output_config.effort
-    if isinstance(asked.thinking, DisabledThinking):
+def _variables(body: MessagesRequest | CountTokensRequest, template: str) -> dict[str, Any] | None:
+    variables = dict(body.chat_template_kwargs or {})
+    effort: str | None = body.output_config.effort
+    if isinstance(body.thinking, DisabledThinking):
         effort = "none"
-    elif asked.thinking is not None and "enable_thinking" in template:
+    elif body.thinking is not None and "enable_thinking" in template:
         variables.setdefault("enable_thinking", True)
-    if asked.thinking is not None and asked.enable_thinking is not None:
+    if body.thinking is not None and body.enable_thinking is not None:
         raise RequestError("thinking and enable_thinking: expected one of them, got both")
-    return reasoning_variables(template, effort, variables, enable_thinking=asked.enable_thinking)
+    return reasoning_variables(template, effort, variables, enable_thinking=body.enable_thinking)

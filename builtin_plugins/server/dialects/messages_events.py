@@ -46,7 +46,7 @@ OutputBlock = OutputThinkingBlock | OutputTextBlock | OutputToolUseBlock
 
 
 class ThinkingDetails(msgspec.Struct):
-    """Of the answer's tokens, those of the thinking."""
+    """The reasoning tokens of an answer."""
 
     thinking_tokens: int
 
@@ -92,11 +92,11 @@ def _usage(count: UsageCount, *, whole: bool = True) -> MessageUsage:
     if usage.prompt_tokens_details is not None:
         cached = usage.prompt_tokens_details.cached_tokens
     output_tokens = usage.completion_tokens if whole else 0
-    found = MessageUsage(usage.prompt_tokens - cached, 0, cached, output_tokens)
+    message_usage = MessageUsage(usage.prompt_tokens - cached, 0, cached, output_tokens)
     if whole and usage.completion_tokens_details is not None:
         thinking = usage.completion_tokens_details.reasoning_tokens
-        found.output_tokens_details = ThinkingDetails(thinking)
-    return found
+        message_usage.output_tokens_details = ThinkingDetails(thinking)
+    return message_usage
 
 
 def _ended(completion: CompletionOutput, num_tokens: int, max_tokens: int) -> dict[str, Any]:
@@ -129,7 +129,7 @@ _DELTAS: dict[Kind, tuple[str, str]] = {
 
 
 class MessageAnswer(ItemAnswer):
-    """Writes a message; what the deltas of a block share, once.
+    """Writes a message; the common part of the deltas of a block is encoded once.
 
     A call is held back until it has ended: a client that runs calls as their blocks end must get no
     half ones, and the text of a broken call is text.
@@ -137,9 +137,9 @@ class MessageAnswer(ItemAnswer):
 
     heartbeat = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(self, tokenizer: Tokenizer, asked: ParsedRequest[Any], max_tokens: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, parsed: ParsedRequest[Any], max_tokens: int) -> None:
         super().__init__(tokenizer)
-        self._id, self._model, self._max_tokens = asked.answer_id, asked.model, max_tokens
+        self._id, self._model, self._max_tokens = parsed.answer_id, parsed.model, max_tokens
         self._arguments: list[str] = []
         self._head = b""
 

@@ -245,7 +245,7 @@ def _refuse(blocks: Any, path: str) -> None:
 
 
 def refuse_server_tools(tools: Any) -> None:
-    """Raise an error if a tool is not one that the caller runs.
+    """Raise an error if the caller does not run a tool.
 
     Raises:
         RequestError: there is one.

@@ -43,7 +43,7 @@ class RenderRoute:
 
     async def render(self, request: Request) -> Response:
         """Answer with the tokens and the sampling parameters of a conversation."""
-        call, body = await self._service.read(request, ChatCompletionRequest)
+        call, body = await self._service.requests.read(request, ChatCompletionRequest)
         body = body.resolved()
         model, _ = await self._service.model(body.model)
 

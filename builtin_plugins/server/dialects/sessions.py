@@ -18,6 +18,7 @@ from starlette.websockets import WebSocket
 from hardpoint.builtin_plugins.server.access.counts import held
 from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorDetail
 from hardpoint.builtin_plugins.server.operations.traffic import count_tokens_of
+from hardpoint.builtin_plugins.server.requests.reading import call_of
 from hardpoint.builtin_plugins.server.routes.answers import (
     Usage,
     UsageCount,
@@ -29,7 +30,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     TEXT_REFUSED,
     SamplingFields,
 )
-from hardpoint.builtin_plugins.server.service import Service, call_of
+from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.errors import ConversationEndedError, HardpointError
 from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.plugins.requests import AdapterScale
@@ -93,7 +94,7 @@ _OF_OPENING = (*SessionQuery.__struct_fields__, "tags")
 
 
 class InputCommit(SamplingFields):
-    """The start of a turn; without fields, its parameters are those of the turn before."""
+    """The start of a turn; without fields, it has the parameters of the turn before."""
 
     refused: ClassVar[Mapping[str, str]] = {
         **TEXT_REFUSED,
@@ -213,9 +214,9 @@ class SessionRoutes:
 
     async def release(self, request: Request) -> Response:
         """Release a session of the client that calls."""
-        call, asked = await self._service.read(request, ReleaseRequest)
+        call, body = await self._service.requests.read(request, ReleaseRequest)
         session = request.path_params["session"]
-        salt = self._service.extras(call, asked)["cache_salt"]
+        salt = self._service.extras(call, body)["cache_salt"]
 
         async def work() -> ReleasedSession:
             arguments = {"session": session, "cache_salt": salt}
@@ -278,12 +279,12 @@ class SessionRoutes:
 
 
 def _opening(connection: HTTPConnection) -> SessionQuery:
-    given: dict[str, Any] = {}
+    query: dict[str, Any] = {}
     for name, value in connection.query_params.multi_items():
-        if name in given:
+        if name in query:
             raise RequestError(f"{name}: expected it once in the query, got it several times")
-        given[name] = value if name in _TEXTS else _decoded(value)
-    return convert(given, SessionQuery, path="", error=RequestError)
+        query[name] = value if name in _TEXTS else _decoded(value)
+    return convert(query, SessionQuery, path="", error=RequestError)
 
 
 def _decoded(value: str) -> Any:
@@ -361,36 +362,36 @@ class _Talk:
         if (text := message.get("text")) is None:
             raise RequestError("message: expected a text, got bytes")
         content = text.encode()
-        fields = await self._service.read_message(self._call, content)
+        fields = await self._service.requests.read_message(self._call, content)
         kind = fields.pop("type", None)
         if not isinstance(kind, str) or kind not in _MESSAGES:
             known = ", ".join(map(repr, _MESSAGES))
             raise RequestError(f"type: expected one of {known}, got {shown(kind, 100)}")
-        asked = await self._service.checked(content, fields, _MESSAGES[kind])
-        match asked:
+        message_body = await self._service.requests.checked(content, fields, _MESSAGES[kind])
+        match message_body:
             case InputAppend():
-                self._service.check_prompt(asked.text, name="text")
-                await self._conversation.append(asked.text)
+                self._service.check_prompt(message_body.text, name="text")
+                await self._conversation.append(message_body.text)
             case InputCommit():
-                await self._commit(asked.resolved(), has_fields=bool(fields))
+                await self._commit(message_body.resolved(), has_fields=bool(fields))
             case _:
                 await self._conversation.cancel()
 
-    async def _commit(self, asked: InputCommit, *, has_fields: bool) -> None:
+    async def _commit(self, body: InputCommit, *, has_fields: bool) -> None:
         if self._turn is not None:
             raise RequestError("input.commit: a turn runs; wait for its response.done")
         self._websocket.scope["state"]["client"] = await self._websocket.state.ask_again()
         params: SamplingParams | None = None
         if has_fields or not self._tokens.prompt_tokens:
             limits = self._service.settings.limits
-            own: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA}
-            if asked.max_tokens is not None:
-                own["max_tokens"] = asked.max_tokens
+            settings: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA}
+            if body.max_tokens is not None:
+                settings["max_tokens"] = body.max_tokens
             defaults = self._service.engine.model.default_sampling_params()
-            params = asked.sampling_params(defaults, limits, **own)
-        self._turn = asyncio.ensure_future(self._answering(self._run_turn(params, asked)))
+            params = body.sampling_params(defaults, limits, **settings)
+        self._turn = asyncio.ensure_future(self._answering(self._run_turn(params, body)))
 
-    async def _run_turn(self, params: SamplingParams | None, asked: InputCommit) -> None:
+    async def _run_turn(self, params: SamplingParams | None, body: InputCommit) -> None:
         """Send a turn's answer as it comes.
 
         Raises:
@@ -414,7 +415,7 @@ class _Talk:
                         if completion.text:
                             await self._send(ResponseDelta(turn, completion.text))
             except RequestError as error:
-                raise type(error)(asked.own_names(str(error))) from error
+                raise type(error)(body.own_names(str(error))) from error
             finally:
                 self._tokens.add(count)
             await count.measure(self._service.engine.model.tokenize)

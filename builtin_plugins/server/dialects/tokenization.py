@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.requests.reading import call_of
 from hardpoint.builtin_plugins.server.routes.compatibility_fields import (
     ThinkingMode,
     drop_thinking,
@@ -22,7 +23,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
 )
 from hardpoint.builtin_plugins.server.routes.images import with_owner
 from hardpoint.builtin_plugins.server.routes.models import json_response
-from hardpoint.builtin_plugins.server.service import Service, call_of
+from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import (
     RequestError,
 )
@@ -181,54 +182,54 @@ class TokenRoutes:
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text or a conversation."""
         call = call_of(request)
-        asked = await self._service.read_plain(request, TokenizeRequest)
-        await self._service.model(asked.model)
-        return json_response(await self._service.run(request, lambda: self._tokenized(call, asked)))
+        body = await self._service.requests.read_plain(request, TokenizeRequest)
+        await self._service.model(body.model)
+        return json_response(await self._service.run(request, lambda: self._tokenized(call, body)))
 
-    async def _tokenized(self, call: Call, asked: TokenizeRequest) -> Tokenized:
-        tokens = await self._tokens(call, asked)
+    async def _tokenized(self, call: Call, body: TokenizeRequest) -> Tokenized:
+        tokens = await self._tokens(call, body)
         longest = self._service.engine.config.max_model_len
         answer = Tokenized(len(tokens), longest if isinstance(longest, int) else None, tokens)
-        if asked.return_token_strs:
+        if body.return_token_strs:
             answer.token_strs = await asyncio.to_thread(self._texts, tokens)
         return answer
 
-    async def _tokens(self, call: Call, asked: TokenizeRequest) -> list[int]:
+    async def _tokens(self, call: Call, body: TokenizeRequest) -> list[int]:
         engine = self._service.engine
-        if (asked.prompt is None) == (asked.messages is None):
+        if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt and messages: expected one of them")
-        if asked.prompt is not None:
-            if asked.chat_template:
+        if body.prompt is not None:
+            if body.chat_template:
                 raise RequestError(
                     f"chat_template: expected none with a prompt, for templates are of "
-                    f"conversations, got {asked.chat_template!r}"
+                    f"conversations, got {body.chat_template!r}"
                 )
-            self._service.check_prompt(asked.prompt)
-            special = asked.add_special_tokens is not False
-            return await engine.model.tokenize(asked.prompt, add_special_tokens=special)
-        messages = plain_messages(asked.messages or ())
-        tools = plain_tools(asked.tools)
+            self._service.check_prompt(body.prompt)
+            special = body.add_special_tokens is not False
+            return await engine.model.tokenize(body.prompt, add_special_tokens=special)
+        messages = plain_messages(body.messages or ())
+        tools = plain_tools(body.tools)
         self._service.check_prompt(messages, tools, name="messages")
         rendered = await engine.model.apply_chat_template(
             with_owner(messages, self._service.owner_of(call)),
             tools=tools,
-            add_generation_prompt=asked.add_generation_prompt,
-            continue_final_message=asked.continue_final_message,
-            chat_template=asked.chat_template or None,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template=body.chat_template or None,
             chat_template_kwargs=reasoning_variables(
                 engine.tokenizer.chat_template,
-                asked.reasoning_effort,
-                asked.chat_template_kwargs,
-                enable_thinking=asked.enable_thinking,
-                thinking=asked.thinking,
+                body.reasoning_effort,
+                body.chat_template_kwargs,
+                enable_thinking=body.enable_thinking,
+                thinking=body.thinking,
             ),
         )
-        if asked.add_special_tokens and "multi_modal_data" in rendered:
+        if body.add_special_tokens and "multi_modal_data" in rendered:
             raise RequestError(
                 "add_special_tokens: expected false for a conversation with images, whose template "
                 "writes them"
             )
-        if asked.add_special_tokens:
+        if body.add_special_tokens:
             return await engine.model.tokenize(rendered["prompt"], add_special_tokens=True)
         return await engine.model.prompt_tokens(rendered)
 
@@ -238,19 +239,19 @@ class TokenRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""
-        asked = await self._service.read_plain(request, DetokenizeRequest)
-        await self._service.model(asked.model)
+        body = await self._service.requests.read_plain(request, DetokenizeRequest)
+        await self._service.model(body.model)
         tokenizer = self._service.engine.tokenizer
         with contextlib.suppress(NotImplementedError):  # without details of the request
             size = tokenizer.vocab_size
-            for index, token in enumerate(asked.tokens):
+            for index, token in enumerate(body.tokens):
                 if token >= size:
                     raise RequestError(
                         f"tokens[{index}]: expected a token id below {size}, got {token}"
                     )
 
         def decode() -> str:
-            return tokenizer.decode(asked.tokens, skip_special_tokens=asked.skip_special_tokens)
+            return tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
 
         text = await self._service.run(request, lambda: asyncio.to_thread(decode))
         return json_response(Detokenized(text))

@@ -133,7 +133,7 @@ class GenerateRequest(Strict):
 
     @staticmethod
     def prepared(fields: dict[str, Any]) -> dict[str, Any]:
-        """Return a body whose sampling parameters are all in their place; see `Service.read`.
+        """Return a body with all sampling parameters in their place; see `RequestReader.read`.
 
         Raises:
             RequestError: a sampling parameter is outside of them, or is not supported.
@@ -149,7 +149,7 @@ class GenerateRequest(Strict):
 
 
 class GeneratedChoice(msgspec.Struct, kw_only=True):
-    """One completion, or what is new of it."""
+    """One completion, or the new part of it."""
 
     index: int
     token_ids: list[int]
@@ -191,32 +191,32 @@ class GenerateDialect(Dialect[GenerateRequest, RequestOutput]):
     id_prefix = ""
 
     async def begin(
-        self, asked: ParsedRequest[GenerateRequest]
+        self, parsed: ParsedRequest[GenerateRequest]
     ) -> tuple[AsyncGenerator[RequestOutput, None], GeneratedAnswer]:
         """Return the outputs and the answer; see the base."""
-        body = asked.body
+        body = parsed.body
         params = self._params_of(body)
-        extras = self._service.extras(asked.call, body, asked.adapter)
+        extras = self._service.extras(parsed.call, body, parsed.adapter)
         generate = self._service.engine.generate
         prompt: list[int] | dict[str, Any] = body.token_ids
-        if (given := body.output_token_ids) is not None:
-            prompt = {"prompt_token_ids": body.token_ids, "output_token_ids": given}
-        outputs = generate(prompt, params, asked.request_id, **extras)
+        if (output_ids := body.output_token_ids) is not None:
+            prompt = {"prompt_token_ids": body.token_ids, "output_token_ids": output_ids}
+        outputs = generate(prompt, params, parsed.request_id, **extras)
         outputs = renamed(renamed(outputs, (), body.sampling_params), _NAMES)
-        return outputs, GeneratedAnswer(self._service, asked)
+        return outputs, GeneratedAnswer(self._service, parsed)
 
-    def _params_of(self, asked: GenerateRequest) -> SamplingParams:
-        given = asked.sampling_params
-        if asked.stream_options is not None and not asked.stream:
+    def _params_of(self, body: GenerateRequest) -> SamplingParams:
+        sampling = body.sampling_params
+        if body.stream_options is not None and not body.stream:
             raise RequestError("stream_options: expected stream to be true with it")
-        fields: dict[str, Any] = {"logprobs": given.logprobs}
-        kind = RequestOutputKind.DELTA if asked.stream else RequestOutputKind.FINAL_ONLY
+        fields: dict[str, Any] = {"logprobs": sampling.logprobs}
+        kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
         try:
-            given.check_place()
-            given = given.resolved()
-            if given.max_tokens is not None:
-                fields["max_tokens"] = given.max_tokens
-            params = self._params(given, output_kind=kind, **fields)
+            sampling.check_place()
+            sampling = sampling.resolved()
+            if sampling.max_tokens is not None:
+                fields["max_tokens"] = sampling.max_tokens
+            params = self._params(sampling, output_kind=kind, **fields)
             # Stop strings and checks of the answer need its text.
             needs_text = bool(params.stop or params.bad_words) or params.structured is not None
             params = msgspec.structs.replace(params, detokenize=needs_text)
@@ -225,20 +225,20 @@ class GenerateDialect(Dialect[GenerateRequest, RequestOutput]):
         try:
             return params.checked()
         except RequestError as error:
-            message = given.own_names(str(error))
+            message = sampling.own_names(str(error))
             raise RequestError(f"sampling_params.{message}") from None
 
 
 class GeneratedAnswer(ChunkAnswer[RequestOutput]):
     """Writes the answer to tokens."""
 
-    def __init__(self, service: Service, asked: ParsedRequest[GenerateRequest]) -> None:
-        options = asked.body.stream_options
-        ids = [asked.request_id] if options is not None and options.include_progress else []
-        super().__init__(service, {"request_id": asked.answer_id}, options, ids)
-        self._id, self._params = asked.answer_id, asked.body.sampling_params
-        given = None if asked.body.stream else asked.body.output_token_ids
-        self._num_given = [len(token_ids or ()) for token_ids in given or ()]
+    def __init__(self, service: Service, parsed: ParsedRequest[GenerateRequest]) -> None:
+        options = parsed.body.stream_options
+        ids = [parsed.request_id] if options is not None and options.include_progress else []
+        super().__init__(service, {"request_id": parsed.answer_id}, options, ids)
+        self._id, self._params = parsed.answer_id, parsed.body.sampling_params
+        output_ids = None if parsed.body.stream else parsed.body.output_token_ids
+        self._num_given = [len(token_ids or ()) for token_ids in output_ids or ()]
         self._begun = False
 
     async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> Generated:
@@ -256,7 +256,7 @@ class GeneratedAnswer(ChunkAnswer[RequestOutput]):
         )
 
     def _chunks(self, output: RequestOutput) -> bytes:
-        """Return the event of an output: its completions, and at first what belongs to the prompt.
+        """Return the event of an output: its completions, and at first the fields of the prompt.
 
         Raises:
             AnswerError: a completion ended with an error.

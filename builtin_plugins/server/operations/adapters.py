@@ -97,7 +97,7 @@ class Loaded:
 
 
 class ServedAdapters:
-    """The loaded adapters by name. One that is not loaded is looked up once, however many ask."""
+    """The loaded adapters by name. Concurrent requests look up an unloaded adapter once."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class ServedAdapters:
         self._changes = self._last_number = 0
 
     async def listed(self) -> list[Loaded]:
-        """Return the adapters that the engine holds, those that others have loaded too."""
+        """Return the adapters of the engine, including adapters that other clients loaded."""
         await self._refresh()
         return list(self._loaded.values())
 
@@ -155,24 +155,24 @@ class ServedAdapters:
         await self._refresh()
         if (loaded := self._loaded.get(name)) is not None:
             return loaded.request
-        found = await self._check_engine().resolve(name)
-        if found is None:
+        adapter = await self._check_engine().resolve(name)
+        if adapter is None:
             return None
-        path = found.path if isinstance(found, LoRARequest) else str(found)
-        content_hash = found.content_hash if isinstance(found, LoRARequest) else ""
+        path = adapter.path if isinstance(adapter, LoRARequest) else str(adapter)
+        content_hash = adapter.content_hash if isinstance(adapter, LoRARequest) else ""
         async with self._adding:
             if (loaded := self._loaded.get(name)) is not None:  # in the meantime
                 return loaded.request
             return await self._add(name, path, content_hash, param="model")
 
-    async def load(self, asked: LoadAdapter) -> LoRARequest:
+    async def load(self, body: LoadAdapter) -> LoRARequest:
         """Load an adapter for an administrator.
 
         Raises:
             AnswerError: the name is taken, or its files are not in an allowed folder.
             HardpointError: the engine cannot load it.
         """
-        name, path = asked.lora_name, self._allowed(asked.lora_path)
+        name, path = body.lora_name, self._allowed(body.lora_path)
         if name in self._names:
             raise AnswerError(
                 400,
@@ -182,7 +182,7 @@ class ServedAdapters:
         self._check_engine()
         async with self._adding:
             await self._refresh()
-            if name in self._loaded and not asked.load_inplace:
+            if name in self._loaded and not body.load_inplace:
                 raise AnswerError(
                     400,
                     f"lora_name: {name!r} is loaded already; load_inplace = true replaces it",
@@ -191,7 +191,7 @@ class ServedAdapters:
                 )
             return await self._add(name, str(path), "", param="lora_path")
 
-    async def unload(self, asked: UnloadAdapter) -> LoRARequest:
+    async def unload(self, body: UnloadAdapter) -> LoRARequest:
         """Unload an adapter for an administrator.
 
         Raises:
@@ -200,28 +200,28 @@ class ServedAdapters:
         """
         engine = self._check_engine()
         await self._refresh()
-        loaded = self._loaded.get(asked.lora_name)
+        loaded = self._loaded.get(body.lora_name)
         if loaded is None:
             raise AnswerError(
                 404,
-                f"lora_name: expected a loaded adapter, got {shown(asked.lora_name, 200)}",
+                f"lora_name: expected a loaded adapter, got {shown(body.lora_name, 200)}",
                 param="lora_name",
                 code="not_found",
             )
         number = loaded.request.id
-        if asked.lora_int_id not in (None, number):
+        if body.lora_int_id not in (None, number):
             raise AnswerError(
                 400,
-                f"lora_int_id: expected {number}, which {asked.lora_name!r} has, got "
-                f"{asked.lora_int_id}",
+                f"lora_int_id: expected {number}, which {body.lora_name!r} has, got "
+                f"{body.lora_int_id}",
                 param="lora_int_id",
             )
         # From here on, no request gets an adapter that is about to go.
-        del self._loaded[asked.lora_name]
+        del self._loaded[body.lora_name]
         self._changed()
         self._leaving.add(number)
         try:
-            await engine.remove(number, *([] if asked.mode is None else [asked.mode]))
+            await engine.remove(number, *([] if body.mode is None else [body.mode]))
         finally:
             self._leaving.discard(number)
             self._changed()
@@ -276,12 +276,12 @@ class ServedAdapters:
             raise RequestError("lora_name: expected none, because this engine holds no adapters")
         return self._adapters
 
-    def _allowed(self, given: str) -> Path:
-        real = allowed_path(given, self._folders, "lora_path", "server.adapter_folders")
+    def _allowed(self, path: str) -> Path:
+        real = allowed_path(path, self._folders, "lora_path", "server.adapter_folders")
         if not (real / _CONFIG).is_file():
             raise AnswerError(
                 404,
-                f"lora_path: expected a folder with {_CONFIG}, got {shown(given, 200)}",
+                f"lora_path: expected a folder with {_CONFIG}, got {shown(path, 200)}",
                 param="lora_path",
                 code="not_found",
             )

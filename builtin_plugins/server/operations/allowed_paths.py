@@ -12,11 +12,11 @@ from hardpoint.toolkit.folders import permitted_path
 _LONGEST_PATH, _LONGEST_NAME = 4000, 255  # of Linux; with room for the name of a file
 
 
-def allowed_path(given: str, folders: Sequence[str], field: str, setting: str) -> Path:
+def allowed_path(requested: str, folders: Sequence[str], field: str, setting: str) -> Path:
     """Return a path without links, if it is in one of the folders.
 
     Args:
-        given: the path.
+        requested: the path.
         folders: allowed ones.
         field: names the path in messages.
         setting: names the folders.
@@ -24,26 +24,26 @@ def allowed_path(given: str, folders: Sequence[str], field: str, setting: str) -
     Raises:
         AnswerError: it is not absolute, too long, or in none of them.
     """
-    path = Path(given)
-    if "\0" in given or not path.is_absolute():
+    path = Path(requested)
+    if "\0" in requested or not path.is_absolute():
         raise AnswerError(
-            400, f"{field}: expected an absolute path, got {shown(given, 200)}", param=field
+            400, f"{field}: expected an absolute path, got {shown(requested, 200)}", param=field
         )
     longest = max(len(part.encode("utf-8", "surrogatepass")) for part in path.parts)
-    if len(given) > _LONGEST_PATH or longest > _LONGEST_NAME:
+    if len(requested) > _LONGEST_PATH or longest > _LONGEST_NAME:
         raise AnswerError(
             400,
             f"{field}: expected a path of at most {_LONGEST_PATH} characters with names of at most "
-            f"{_LONGEST_NAME} bytes, got {shown(given, 200)}",
+            f"{_LONGEST_NAME} bytes, got {shown(requested, 200)}",
             param=field,
         )
-    real = permitted_path(given, folders)
+    real = permitted_path(requested, folders)
     if real is None:
         allowed = [Path(folder).expanduser() for folder in folders]
         raise AnswerError(
             403,
             f"{field}: expected a path in one of {setting} "
-            f"({', '.join(map(str, allowed)) or 'which is empty'}), got {shown(given, 200)}",
+            f"({', '.join(map(str, allowed)) or 'which is empty'}), got {shown(requested, 200)}",
             param=field,
             code="folder_not_allowed",
         )

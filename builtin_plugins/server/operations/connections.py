@@ -136,7 +136,7 @@ class ServerConnection(HttpToolsProtocol):
             running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Read what the client sends."""
+        """Read bytes of the client."""
         if not self._reads:
             return
         self._unset_keepalive_if_required()
@@ -223,7 +223,7 @@ class ServerConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
-        """Answer a request whose headers have come.
+        """Answer a request after its headers.
 
         Raises:
             ValueError: they are too long, which ends the parser.
@@ -311,12 +311,12 @@ class ServerConnection(HttpToolsProtocol):
             raise httptools.HttpParserError("CONNECT")
         lines = [b"%b %b HTTP/%b" % (method, self.url, version.encode())]
         for name, value in self.headers:
-            kept = value
+            remaining = value
             if name == b"connection":
                 options = [option.strip() for option in value.split(b",")]
-                kept = b", ".join(o for o in options if o.lower() not in _UPGRADING)
+                remaining = b", ".join(o for o in options if o.lower() not in _UPGRADING)
             if name not in _UPGRADING:
-                lines.append(b"%b: %b" % (name, kept))
+                lines.append(b"%b: %b" % (name, remaining))
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return b"\r\n".join(lines) + b"\r\n\r\n"
@@ -447,7 +447,7 @@ class ServerConnection(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(_LINGER_SECONDS, self._close)
 
     def _close(self) -> None:
-        """Close the connection; what is not sent yet is sent, if the client reads it."""
+        """Close the connection after the client has read the pending bytes."""
         if self.transport.get_write_buffer_size():
             self._watch_writing()
         self.transport.close()
@@ -492,7 +492,7 @@ class _Writer:
 
 
 def _without_chunks(cycle: RequestResponseCycle, send: Send) -> Send:
-    """Return a `send` whose answer has no chunks, for clients older than those; its end closes it.
+    """Return a `send` without chunks, for HTTP/1.0 clients; it closes the connection at the end.
 
     Args:
         cycle: the answer's, which would else have chunks where there is no content-length.

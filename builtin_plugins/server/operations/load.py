@@ -66,7 +66,7 @@ class InFlightRequests:
 
     @property
     def num_own(self) -> int:
-        """The number of those that this process answers."""
+        """The number of requests that this process answers."""
         return len(self._tasks)
 
     @contextlib.contextmanager

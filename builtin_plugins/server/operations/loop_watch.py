@@ -102,7 +102,7 @@ def _watch(
     faults: ServerFaults,
     ended: threading.Event,
 ) -> None:
-    """Let the loop answer again and again; look at what it runs where it does not."""
+    """Ping the loop again and again; inspect its stack if it does not respond."""
     while not ended.wait(faults.slow_seconds / 4):
         answered = threading.Event()
         try:
@@ -112,9 +112,9 @@ def _watch(
         if answered.wait(faults.slow_seconds) or ended.is_set():
             continue
         frames = _stack(sys._current_frames().get(thread))
-        found = _first_of_plugin(frames, sources)
-        if found and not any(frame.f_code is _TURN for frame in frames):  # which names it itself
-            faults.holds_loop(*found)
+        source = _first_of_plugin(frames, sources)
+        if source and not any(frame.f_code is _TURN for frame in frames):  # which names it itself
+            faults.holds_loop(*source)
         del frames
         while not answered.wait(1.0) and not ended.is_set():
             pass
@@ -133,18 +133,18 @@ def _first_of_plugin(
 ) -> tuple[str, str] | None:
     for frame in frames:
         module = str(frame.f_globals.get("__name__", ""))
-        found = sources.get(module) or sources.get(module.partition(".")[0])
-        if found is not None:
-            return found[0], f"{found[1]}: its function {module}:{frame.f_code.co_qualname}"
+        source = sources.get(module) or sources.get(module.partition(".")[0])
+        if source is not None:
+            return source[0], f"{source[1]}: its function {module}:{frame.f_code.co_qualname}"
     return None
 
 
 def _sources(engine: AsyncGenerator) -> dict[str, tuple[str, str]]:
-    found: dict[str, tuple[str, str]] = {}
+    by_module: dict[str, tuple[str, str]] = {}
     for entry in engine.plugins.manifest.entries:
         module = entry.value.partition(":")[0]
         package = module.partition(".")[0]
         if package != _OWN:
-            found[module] = entry.name, str(entry.source)
-            found.setdefault(package, found[module])
-    return found
+            by_module[module] = entry.name, str(entry.source)
+            by_module.setdefault(package, by_module[module])
+    return by_module

@@ -1,4 +1,4 @@
-"""`hardpoint serve --on ray`: what holds of a server's settings where Ray Serve listens."""
+"""`hardpoint serve --on ray`: the settings of a server that apply to Ray Serve."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def check_for_ray(settings: ServerConfig) -> None:
         raise ConfigError("server.port: expected a port with --on ray, got 0, which is any")
 
 
-def named_values(given: Sequence[str]) -> dict[str, str]:
+def named_values(arguments: Sequence[str]) -> dict[str, str]:
     """Return options that are given as NAME=VALUE.
 
     Raises:
         ConfigError: one is not, or is given twice.
     """
     values: dict[str, str] = {}
-    for text in given:
+    for text in arguments:
         name, separator, value = text.partition("=")
         if not separator or not name:
             raise ConfigError(f"--ray: expected NAME=VALUE, got {text!r}")

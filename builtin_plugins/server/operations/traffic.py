@@ -39,7 +39,7 @@ _CURRENT: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar(
 
 
 class TokenCounter(Protocol):
-    """Counts of what a request generates, while it does."""
+    """Counts of the tokens of a request while it generates."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -61,7 +61,7 @@ def current_request_id() -> str:
 
 
 def current_key() -> str:
-    """Return the name of the key whose request is being answered; empty without a key."""
+    """Return the name of the current request's key; empty without a key."""
     exchange = _CURRENT.get()
     return "" if exchange is None else key_of(exchange.state)
 
@@ -70,14 +70,14 @@ def request_id_of(scope: Scope) -> str:
     """Return the id that a request has, or a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
-            given: str = value.decode("latin-1")
-            if _REQUEST_ID.fullmatch(given):
-                return given
+            request_id: str = value.decode("latin-1")
+            if _REQUEST_ID.fullmatch(request_id):
+                return request_id
     return f"req-{secrets.token_hex(12)}"
 
 
 def count_tokens_of(counts: TokenCounter) -> None:
-    """Make counts those of the request that is being answered, for the access log."""
+    """Record the counts of the current request for the access log."""
     if (exchange := _CURRENT.get()) is not None:
         exchange.counts = counts
 
@@ -123,7 +123,7 @@ class Exchange:
     __slots__ = ("_headers", "_send", "bytes", "counts", "first_byte", "started", "state", "status")
 
     def __init__(self, scope: Scope, send: Send, headers: Headers) -> None:
-        """Begin; the headers are added to those of the answer."""
+        """Begin; add the headers to the headers of the answer."""
         self._send = send
         self._headers = headers
         self.state: dict[str, Any] = scope["state"]
@@ -154,7 +154,7 @@ class Exchange:
 
 
 class TrafficRecorder:
-    """Counts and logs what goes through a server.
+    """Counts and logs the requests of a server.
 
     Attributes:
         counts: counts of all that is below; those of several workers are sums.
@@ -205,14 +205,14 @@ class TrafficRecorder:
 
     @property
     def num_own(self) -> int:
-        """The number of those of this process, without probes and WebSockets."""
+        """The number of this process's requests, without probes and WebSockets."""
         return len(self._running)
 
     @property
     def requests(self) -> Counter[tuple[str, int]]:
         """The requests that were answered so far, by route and status."""
-        found = ((name.rpartition(" "), number) for name, number in self.counts.items(_ANSWERED))
-        return Counter({(route, int(status)): number for (route, _, status), number in found})
+        counters = ((name.rpartition(" "), number) for name, number in self.counts.items(_ANSWERED))
+        return Counter({(route, int(status)): number for (route, _, status), number in counters})
 
     @property
     def rejected(self) -> Counter[str]:
@@ -250,7 +250,7 @@ class TrafficRecorder:
         return exchange
 
     def end(self, exchange: Exchange, scope: Scope, *, admin: bool) -> None:
-        """Count and log a request whose answer has ended."""
+        """Count and log a request after its answer."""
         self.counts.add(_OPEN, -1)
         self._running.discard(exchange)
         status = exchange.status or _CLIENT_GONE
@@ -410,6 +410,6 @@ _second: list[Any] = [0, ""]
 
 
 def _write_error(line: str) -> None:
-    """Write a line to standard error; what reads it may be gone."""
+    """Write a line to standard error, which may be closed."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(line + "\n")

@@ -94,7 +94,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what the client sends, until there is a message for the application."""
+        """Parse bytes of the client until there is a message for the application."""
         if self._is_failed:
             return
         data = self._rest + data
@@ -125,7 +125,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         super().handle_events()
 
     def send_receive_event_to_app(self) -> None:
-        """Give a whole message to the application; one that is not UTF-8 ends the connection."""
+        """Give a whole message to the application; invalid UTF-8 ends the connection."""
         if self.curr_msg_data_type == "text":
             try:
                 b"".join(self.frames).decode()

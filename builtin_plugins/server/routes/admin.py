@@ -1,4 +1,4 @@
-"""The routes of the admin address: what operators see and steer."""
+"""The routes of the admin address: inspection and control by operators."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.builtin_plugins.server.bodies import convert_body, decode_object
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.operations.adapters import LoadAdapter, UnloadAdapter
 from hardpoint.builtin_plugins.server.operations.allowed_paths import allowed_path
 from hardpoint.builtin_plugins.server.receiving import BodyReceiver
+from hardpoint.builtin_plugins.server.requests.bodies import convert_body, decode_object
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.errors import BusyError, EngineDeadError, PluginError
 from hardpoint.plugins import ConfigError, HardpointError, ModelError, RequestError
@@ -149,7 +149,7 @@ class AdminRoutes:
         self._bodies = BodyReceiver(service.settings)  # its own: users cannot fill it
 
     def routes(self) -> list[Route]:
-        """Return the routes, and those of old paths."""
+        """Return the routes, including old paths."""
         routes = self._routes()
         return [
             *routes,
@@ -246,11 +246,11 @@ class AdminRoutes:
         method: str = "POST",
     ) -> Route:
         async def endpoint(request: Request) -> Response:
-            asked = await self._read(request, type_)
+            body = await self._read(request, type_)
             name = request.state.client.name
             _log.info("administrator %s: %s %s", name, method, path)
-            given = (asked, name) if isinstance(asked, SetSettings | SetPolicy) else (asked,)
-            return await self._answered(lambda: run(*given), is_served=path not in _OF_SERVER)
+            arguments = (body, name) if isinstance(body, SetSettings | SetPolicy) else (body,)
+            return await self._answered(lambda: run(*arguments), is_served=path not in _OF_SERVER)
 
         return Route(
             path=path,
@@ -330,31 +330,31 @@ class AdminRoutes:
         """List live requests, and why each waits."""
         return {"requests": await self._engine.engines.live_requests()}
 
-    async def load_adapter(self, asked: LoadAdapter) -> dict[str, Any]:
+    async def load_adapter(self, body: LoadAdapter) -> dict[str, Any]:
         """Load an adapter from an allowed folder; requests may name it from now on."""
-        added = await self._service.adapters.load(asked)
+        added = await self._service.adapters.load(body)
         return {"lora_name": added.name, "lora_int_id": added.id}
 
-    async def unload_adapter(self, asked: UnloadAdapter) -> dict[str, Any]:
+    async def unload_adapter(self, body: UnloadAdapter) -> dict[str, Any]:
         """Unload an adapter; requests that name it get 404 from now on."""
-        removed = await self._service.adapters.unload(asked)
+        removed = await self._service.adapters.unload(body)
         return {"lora_name": removed.name, "lora_int_id": removed.id}
 
     async def stats(self) -> Any:
         """Return the state of the scheduler."""
         return await self._engine.engines.scheduler_stats()
 
-    async def abort(self, asked: AbortRequests) -> dict[str, Any]:
+    async def abort(self, body: AbortRequests) -> dict[str, Any]:
         """End requests; return which of them there were."""
-        ids = set(asked.request_ids)
+        ids = set(body.request_ids)
         live = await self._engine.engines.live_requests()
-        found = {
+        requests = {
             request.external_id
             for request in live
             if not ids.isdisjoint((request.external_id, request.request_id))
         }
-        await self._engine.abort(asked.request_ids)
-        return {"aborted": sorted(found)}
+        await self._engine.abort(body.request_ids)
+        return {"aborted": sorted(requests)}
 
     async def is_paused(self) -> dict[str, bool]:
         """Return whether the engine is paused."""
@@ -364,32 +364,32 @@ class AdminRoutes:
         """Return whether the engine is asleep."""
         return {"is_sleeping": await self._engine.engines.is_sleeping()}
 
-    async def pause(self, asked: Pause) -> dict[str, Any]:
+    async def pause(self, body: Pause) -> dict[str, Any]:
         """Stop generating; requests are refused from now on."""
         self._service.paused = "the engine is paused by an administrator"
         try:
-            await self._engine.engines.pause(asked.mode, clear_cache=asked.clear_cache)
+            await self._engine.engines.pause(body.mode, clear_cache=body.clear_cache)
         finally:
             state = await self._follow()
         return state
 
-    async def resume(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
+    async def resume(self, body: Nothing) -> dict[str, Any]:  # noqa: ARG002
         """Continue after a pause."""
         await self._engine.engines.resume()
         return await self._follow()
 
-    async def sleep(self, asked: Sleep) -> dict[str, Any]:
+    async def sleep(self, body: Sleep) -> dict[str, Any]:
         """Release memory; requests are refused from now on."""
         self._service.paused = "the engine was put to sleep by an administrator"
         try:
-            await self._engine.sleep(asked.level, asked.mode)
+            await self._engine.sleep(body.level, body.mode)
         finally:
             state = await self._follow()
         return state
 
-    async def wake_up(self, asked: WakeUp) -> dict[str, Any]:
+    async def wake_up(self, body: WakeUp) -> dict[str, Any]:
         """Take memory again, and continue once there is all of it."""
-        await self._engine.wake_up(asked.tags)
+        await self._engine.wake_up(body.tags)
         return await self._follow()
 
     async def _follow(self) -> dict[str, Any]:
@@ -406,88 +406,86 @@ class AdminRoutes:
             self._service.paused = None
         return {"is_paused": paused, "is_sleeping": sleeping}
 
-    async def update_weights(self, asked: UpdateWeights) -> dict[str, Any]:
-        """Replace weights of the model by those of allowed files; return their version."""
+    async def update_weights(self, body: UpdateWeights) -> dict[str, Any]:
+        """Replace weights of the model by allowed files; return their version."""
         folders = self._service.settings.weight_folders
-        path = allowed_path(asked.path, folders, "path", "server.weight_folders")
+        path = allowed_path(body.path, folders, "path", "server.weight_folders")
         try:
             version = await self._engine.weights.update(
-                path, version=asked.version, mode=asked.mode, recompute=asked.recompute
+                path, version=body.version, mode=body.mode, recompute=body.recompute
             )
         except ModelError as error:
             raise AnswerError(400, str(error), param="path") from error
         return {"weight_version": version}
 
-    async def scale(self, asked: Scale) -> EngineSet:
-        """Start or retire engines; return those that there are."""
-        return await self._engine.engines.scale(asked.engines, drain_seconds=asked.drain_seconds)
+    async def scale(self, body: Scale) -> EngineSet:
+        """Start or retire engines; return the set of engines."""
+        return await self._engine.engines.scale(body.engines, drain_seconds=body.drain_seconds)
 
-    async def retire(self, asked: Retire) -> EngineSet:
-        """End engines; return those that are left."""
-        return await self._engine.engines.retire(asked.ranks, drain_seconds=asked.drain_seconds)
+    async def retire(self, body: Retire) -> EngineSet:
+        """End engines; return the remaining engines."""
+        return await self._engine.engines.retire(body.ranks, drain_seconds=body.drain_seconds)
 
-    async def reset_prefix_cache(self, asked: ResetPrefixCache) -> dict[str, Any]:
+    async def reset_prefix_cache(self, body: ResetPrefixCache) -> dict[str, Any]:
         """Clear the prefix cache."""
-        await self._engine.reset_prefix_cache(recompute_running=asked.recompute_running)
+        await self._engine.reset_prefix_cache(recompute_running=body.recompute_running)
         return {}
 
-    async def reset_encoder_cache(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
+    async def reset_encoder_cache(self, body: Nothing) -> dict[str, Any]:  # noqa: ARG002
         """Clear the embeddings of images and the like."""
         await self._engine.engines.reset_encoder_cache()
         return {}
 
-    async def set_policy(self, asked: SetPolicy, administrator: str) -> dict[str, Any]:
+    async def set_policy(self, body: SetPolicy, administrator: str) -> dict[str, Any]:
         """Replace the scheduling policy."""
-        for path, name in [("use", asked.use), *named_in("options", asked.options)]:
+        for path, name in [("use", body.use), *named_in("options", body.options)]:
             check_name(path, name, self._engine.config)
         origin = f"administrator {administrator}"
-        await self._engine.plugins.set_policy(asked.use, asked.options, origin=origin)
-        return {"policy": asked.use}
+        await self._engine.plugins.set_policy(body.use, body.options, origin=origin)
+        return {"policy": body.use}
 
     async def settings(self) -> dict[str, Any]:
         """Return the settings, without secrets."""
         return shown_settings(self._engine.engines.settings())
 
-    async def set_settings(self, asked: SetSettings, administrator: str) -> dict[str, Any]:
+    async def set_settings(self, body: SetSettings, administrator: str) -> dict[str, Any]:
         """Change plugins and settings; return their generation and fingerprint."""
-        check_names(asked, self._engine.config)
+        check_names(body, self._engine.config)
         manifest = await self._engine.plugins.change(
-            **msgspec.structs.asdict(asked.plugins),
-            config=asked.config,
-            running=asked.running,
+            **msgspec.structs.asdict(body.plugins),
+            config=body.config,
+            running=body.running,
             origin=f"administrator {administrator}",
         )
         fingerprint = self._engine.engines.settings().fingerprint
         return {"generation": manifest.generation, "fingerprint": fingerprint}
 
-    async def start_profile(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
+    async def start_profile(self, body: Nothing) -> dict[str, Any]:  # noqa: ARG002
         """Profile the workers."""
         await self._engine.debug.start_profile()
         return {}
 
-    async def stop_profile(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
+    async def stop_profile(self, body: Nothing) -> dict[str, Any]:  # noqa: ARG002
         """Write the profiles."""
         return {"files": await self._engine.debug.stop_profile()}
 
-    async def set_log_level(self, asked: SetLogLevel) -> dict[str, Any]:
+    async def set_log_level(self, body: SetLogLevel) -> dict[str, Any]:
         """Change a log level; return the one before."""
-        if asked.logger != "hardpoint" and not asked.logger.startswith("hardpoint."):
+        if body.logger != "hardpoint" and not body.logger.startswith("hardpoint."):
             raise RequestError(
-                f'logger: expected "hardpoint" or one below it, got {asked.logger[:100]!r}'
+                f'logger: expected "hardpoint" or one below it, got {body.logger[:100]!r}'
             )
-        logger = logging.getLogger(asked.logger)
+        logger = logging.getLogger(body.logger)
         before = logging.getLevelName(logger.level)
-        logger.setLevel(asked.level)
-        self._service.note_level(asked.logger, asked.level)
-        return {"logger": asked.logger, "level": asked.level, "before": before}
+        logger.setLevel(body.level)
+        self._service.note_level(body.logger, body.level)
+        return {"logger": body.logger, "level": body.level, "before": before}
 
-    async def call_workers(self, asked: WorkerCall) -> dict[str, Any]:
+    async def call_workers(self, body: WorkerCall) -> dict[str, Any]:
         """Call a method of all workers."""
-        return {
-            "results": await self._engine.collective_rpc(asked.method, asked.timeout, asked.args)
-        }
+        return {"results": await self._engine.collective_rpc(body.method, body.timeout, body.args)}
 
-    async def drain(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
+    async def drain(self, body: Nothing) -> dict[str, Any]:  # noqa: ARG002
         """End the server as SIGTERM does."""
         self._service.ask_to_drain()
         return {"open": self._service.load.open}

@@ -73,13 +73,13 @@ def encoded_arrays(parts: Mapping[str, Mapping[str, PartArray]]) -> EncodedArray
 
 
 class PromptDetails(msgspec.Struct):
-    """Of the prompt's tokens, those that were cached."""
+    """The cached tokens of a prompt."""
 
     cached_tokens: int
 
 
 class CompletionDetails(msgspec.Struct):
-    """Of the completion's tokens, those of the reasoning."""
+    """The reasoning tokens of a completion."""
 
     reasoning_tokens: int
 
@@ -118,7 +118,7 @@ class UsageCount:
         count_tokens_of(self)
 
     def add(self, output: RequestOutput, prompt: int = 0) -> None:
-        """Count an output that holds what is new, of one of several prompts."""
+        """Count an output with the new part of one of several prompts."""
         known = self._cached.get(prompt)
         cached = output.num_cached_tokens
         if known is None:
@@ -198,17 +198,17 @@ def check_ended(completion: CompletionOutput) -> None:
     )
 
 
-def engine_id(answer_id: str, asked: str | None) -> str:
+def engine_id(answer_id: str, request_id: str | None) -> str:
     """Return the id of a request in the engine: its answer's, made unique if the request gave it.
 
     Any number of requests may give one id.
     """
-    return answer_id if asked is None else f"{answer_id}-{secrets.token_hex(4)}"
+    return answer_id if request_id is None else f"{answer_id}-{secrets.token_hex(4)}"
 
 
-def new_id(prefix: str, asked: str | None = None) -> str:
-    """Return the id of an answer: what the request asks for, or a random one."""
-    return f"{prefix}{asked or secrets.token_hex(12)}"
+def new_id(prefix: str, request_id: str | None = None) -> str:
+    """Return the id of an answer: the id of the request, or a random one."""
+    return f"{prefix}{request_id or secrets.token_hex(12)}"
 
 
 def token_text(logprob: Logprob, token: int, *, as_id: bool = False) -> str:

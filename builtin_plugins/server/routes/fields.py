@@ -129,7 +129,7 @@ Number = Annotated[float, Meta(ge=-100, le=100)]
 
 
 class GenerationFields(CompatibilityFields):
-    """Fields of every route that generates text; those that are left out are the model's defaults.
+    """Fields of every route that generates text; unset fields have the model's defaults.
 
     Attributes:
         model: name of the model.
@@ -195,12 +195,12 @@ class GenerationFields(CompatibilityFields):
             RequestError: a field is wrong, or more than the server allows.
         """
         check_limits(self, limits)
-        given = {name: getattr(self, name, UNSET) for name in _SAME_NAME}
-        given = {name: value for name, value in given.items() if value is not UNSET}
+        same_fields = {name: getattr(self, name, UNSET) for name in _SAME_NAME}
+        same_fields = {name: value for name, value in same_fields.items() if value is not UNSET}
         if self.logit_bias is not UNSET:
-            given["logit_bias"] = _by_token(self.logit_bias)
+            same_fields["logit_bias"] = _by_token(self.logit_bias)
         if (structured := self._structured()) is not None:
-            given["structured"] = structured
+            same_fields["structured"] = structured
         if self.plugin_args is not None and self.vllm_xargs is not None:
             raise RequestError("plugin_args and vllm_xargs: expected one of them, got both")
         arguments = self.plugin_args or self.vllm_xargs
@@ -209,9 +209,9 @@ class GenerationFields(CompatibilityFields):
                 raise RequestError(f"{name} and plugin_args.{name}: expected one of them, got both")
             arguments = {**(arguments or {}), **others}
         if arguments is not None:
-            given["plugin_args"] = arguments
+            same_fields["plugin_args"] = arguments
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        params = msgspec.structs.replace(defaults, **{**given, "output_kind": kind, **fields})
+        params = msgspec.structs.replace(defaults, **{**same_fields, "output_kind": kind, **fields})
         limit = limits.max_tokens
         if limit is not None:
             given_tokens = fields.get("max_tokens")  # the model's default is no fault of theirs
@@ -230,13 +230,15 @@ class GenerationFields(CompatibilityFields):
         """Return an error of the engine with the names that the fields of the request have."""
         prompts = (name for name in ("messages", "input") if name in self.__struct_fields__)
         # Without one, the grammar is of calls whose tools are strict or required.
-        form, given = next(iter(self.answer_forms().items()), ("tools", {"structural_tag": None}))
+        form, constraint = next(
+            iter(self.answer_forms().items()), ("tools", {"structural_tag": None})
+        )
         return own_names(
             self.with_compatibility_names(message),
             form=form,
             prompt=next(prompts, "prompt"),
             limit=self.limit_field,
-            with_calls="structural_tag" not in given,
+            with_calls="structural_tag" not in constraint,
         )
 
     def answer_forms(self) -> dict[str, dict[str, Any]]:
@@ -260,9 +262,9 @@ class GenerationFields(CompatibilityFields):
         if len(forms) > 1:
             raise RequestError(f"{' and '.join(forms)}: expected one of them, got both")
         for name, value in forms.items():
-            given = {key: item for key, item in value.items() if item is not None}
+            members = {key: item for key, item in value.items() if item is not None}
             try:
-                return StructuredOutputs.checked(given, name)
+                return StructuredOutputs.checked(members, name)
             except RequestError as error:
                 raise RequestError(with_own_path(str(error), name)) from None
         return None
@@ -325,13 +327,13 @@ class SamplingFields(GenerationFields):
             "choice": self.guided_choice,
             "grammar": self.guided_grammar,
         }
-        found = {
+        forms = {
             f"guided_{name}": {name: value} for name, value in guided.items() if value is not None
         }
-        found |= super().answer_forms()
-        if (asked := _asked_format(self.response_format)) is not None:
-            found["response_format"] = asked
-        return found
+        forms |= super().answer_forms()
+        if (answer_format := _asked_format(self.response_format)) is not None:
+            forms["response_format"] = answer_format
+        return forms
 
     def sampling_params(
         self, defaults: SamplingParams, limits: ServerLimits, **fields: Any
@@ -346,8 +348,8 @@ class SamplingFields(GenerationFields):
         params = super().sampling_params(defaults, limits, **fields)
         if self.trace is False:
             return params
-        asked = TraceOptions() if self.trace is True else self.trace
-        return asking_for_trace(params, asked.candidates)
+        trace_options = TraceOptions() if self.trace is True else self.trace
+        return asking_for_trace(params, trace_options.candidates)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -364,7 +366,7 @@ class SamplingFields(GenerationFields):
 
 
 class TextFields(SamplingFields):
-    """Fields of routes whose prompts are given as text.
+    """Fields of routes with prompts as text.
 
     Attributes:
         return_tokens_as_token_ids: whether log-probabilities name tokens as "token_id:17", since
@@ -406,17 +408,17 @@ _SAME_NAME = (
 """Fields that SamplingParams has under the same names."""
 
 
-def check_limits(asked: Any, limits: ServerLimits) -> None:
+def check_limits(body: Any, limits: ServerLimits) -> None:
     """Check the numbers of a request against the server's limits.
 
     Raises:
         RequestError: naming the field, the limit and its place in the configuration.
     """
-    for name, limit, amount in _amounts(asked, limits):
+    for name, limit, amount in _amounts(body, limits):
         if amount > limit:
             raise _too_many(name, limit, amount)
     for name in _WORDS:
-        texts = getattr(asked, name, None) or ()
+        texts = getattr(body, name, None) or ()
         texts = (texts,) if isinstance(texts, str) else texts
         if isinstance(texts, msgspec.UnsetType):
             continue
@@ -425,9 +427,9 @@ def check_limits(asked: Any, limits: ServerLimits) -> None:
                 f"{name}: expected at most {_MOST_CHARACTERS} characters in all texts together, "
                 f"got {total}"
             )
-    grammars = {name: getattr(asked, name, None) for name in _GRAMMARS}
-    if isinstance(found := grammars["response_format"], JsonSchemaResponseFormat):
-        grammars["response_format"] = found.json_schema.schema
+    grammars = {name: getattr(body, name, None) for name in _GRAMMARS}
+    if isinstance(answer_format := grammars["response_format"], JsonSchemaResponseFormat):
+        grammars["response_format"] = answer_format.json_schema.schema
     for name, value in grammars.items():
         if value is None:
             continue
@@ -458,13 +460,13 @@ _GRAMMARS = (
 """Fields that are schemas or grammars, or hold them."""
 
 
-def _amounts(asked: Any, limits: ServerLimits) -> list[tuple[str, int, int]]:
+def _amounts(body: Any, limits: ServerLimits) -> list[tuple[str, int, int]]:
     def size(name: str) -> int:
-        value = getattr(asked, name, None)
+        value = getattr(body, name, None)
         return len(value) if isinstance(value, list | dict) else 0
 
     def number(name: str) -> int:
-        value = getattr(asked, name, None)
+        value = getattr(body, name, None)
         return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
     return [
@@ -495,7 +497,7 @@ def check_known(name: str, known: Sequence[Any], path: str) -> None:
         RequestError: it is not.
     """
     if name not in known:
-        listed = ", ".join(shown(one, 100) for one in known[:20]) or "none"
+        listed = ", ".join(shown(known_name, 100) for known_name in known[:20]) or "none"
         raise RequestError(f"{path}: expected one of the tools ({listed}), got {shown(name, 100)}")
 
 
@@ -505,7 +507,7 @@ def reasoning_variables(
     variables: Mapping[str, Any] | None,
     **thinking: Any,
 ) -> dict[str, Any] | None:
-    """Return the variables of a chat template, with those that a reasoning effort stands for.
+    """Return the variables of a chat template, including the variables of a reasoning effort.
 
     Args:
         effort: "none" asks for no reasoning; None leaves it to the template.
@@ -531,13 +533,13 @@ Renaming = Sequence[tuple[re.Pattern[str], str]]
 async def renamed(
     outputs: AsyncGenerator[RequestOutput, None],
     names: Renaming,
-    asked: GenerationFields | None = None,
+    body: GenerationFields | None = None,
 ) -> AsyncGenerator[RequestOutput, None]:
     """Yield outputs; name the fields in errors as the route does that calls the engine.
 
     Args:
         names: field names of the route.
-        asked: the request, whose own fields give the form and the length of the answer.
+        body: the request, whose own fields give the form and the length of the answer.
 
     Raises:
         RequestError: raised by the outputs, with the path of the field as the route names it.
@@ -554,8 +556,8 @@ async def renamed(
         message = str(error)
         for pattern, name in names:
             message = pattern.sub(name, message)
-        if asked is not None:
-            message = asked.own_names(message)
+        if body is not None:
+            message = body.own_names(message)
         raise type(error)(message) from error
 
 
@@ -572,16 +574,16 @@ def _by_token(bias: Mapping[str, float]) -> dict[int, float]:
     return {int(key): value for key, value in bias.items()}
 
 
-def _asked_format(asked: ResponseFormat | None) -> dict[str, Any] | None:
-    match asked:
+def _asked_format(answer_format: ResponseFormat | None) -> dict[str, Any] | None:
+    match answer_format:
         case JsonObjectFormat():
             return {"json_object": True}
         case JsonSchemaResponseFormat():
-            schema = asked.json_schema.schema
+            schema = answer_format.json_schema.schema
             if schema is None:
                 raise RequestError("response_format.json_schema.schema: missing")
-            return {"json": schema, "lenient": asked.json_schema.strict is not True}
+            return {"json": schema, "lenient": answer_format.json_schema.strict is not True}
         case StructuralTagFormat():
-            tag = msgspec.to_builtins(asked)
+            tag = msgspec.to_builtins(answer_format)
             return {"structural_tag": {k: v for k, v in tag.items() if v is not None}}
     return None

@@ -29,24 +29,24 @@ def image_part(url: str, place: str, detail: Any = None) -> Part:
 
 
 def placed_images(content: Any, path: str) -> Any:
-    """Return content whose images have their places; anything else as it is."""
+    """Return content with the places of its images; anything else as it is."""
     if not isinstance(content, list):
         return content
     placed = []
     for index, part in enumerate(content):
-        given = part.get("image_url") if isinstance(part, dict) else None
+        image = part.get("image_url") if isinstance(part, dict) else None
         place = f"{path}[{index}].image_url"
-        if isinstance(given, dict) and isinstance(given.get("url"), str):
-            source = ImageSource(given["url"], f"{place}.url")
-            part = {**part, "image_url": {**given, "url": source}}
-        elif isinstance(given, str):
-            part = {**part, "image_url": ImageSource(given, place)}
+        if isinstance(image, dict) and isinstance(image.get("url"), str):
+            source = ImageSource(image["url"], f"{place}.url")
+            part = {**part, "image_url": {**image, "url": source}}
+        elif isinstance(image, str):
+            part = {**part, "image_url": ImageSource(image, place)}
         placed.append(part)
     return placed
 
 
 def with_owner(messages: Sequence[Part], owner: str) -> list[Part]:
-    """Return messages whose images have an owner, by whose turns they are decoded.
+    """Return messages with the owner of their images, for the order of decoding.
 
     Args:
         owner: empty leaves them without one.
@@ -62,16 +62,16 @@ def with_owner(messages: Sequence[Part], owner: str) -> list[Part]:
 
 
 def _source_of(part: Any) -> ImageSource | None:
-    given = part.get("image_url") if isinstance(part, Mapping) else None
-    url = given.get("url") if isinstance(given, Mapping) else given
+    image = part.get("image_url") if isinstance(part, Mapping) else None
+    url = image.get("url") if isinstance(image, Mapping) else image
     return url if isinstance(url, ImageSource) else None
 
 
 def _owned(part: Any, owner: str) -> Any:
     if (source := _source_of(part)) is None:
         return part
-    source, given = msgspec.structs.replace(source, owner=owner), part["image_url"]
-    url = {**given, "url": source} if isinstance(given, Mapping) else source
+    source, image = msgspec.structs.replace(source, owner=owner), part["image_url"]
+    url = {**image, "url": source} if isinstance(image, Mapping) else source
     return {**part, "image_url": url}
 
 
@@ -87,7 +87,7 @@ def added(content: Content, more: Content) -> Content:
     """Return the content of a message that goes on."""
     if isinstance(content, str) and isinstance(more, str):
         return f"{content}\n{more}"
-    return joined([part for one in (content, more) for part in _listed(one)])
+    return joined([part for content_part in (content, more) for part in _listed(content_part)])
 
 
 def _listed(content: Content) -> list[str | Part]:

@@ -83,7 +83,7 @@ class ModelList(msgspec.Struct):
 
 
 class EngineHealth(msgspec.Struct, omit_defaults=True):
-    """Whether the engine runs, and what is wrong with plugins, where something is.
+    """The health of the engine and of plugins.
 
     Attributes:
         status: "ok", "degraded" or "unavailable".
@@ -220,7 +220,7 @@ class StatusRoutes:
             limits.max_bytes,
             limits.max_total_bytes,
             limits.max_pixels,
-            self._service.receiver.max_bytes,
+            self._service.requests.receiver.max_bytes,
         )
 
     async def models(self, request: Request) -> Response:  # noqa: ARG002
@@ -232,13 +232,13 @@ class StatusRoutes:
         name = request.path_params["model"]
         if not name:
             raise no_route(request.url.path, ["/v1/models"])
-        found = next((model for model in await self._models() if model.id == name), None)
-        if found is None:
+        served = next((model for model in await self._models() if model.id == name), None)
+        if served is None:
             raise self._service.no_model(name)
-        return json_response(found)
+        return json_response(served)
 
     async def health(self, request: Request) -> Response:
-        """Return whether the engine runs, and what is wrong with plugins.
+        """Return the health of the engine and of plugins.
 
         An engine in a long step answers late; until then, its last report counts.
         """
@@ -296,7 +296,7 @@ class StatusRoutes:
         return json_response(Readiness("ready"))
 
     async def load(self, request: Request) -> Response:  # noqa: ARG002
-        """Return how many requests are being answered, and what each engine has to do."""
+        """Return the numbers of requests in progress and the work of each engine."""
         report: LoadReport | None = None
         with contextlib.suppress(HardpointError, TimeoutError):
             async with asyncio.timeout(_LONGEST_WAIT):

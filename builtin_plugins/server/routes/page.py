@@ -64,8 +64,8 @@ class PageFile:
 
 
 def _names(header: str, tag: str) -> bool:
-    given = [part.strip().removeprefix("W/") for part in header.split(",")]
-    return tag in given or "*" in given
+    tags = [part.strip().removeprefix("W/") for part in header.split(",")]
+    return tag in tags or "*" in tags
 
 
 def page_routes() -> list[Route]:

@@ -1,4 +1,4 @@
-"""How much of a prompt is computed: events before those of the answer, on demand."""
+"""Prompt progress: events before the events of the answer, on demand."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ class _Watch:
     async def _ask(self) -> dict[str, list[LiveRequest]]:
         await asyncio.sleep(_SECONDS)
         ids, self._ids = self._ids, set()
-        found: dict[str, list[LiveRequest]] = {}
+        requests: dict[str, list[LiveRequest]] = {}
         with contextlib.suppress(HardpointError):  # the answers' own events report the error
             for request in await self._engine.engines.live_requests(list(ids)):
-                found.setdefault(request.external_id, []).append(request)
-        return found
+                requests.setdefault(request.external_id, []).append(request)
+        return requests
 
 
 _WATCHES: weakref.WeakValueDictionary[int, _Watch] = weakref.WeakValueDictionary()

@@ -39,13 +39,13 @@ class SetSettings(Strict):
     running: Literal["finish", "end"] = "finish"
 
 
-def check_names(asked: SetSettings, config: EngineConfig) -> None:
+def check_names(body: SetSettings, config: EngineConfig) -> None:
     """Check that a change names plugins of `plugins.live` alone.
 
     Raises:
         RequestError: it names another one, or gives code by its path.
     """
-    for path, name in _named(asked):
+    for path, name in _named(body):
         check_name(path, name, config)
 
 
@@ -66,8 +66,8 @@ def check_name(path: str, name: Any, config: EngineConfig) -> None:
         )
 
 
-def _named(asked: SetSettings) -> Iterator[tuple[str, Any]]:
-    plugins = asked.plugins
+def _named(body: SetSettings) -> Iterator[tuple[str, Any]]:
+    plugins = body.plugins
     for field, names in (("enable", plugins.enable), ("disable", plugins.disable)):
         for index, name in enumerate(names):
             yield f"plugins.{field}[{index}]", name
@@ -77,7 +77,7 @@ def _named(asked: SetSettings) -> Iterator[tuple[str, Any]]:
     for name, options in plugins.options.items():
         yield f"plugins.options.{name}", name
         yield from named_in(f"plugins.options.{name}", options)
-    for path, value in asked.config.items():
+    for path, value in body.config.items():
         for name in _named_by(path, value):
             yield f"config.{path}", name
         if path.startswith("plugin."):
@@ -85,7 +85,7 @@ def _named(asked: SetSettings) -> Iterator[tuple[str, Any]]:
 
 
 def named_in(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield what a value of options names: wrapped components, and classes by their paths."""
+    """Yield the components that a value of options names: wrapped ones, and classes by paths."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from named_in(f"{path}.{key}", item)
@@ -116,11 +116,11 @@ def shown_settings(settings: LiveSettings) -> dict[str, Any]:
     """Return settings as plain data, without secrets."""
     values = {
         path: {
-            "value": _without_secret(_name_of(path, one.value), one.value),
-            "origin": one.origin,
-            "change": one.change,
+            "value": _without_secret(_name_of(path, setting.value), setting.value),
+            "origin": setting.origin,
+            "change": setting.change,
         }
-        for path, one in settings.values.items()
+        for path, setting in settings.values.items()
     }
     return {
         "generation": settings.generation,
@@ -136,7 +136,7 @@ def _name_of(path: str, value: Any) -> str:
 
 
 def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options, but not the values of those with names of secrets, nor users of URLs."""
+    """Return options without secrets and without users of URLs."""
     return {name: _without_secret(name, value) for name, value in options.items()}
 
 

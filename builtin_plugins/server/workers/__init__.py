@@ -1,1 +1,1 @@
-"""Several processes that serve one address, and what they share."""
+"""Several processes that serve one address, and their shared state."""

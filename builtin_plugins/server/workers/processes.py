@@ -1,4 +1,4 @@
-"""The processes of a server with several workers: these, and the one that owns what they share."""
+"""The processes of a server with several workers, and their supervisor."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class Supervisor:
         self._workers.send_signal(signal.SIGHUP)
 
     async def _watch(self) -> None:
-        """Release what dead workers held; end the server when it is asked to."""
+        """Release the held counts of dead workers; end the server on request."""
         is_draining = False
         while True:
             self._manager.ping()

@@ -69,7 +69,7 @@ def test_a_browser_shows_the_routes_and_asks_for_a_key(tmp_path):
             new_page(browser, server.url + "/docs") as page,
         ):
             page.wait_for("document.querySelectorAll('.opblock').length > 20")
-            page.evaluate("document.querySelector('.opblock-summary').click()")
+            page.evaluate("document.querySelector('.opblock-summary-control').click()")
             page.wait_for("document.querySelector('.opblock-body')")
             page.screenshot(tmp_path / "docs.png")
             outside = [url for url in page.requested() if not url.startswith((server.url, "data:"))]

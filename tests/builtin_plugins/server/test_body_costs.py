@@ -12,8 +12,8 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.scripted_server import scripted_server
 
-from hardpoint.builtin_plugins.server.bodies import convert_body, decode_object
 from hardpoint.builtin_plugins.server.config import ServerLimits
+from hardpoint.builtin_plugins.server.requests.bodies import convert_body, decode_object
 from hardpoint.errors import HardpointError
 from hardpoint.plugins.server import Client
 from hardpoint.typed import suggest

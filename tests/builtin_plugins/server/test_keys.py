@@ -170,7 +170,7 @@ def test_bounds_tags_and_salts(file):
     assert bob.cache_salt == "shared"
     assert len(alice.cache_salt) == 64
     assert alice.cache_salt not in (ALICE, hashed(ALICE).removeprefix("sha256:"))
-    assert KeyStore(str(file), what="server.admin_keys_file", admin=True).find(ALICE).admin
+    assert KeyStore(str(file), setting="server.admin_keys_file", admin=True).find(ALICE).admin
 
 
 def test_every_key_has_a_salt_of_its_own_that_stays(file):

@@ -12,9 +12,9 @@ from support.fake_engine import FakeEngine, HeldEngine, configured
 from support.http_server import running
 from support.waiting import PATIENCE_S, wait_until
 
-from hardpoint.builtin_plugins.server import bodies, service
 from hardpoint.builtin_plugins.server.access.keys import KeyStore, installed
 from hardpoint.builtin_plugins.server.config import ServerLimits
+from hardpoint.builtin_plugins.server.requests import bodies, reading
 
 LIMITS = {
     "body_bytes": 20_000,
@@ -261,7 +261,7 @@ def test_the_bytes_of_all_bodies_together():
     limits = {"body_bytes": size, "buffered_bytes": 2 * size}
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with running(FakeEngine(config=configured(limits=limits))) as server:
-        receiver = server.service.receiver
+        receiver = server.service.requests.receiver
         stopped = [server.socket() for _ in range(2)]
         for connection in stopped:
             start = (head + f"content-length: {size}\r\n\r\n").encode()
@@ -323,7 +323,7 @@ def test_large_bodies_are_checked_outside_the_event_loop(monkeypatch):
         threads.append(threading.current_thread())
         return bodies.decode_object(body, limits)
 
-    monkeypatch.setattr(service, "decode_object", noting)
+    monkeypatch.setattr(reading, "decode_object", noting)
     limits = {"body_bytes": 200_000}
     with running(FakeEngine(config=configured(limits=limits))) as other:
         for size in (1000, 100_000):
@@ -471,7 +471,7 @@ def test_bytes_of_bodies_of_one_key(tmp_path):
     size = 100_000
     limits = {"body_bytes": size, "buffered_bytes": 4 * size}
     with server_with_keys(tmp_path, FakeEngine, limits) as (_, server, headers):
-        receiver = server.service.receiver
+        receiver = server.service.requests.receiver
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers["evil"].items())
         head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\n{lines}content-length: {size}\r\n\r\n"
         stopped = [server.socket() for _ in range(2)]
@@ -491,14 +491,14 @@ def test_bytes_of_bodies_of_one_key(tmp_path):
 
 
 def test_a_large_body_waits_for_one_of_each_other_key(tmp_path, monkeypatch):
-    order, go_on, decode = [], threading.Event(), service.decode_object
+    order, go_on, decode = [], threading.Event(), reading.decode_object
 
     def held(body, limits):
         order.append("good" if b"good" in body else "evil")
         assert go_on.wait(PATIENCE_S)
         return decode(body, limits)
 
-    monkeypatch.setattr(service, "decode_object", held)
+    monkeypatch.setattr(reading, "decode_object", held)
     with server_with_keys(tmp_path, FakeEngine, {}) as (_, server, headers):
         held_bytes, threads = 0, []
         for name in ("evil", "evil", "evil", "good"):
@@ -508,7 +508,7 @@ def test_a_large_body_waits_for_one_of_each_other_key(tmp_path, monkeypatch):
             ask = functools.partial(server.client.post, CHAT, content=body, headers=headers[name])
             threads.append(threading.Thread(target=ask))
             threads[-1].start()
-            wait_until(lambda: server.service.receiver.held == held_bytes)  # noqa: B023
+            wait_until(lambda: server.service.requests.receiver.held == held_bytes)  # noqa: B023
         go_on.set()
         for thread in threads:
             thread.join()

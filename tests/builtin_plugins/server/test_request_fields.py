@@ -438,7 +438,7 @@ REFUSED = [
         "'program' is not",
     ),
     ("responses", {"previous_response_id": "r"}, "previous_response_id", "supported: nothing is"),
-    ("responses", {"conversation": "c"}, "conversation", "not supported: there are no conversat"),
+    ("responses", {"conversation": "c"}, "conversation", "not supported: nothing is stored"),
     ("responses", {"background": True}, "background", "expected false"),
     ("responses", {"prompt": {"id": "p"}}, "prompt", "not supported: there are no stored prompts"),
     ("responses", {"max_tool_calls": 3}, "max_tool_calls", "not supported"),

@@ -138,12 +138,12 @@ def test_messages_that_are_not_whole_count_as_bodies(server):
     size = 110_000
     with opened(server) as first, opened(server, "bob") as second:
         first.sendall(frame(TEXT, b"x" * (size - 1), length=size))
-        wait_until(lambda: server.service.receiver.held > size // 2)
+        wait_until(lambda: server.service.requests.receiver.held > size // 2)
         second.sendall(frame(TEXT, os.urandom(size - 1), length=size))
         assert closing(second) == (1013, "the server holds as many bytes as it may")
         first.sendall(b"x")
         assert first.recv(100).endswith(b"110000")
-    wait_until(lambda: server.service.receiver.held == 0)
+    wait_until(lambda: server.service.requests.receiver.held == 0)
 
 
 @pytest.mark.parametrize("payload", [b"\xff", b"a\xc3", b"\xed\xa0\x80"])

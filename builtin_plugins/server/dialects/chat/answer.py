@@ -35,7 +35,7 @@ class CalledFunction(msgspec.Struct, omit_defaults=True):
 
 
 class ToolCallPart(msgspec.Struct, omit_defaults=True):
-    """A call of a tool; of a streamed one, what is new."""
+    """A call of a tool, or the new part of a streamed call."""
 
     function: CalledFunction
     index: int | None = None
@@ -44,7 +44,7 @@ class ToolCallPart(msgspec.Struct, omit_defaults=True):
 
 
 class AnswerMessage(msgspec.Struct, omit_defaults=True):
-    """The message of an answer, or of a chunk what is new of it."""
+    """The message of an answer, or the new part of it in a chunk."""
 
     role: str | None = None
     content: str | msgspec.UnsetType | None = msgspec.UNSET
@@ -105,23 +105,23 @@ class ChatCompletion(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def _choice(
-    completion: CompletionOutput, asked: ChatCompletionRequest, tokenizer: Tokenizer
+    completion: CompletionOutput, body: ChatCompletionRequest, tokenizer: Tokenizer
 ) -> ChatChoice:
     message = AnswerMessage("assistant", completion.content or None, refusal=None)
-    if asked.include_reasoning and completion.reasoning:
+    if body.include_reasoning and completion.reasoning:
         message.reasoning = message.reasoning_content = completion.reasoning
     if completion.tool_calls:
         message.tool_calls = [_whole_call(call) for call in completion.tool_calls]
     elif message.content is None:
         message.content = ""
-    if before := asked.continued():
+    if before := body.continued():
         message.content = before + (message.content or "")
     return ChatChoice(
         index=completion.index,
         message=message,
-        logprobs=_asked_logprobs(completion, asked, tokenizer),
+        logprobs=_asked_logprobs(completion, body, tokenizer),
         finish_reason=completion.finish_reason,
-        token_ids=completion.token_ids if asked.return_token_ids else msgspec.UNSET,
+        token_ids=completion.token_ids if body.return_token_ids else msgspec.UNSET,
         **ended(completion, tokenizer),
     )
 
@@ -160,22 +160,22 @@ def _whole_call(call: ToolCall) -> ToolCallPart:
 
 
 def _asked_logprobs(
-    completion: CompletionOutput, asked: ChatCompletionRequest, tokenizer: Tokenizer
+    completion: CompletionOutput, body: ChatCompletionRequest, tokenizer: Tokenizer
 ) -> ChoiceLogprobs | None:
-    given = asked.logprob_token_ids or ()
-    shown_by = None if asked.return_tokens_as_token_ids else tokenizer
-    return choice_logprobs(completion, asked.top_logprobs or 0, given, tokenizer=shown_by)
+    extra_ids = body.logprob_token_ids or ()
+    shown_by = None if body.return_tokens_as_token_ids else tokenizer
+    return choice_logprobs(completion, body.top_logprobs or 0, extra_ids, tokenizer=shown_by)
 
 
 class ChatAnswer(ChunkAnswer[RequestOutput]):
     """Writes the answer to a conversation."""
 
-    def __init__(self, service: Service, asked: ParsedRequest[ChatCompletionRequest]) -> None:
-        self._asked = asked.body
-        self._identity = identity_of(asked, "chat.completion")
+    def __init__(self, service: Service, parsed: ParsedRequest[ChatCompletionRequest]) -> None:
+        self._asked = parsed.body
+        self._identity = identity_of(parsed, "chat.completion")
         head = {**self._identity, "object": "chat.completion.chunk"}
-        ids = [asked.request_id] if asked.body.wants_progress else []
-        super().__init__(service, head, asked.body.stream_options, ids)
+        ids = [parsed.request_id] if parsed.body.wants_progress else []
+        super().__init__(service, head, parsed.body.stream_options, ids)
         self._begun: set[int] = set()
 
     async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> ChatCompletion:
@@ -188,7 +188,10 @@ class ChatAnswer(ChunkAnswer[RequestOutput]):
         ids = output.prompt_token_ids if self._asked.return_token_ids else None
         return ChatCompletion(
             **self._identity,
-            choices=[_choice(one, self._asked, tokenizer) for one in output.outputs],
+            choices=[
+                _choice(completion_output, self._asked, tokenizer)
+                for completion_output in output.outputs
+            ],
             usage=self._usage.usage(),
             prompt_logprobs=prompt_logprobs(output),
             prompt_token_ids=ids,
@@ -230,22 +233,22 @@ class ChatAnswer(ChunkAnswer[RequestOutput]):
 
         The end of calls is a chunk of its own: OpenAI's clients read calls before that alone.
         """
-        asked = self._asked
+        body = self._asked
         delta = AnswerMessage()
         if completion.content:
             delta.content = completion.content
-        if completion.reasoning and asked.include_reasoning:
+        if completion.reasoning and body.include_reasoning:
             delta.reasoning = delta.reasoning_content = completion.reasoning
         if completion.tool_calls:
             delta.tool_calls = list(map(_call_part, completion.tool_calls))
         choice = ChunkChoice(index=completion.index, delta=delta)
-        if asked.wants_logprobs:
+        if body.wants_logprobs:
             tokenizer = self._service.engine.tokenizer
-            choice.logprobs = _asked_logprobs(completion, asked, tokenizer)
-        if asked.return_token_ids:
+            choice.logprobs = _asked_logprobs(completion, body, tokenizer)
+        if body.return_token_ids:
             choice.token_ids = completion.token_ids
         if completion.finish_reason is None:
-            is_new = asked.wants_logprobs or asked.return_token_ids or delta != AnswerMessage()
+            is_new = body.wants_logprobs or body.return_token_ids or delta != AnswerMessage()
             return [choice] if is_new else []
         chunks = [choice]
         if delta.tool_calls is not None:

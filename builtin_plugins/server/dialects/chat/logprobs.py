@@ -42,7 +42,7 @@ class ChoiceLogprobs(msgspec.Struct):
 def choice_logprobs(
     completion: CompletionOutput,
     count: int,
-    given: Collection[int] = (),
+    extra_ids: Collection[int] = (),
     *,
     tokenizer: Tokenizer | None = None,
 ) -> ChoiceLogprobs | None:
@@ -50,13 +50,13 @@ def choice_logprobs(
 
     Args:
         count: likeliest tokens per position.
-        given: tokens that are there besides.
+        extra_ids: tokens that are there besides.
         tokenizer: has the bytes of tokens; None shows tokens by their ids.
     """
     if completion.logprobs is None:
         return None
     content = [
-        _position(position, token, likeliest(position, count, given), tokenizer)
+        _position(position, token, likeliest(position, count, extra_ids), tokenizer)
         for position, token in zip(completion.logprobs, completion.token_ids, strict=False)
     ]
     return ChoiceLogprobs(content)
@@ -70,8 +70,8 @@ def _position(
 ) -> TokenLogprob:
     def shown(token: int, logprob: Logprob) -> tuple[str, float, list[int]]:
         text = token_text(logprob, token, as_id=tokenizer is None)
-        own = list(text.encode()) if tokenizer is None else token_bytes(tokenizer, token, text)
-        return text, finite(logprob.logprob), own
+        encoded = list(text.encode()) if tokenizer is None else token_bytes(tokenizer, token, text)
+        return text, finite(logprob.logprob), encoded
 
     top = [TopLogprob(*shown(other, logprob)) for other, logprob in others]
     return TokenLogprob(*shown(token, position[token]), top)

@@ -94,7 +94,7 @@ class AllowedTools(Strict):
 
 
 class AllowedToolChoice(Strict, tag_field="type", tag="allowed_tools"):
-    """The tools that may be called, of those that the request has."""
+    """The tools of the request that may be called."""
 
     allowed_tools: AllowedTools
 
@@ -197,7 +197,7 @@ class ChatCompletionRequest(TextFields):
         return before or ""
 
     def tools_and_choice(self) -> tuple[list[dict[str, Any]] | None, Any]:
-        """Return the tools, of which members that are null are left out, and the choice.
+        """Return the tools without members that are null, and the choice.
 
         Raises:
             RequestError: the choice is of a tool that the request does not have.
@@ -224,10 +224,10 @@ def plain_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] 
 
 
 def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in tool.items() if value is not None}
-    if isinstance(function := kept.get("function"), dict):
-        kept["function"] = {name: value for name, value in function.items() if value is not None}
-    return kept
+    members = {name: value for name, value in tool.items() if value is not None}
+    if isinstance(function := members.get("function"), dict):
+        members["function"] = {name: value for name, value in function.items() if value is not None}
+    return members
 
 
 def _tool_name(tool: dict[str, Any]) -> Any:

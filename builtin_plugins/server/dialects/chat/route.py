@@ -30,10 +30,10 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
     id_prefix = "chatcmpl-"
 
     async def begin(
-        self, asked: ParsedRequest[ChatCompletionRequest]
+        self, parsed: ParsedRequest[ChatCompletionRequest]
     ) -> tuple[AsyncGenerator[RequestOutput, None], ChatAnswer]:
         """Return the outputs and the answer; see the base."""
-        engine, body = self._service.engine, asked.body
+        engine, body = self._service.engine, parsed.body
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs: expected logprobs to be true with it")
         max_tokens = body.max_completion_tokens or body.max_tokens
@@ -44,14 +44,14 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
         params = self._params(body, **fields, logprobs=logprobs)
         _, choice = body.tools_and_choice()
         outputs = engine.chat(
-            **chat_prompt(self._service, asked.call, body),
+            **chat_prompt(self._service, parsed.call, body),
             sampling_params=params,
-            request_id=asked.request_id,
+            request_id=parsed.request_id,
             tool_choice=choice,
             parallel_tool_calls=body.parallel_tool_calls,
-            **self._service.extras(asked.call, body, asked.adapter),
+            **self._service.extras(parsed.call, body, parsed.adapter),
         )
-        return renamed(outputs, (), body), ChatAnswer(self._service, asked)
+        return renamed(outputs, (), body), ChatAnswer(self._service, parsed)
 
 
 def chat_prompt(service: Service, call: Call, body: ChatCompletionRequest) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Logprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One completion, or what is new of it."""
+    """One completion, or the new part of it."""
 
     index: int
     text: str
@@ -77,13 +77,13 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
     """Writes the answer to prompts."""
 
     def __init__(
-        self, service: Service, asked: ParsedRequest[CompletionRequest], ids: Sequence[str]
+        self, service: Service, parsed: ParsedRequest[CompletionRequest], ids: Sequence[str]
     ) -> None:
         """`ids`: ids of the prompts, in the engine."""
-        self._asked = asked.body
-        self._identity = identity_of(asked, "text_completion")
-        progress = ids if asked.body.wants_progress else ()
-        super().__init__(service, self._identity, asked.body.stream_options, progress)
+        self._asked = parsed.body
+        self._identity = identity_of(parsed, "text_completion")
+        progress = ids if parsed.body.wants_progress else ()
+        super().__init__(service, self._identity, parsed.body.stream_options, progress)
         self._n = 1 if self._asked.n is msgspec.UNSET else self._asked.n
         self._offsets: dict[int, int] = {}
 
@@ -127,15 +127,15 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
     def _choice(
         self, number: int, output: RequestOutput, completion: CompletionOutput
     ) -> CompletionChoice:
-        asked = self._asked
+        body = self._asked
         index = number * self._n + completion.index
         is_first = index not in self._offsets
         offset = self._offsets.get(index, 0)
         text, token_ids = completion.text, completion.token_ids
-        if asked.max_tokens == 0:  # one token was generated, for the engine makes no fewer
+        if body.max_tokens == 0:  # one token was generated, for the engine makes no fewer
             text, token_ids = "", []
         columns = Logprobs([], [], [], [])
-        if asked.echo and is_first:
+        if body.echo and is_first:
             before, offset = self._echo(output, columns)
             text = before + text
         if completion.logprobs is not None:
@@ -144,15 +144,15 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
         choice = CompletionChoice(
             index=index,
             text=text,
-            logprobs=columns if asked.wants_logprobs else None,
-            finish_reason="length" if asked.max_tokens == 0 else completion.finish_reason,
+            logprobs=columns if body.wants_logprobs else None,
+            finish_reason="length" if body.max_tokens == 0 else completion.finish_reason,
             **ended(completion, self._service.engine.tokenizer),
         )
-        if asked.return_token_ids:
+        if body.return_token_ids:
             choice.token_ids = token_ids
             if is_first:
                 choice.prompt_token_ids = output.prompt_token_ids
-        if asked.prompt_logprobs is not None and output.prompt_logprobs is not None and is_first:
+        if body.prompt_logprobs is not None and output.prompt_logprobs is not None and is_first:
             choice.prompt_logprobs = prompt_logprobs(output) or []
         return choice
 
@@ -176,9 +176,12 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
         token_ids: Sequence[int],
         offset: int,
     ) -> int:
-        as_ids, given = self._asked.return_tokens_as_token_ids, self._asked.logprob_token_ids or ()
+        as_ids, extra_ids = (
+            self._asked.return_tokens_as_token_ids,
+            self._asked.logprob_token_ids or (),
+        )
         for position, token in zip(positions, token_ids, strict=False):
-            chosen, shown = position[token], (token, *given)
+            chosen, shown = position[token], (token, *extra_ids)
             columns.tokens.append(token_text(chosen, token, as_id=as_ids))
             columns.token_logprobs.append(finite(chosen.logprob))
             top: dict[str, float] = {}
@@ -193,7 +196,7 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
         return offset
 
     def _add_prompt(self, columns: Logprobs, output: RequestOutput, prompt: str) -> int:
-        """Add the positions of a prompt, the first of which has no log-probability.
+        """Add the positions of a prompt; the first one has no log-probability.
 
         Returns:
             Where the text of the next token begins.

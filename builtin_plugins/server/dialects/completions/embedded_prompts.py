@@ -36,7 +36,7 @@ class RawTensor(Strict):
     shape: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=2, max_length=2)]
 
 
-def decoded(given: str | RawTensor, path: str) -> Any:
+def decoded(content: str | RawTensor, path: str) -> Any:
     """Return embeddings as an array, or of bfloat16 as a tensor.
 
     Args:
@@ -45,18 +45,18 @@ def decoded(given: str | RawTensor, path: str) -> Any:
     Raises:
         RequestError: they are a pickle, which is never read, or something else.
     """
-    data = _bytes(given if isinstance(given, str) else given.data, path)
-    if isinstance(given, RawTensor):
-        return _array(data, given.dtype, given.shape, path)
+    data = _bytes(content if isinstance(content, str) else content.data, path)
+    if isinstance(content, RawTensor):
+        return _array(data, content.dtype, content.shape, path)
     try:
         tensors = dict(deserialize(data))  # type: ignore[no-untyped-call]
     except SafetensorError as error:
-        what = f"{len(data)} bytes: {error}"
+        problem = f"{len(data)} bytes: {error}"
         if data.startswith(_PICKLES):
-            what = "what torch.save or pickle writes, which is never read"
+            problem = "what torch.save or pickle writes, which is never read"
         raise RequestError(
             f"{path}: expected base64 of safetensors, or an object of data, dtype and shape, got "
-            f"{what}"
+            f"{problem}"
         ) from None
     if list(tensors) != [_FIELD]:
         names = ", ".join(sorted(tensors)) or "none"

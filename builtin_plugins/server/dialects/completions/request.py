@@ -79,15 +79,15 @@ class CompletionRequest(TextFields):
         Raises:
             RequestError: it does not, or they are wrong, too many, or together with what needs ids.
         """
-        given, mask, ids = self.prompt_embeds, self.prompt_is_token_ids, self.prompt
-        if given is None and mask is None:
+        embeds, mask, ids = self.prompt_embeds, self.prompt_is_token_ids, self.prompt
+        if embeds is None and mask is None:
             return None
         if not allowed:
             raise RequestError(
                 "prompt_embeds: expected none, this server takes no embeddings "
                 "(server.prompt_embeds is false)"
             )
-        if given is None:
+        if embeds is None:
             raise RequestError("prompt_is_token_ids: expected none without prompt_embeds")
         if self.echo:
             raise RequestError("echo: expected false with prompt_embeds, which have no text")
@@ -95,17 +95,20 @@ class CompletionRequest(TextFields):
             raise RequestError(
                 "prompt: expected none with prompt_embeds, or token ids with prompt_is_token_ids"
             )
-        if not isinstance(given, list):
-            rows = decoded(given, "prompt_embeds")
+        if not isinstance(embeds, list):
+            rows = decoded(embeds, "prompt_embeds")
             return [_mixed(rows, ids, mask, "")]
-        self._check_number("prompt_embeds", len(given), limits)
+        self._check_number("prompt_embeds", len(embeds), limits)
         for name, value in () if mask is None else (("prompt_is_token_ids", mask), ("prompt", ids)):
-            if not isinstance(value, list) or len(value) != len(given):
+            if not isinstance(value, list) or len(value) != len(embeds):
                 raise RequestError(
-                    f"{name}: expected a list of {len(given)} lists, one for each of prompt_embeds"
+                    f"{name}: expected a list of {len(embeds)} lists, one for each of prompt_embeds"
                 )
         tables = _of_one_width(
-            [decoded(one, f"prompt_embeds[{index}]") for index, one in enumerate(given)]
+            [
+                decoded(embedding, f"prompt_embeds[{index}]")
+                for index, embedding in enumerate(embeds)
+            ]
         )
         return [
             _mixed(
@@ -126,13 +129,13 @@ class CompletionRequest(TextFields):
         Raises:
             RequestError: there are none, or too many, also together with `n`.
         """
-        given = self._prompts()
-        self._check_number("prompt", len(given), limits)
-        for index, item in enumerate(given if given is self.prompt else ()):
+        prompts = self._prompts()
+        self._check_number("prompt", len(prompts), limits)
+        for index, item in enumerate(prompts if prompts is self.prompt else ()):
             is_ids = isinstance(item, list) and all(type(token) is int for token in item)
             if not isinstance(item, str) and not is_ids:
                 raise RequestError(f"prompt[{index}]: expected a text or a list of token ids")
-        return given
+        return prompts
 
     def check_suffix(self, prompts: Sequence[PromptInput]) -> None:
         """Check that prompts can be filled in before a suffix.
@@ -163,16 +166,16 @@ class CompletionRequest(TextFields):
             )
 
     def _prompts(self) -> list[str | list[int]]:
-        given = self.prompt
-        if given is msgspec.UNSET:
+        prompts = self.prompt
+        if prompts is msgspec.UNSET:
             raise RequestError("prompt: missing, and it has no default")
-        if isinstance(given, str):
-            return [given]
-        if not isinstance(given, list):
+        if isinstance(prompts, str):
+            return [prompts]
+        if not isinstance(prompts, list):
             raise RequestError("prompt: expected a text, token ids, or a list of one of these")
-        if given and all(type(item) is int for item in given):
-            return [given]
-        return given
+        if prompts and all(type(item) is int for item in prompts):
+            return [prompts]
+        return prompts
 
 
 def _of_one_width(tables: list[Any]) -> list[Any]:

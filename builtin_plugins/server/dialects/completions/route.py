@@ -28,10 +28,10 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
     id_prefix = "cmpl-"
 
     async def begin(
-        self, asked: ParsedRequest[CompletionRequest]
+        self, parsed: ParsedRequest[CompletionRequest]
     ) -> tuple[AsyncGenerator[Numbered, None], CompletionAnswer]:
         """Return the outputs and the answer; see the base."""
-        body, name = asked.body, asked.request_id
+        body, name = parsed.body, parsed.request_id
         settings = self._service.settings
         embedded = body.embedded_prompts(settings.limits, allowed=settings.prompt_embeds)
         prompts = embedded if embedded is not None else body.prompts(settings.limits)
@@ -45,12 +45,12 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
             inputs: Sequence[PromptInput] = await self._filled_in(body, texts, body.suffix)
         else:
             inputs = await self._read(body, prompts, places)
-        sources = self._outputs(asked, inputs, ids)
+        sources = self._outputs(parsed, inputs, ids)
         outputs = numbered(sources[0], places[0]) if len(ids) == 1 else merged(sources, places)
-        return outputs, CompletionAnswer(self._service, asked, ids)
+        return outputs, CompletionAnswer(self._service, parsed, ids)
 
     async def _read(
-        self, asked: CompletionRequest, prompts: Sequence[PromptInput], places: Sequence[str]
+        self, body: CompletionRequest, prompts: Sequence[PromptInput], places: Sequence[str]
     ) -> Sequence[PromptInput]:
         """Return the prompts as the engine takes them, texts without special tokens as ids.
 
@@ -60,22 +60,22 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
         Raises:
             RequestError: one is wrong; named by its place.
         """
-        special, engine = asked.add_special_tokens, self._service.engine
+        special, engine = body.add_special_tokens, self._service.engine
         if special and len(prompts) == 1:
             return list(prompts)
-        given: list[PromptInput] = []
+        inputs: list[PromptInput] = []
         for prompt, place in zip(prompts, places, strict=True):
             try:
                 if isinstance(prompt, str):
                     ids = await engine.model.tokenize(prompt, add_special_tokens=special)
-                    given.append({"type": "token", "prompt": prompt, "prompt_token_ids": ids})
+                    inputs.append({"type": "token", "prompt": prompt, "prompt_token_ids": ids})
                     continue
                 if isinstance(prompt, dict):  # ids are checked when sent, before any answer
                     await engine.model.prompt_tokens(prompt)
-                given.append(prompt)
+                inputs.append(prompt)
             except RequestError as error:
                 raise _with_place(error, place) from None
-        return given
+        return inputs
 
     async def _filled_in(
         self, body: CompletionRequest, prompts: Sequence[str], suffix: str
@@ -103,23 +103,23 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
         prompts: Sequence[PromptInput],
         ids: Sequence[str],
     ) -> list[AsyncGenerator[RequestOutput, None]]:
-        asked = of.body
-        fields: dict[str, Any] = {"logprobs": asked.logprobs}
-        if asked.max_tokens is not None:
-            if asked.max_tokens == 0 and not asked.echo:
-                raise RequestError(f"{asked.limit_field}: expected at least 1 without echo, got 0")
-            fields["max_tokens"] = max(asked.max_tokens, 1)
-        if asked.echo and asked.logprobs is not None and asked.prompt_logprobs is None:
-            fields["prompt_logprobs"] = asked.logprobs
-        params = self._params(asked, **fields)
-        extras = self._service.extras(of.call, asked, of.adapter)
-        if asked.kv_transfer_params is not None and len(prompts) != 1:
+        body = of.body
+        fields: dict[str, Any] = {"logprobs": body.logprobs}
+        if body.max_tokens is not None:
+            if body.max_tokens == 0 and not body.echo:
+                raise RequestError(f"{body.limit_field}: expected at least 1 without echo, got 0")
+            fields["max_tokens"] = max(body.max_tokens, 1)
+        if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+            fields["prompt_logprobs"] = body.logprobs
+        params = self._params(body, **fields)
+        extras = self._service.extras(of.call, body, of.adapter)
+        if body.kv_transfer_params is not None and len(prompts) != 1:
             raise RequestError(
                 f"kv_transfer_params: expected one prompt with them, got {len(prompts)}"
             )
         generate = self._service.engine.generate
         return [
-            renamed(generate(prompt, params, request_id, **extras), (), asked)
+            renamed(generate(prompt, params, request_id, **extras), (), body)
             for prompt, request_id in zip(prompts, ids, strict=True)
         ]
 
@@ -127,7 +127,7 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
 async def numbered(
     source: AsyncGenerator[RequestOutput, None], place: str
 ) -> AsyncGenerator[Numbered, None]:
-    """Yield the outputs of the only request; arguments and errors are those of `merged`."""
+    """Yield the outputs of the only request, with the arguments and errors of `merged`."""
     try:
         async with contextlib.aclosing(source):
             async for output in source:

@@ -1,4 +1,4 @@
-"""`/pooling`: any input that an IO processor takes; or texts, and what the model makes of them."""
+"""`/pooling`: inputs of IO processors, and pooled texts."""
 
 from __future__ import annotations
 
@@ -116,64 +116,66 @@ class PoolingRoute:
 
     async def pool(self, request: Request) -> Response:
         """Return the answer of an IO processor, or the results of texts."""
-        call, asked = await self._service.read(request, PoolingRequest)
-        model = self._service.base_model(asked.model)
-        _check(asked)
+        call, body = await self._service.requests.read(request, PoolingRequest)
+        model = self._service.base_model(body.model)
+        _check(body)
 
         async def work() -> PooledResult:
-            made = new_id("pool-", asked.request_id), int(time.time())
-            if asked.data is UNSET:
-                return await self._texts(call, asked, model, *made)
-            return await self._processed(call, asked, model, *made)
+            made = new_id("pool-", body.request_id), int(time.time())
+            if body.data is UNSET:
+                return await self._texts(call, body, model, *made)
+            return await self._processed(call, body, model, *made)
 
         return await self._service.answer(request, call, work)
 
     async def _processed(
-        self, call: Call, asked: PoolingRequest, model: str, request_id: str, now: int
+        self, call: Call, body: PoolingRequest, model: str, request_id: str, now: int
     ) -> PooledResult:
         plugins = self._service.engine.plugins
-        extras = self._service.extras(call, asked)
-        answer = await plugins.process(asked.data, asked.io_processor, as_json=True, **extras)
-        name = asked.io_processor or next(iter(plugins.io_processor_schemas()))
+        extras = self._service.extras(call, body)
+        answer = await plugins.process(body.data, body.io_processor, as_json=True, **extras)
+        name = body.io_processor or next(iter(plugins.io_processor_schemas()))
         return PooledResult(
             request_id, "processed", now, model, msgspec.Raw(answer), request_id, now, name
         )
 
     async def _texts(
-        self, call: Call, asked: PoolingRequest, model: str, request_id: str, now: int
+        self, call: Call, body: PoolingRequest, model: str, request_id: str, now: int
     ) -> PooledResult:
-        task: Any = asked.task or "embed"
+        task: Any = body.task or "embed"
         params = PoolingParams(
             task=task,
-            pooler=asked.pooler,
-            plugin_args=asked.plugin_args,
-            dimensions=asked.dimensions,
-            normalize=asked.normalize,
-            use_activation=asked.use_activation,
+            pooler=body.pooler,
+            plugin_args=body.plugin_args,
+            dimensions=body.dimensions,
+            normalize=body.normalize,
+            use_activation=body.use_activation,
         )
-        outputs = await self._pooler.results(call, asked, asked.input, params)
+        outputs = await self._pooler.results(call, body, body.input, params)
         data = [
             PooledText("pooling", index, result)
-            for index, result in enumerate(encoded(outputs, asked.encoding_format))
+            for index, result in enumerate(encoded(outputs, body.encoding_format))
         ]
         usage = usage_of(outputs)
         return PooledResult(request_id, "list", now, model, data, usage=usage)
 
 
-def _check(asked: PoolingRequest) -> None:
+def _check(body: PoolingRequest) -> None:
     """Check that a request has either data or input, and the fields of that alone."""
-    if (asked.data is UNSET) == (asked.input is UNSET):
-        what = "neither" if asked.data is UNSET else "both"
-        raise RequestError(f"data: expected either data, for an IO processor, or input, got {what}")
-    if asked.input is not UNSET:
-        if asked.io_processor is not None:
+    if (body.data is UNSET) == (body.input is UNSET):
+        fields = "neither" if body.data is UNSET else "both"
+        raise RequestError(
+            f"data: expected either data, for an IO processor, or input, got {fields}"
+        )
+    if body.input is not UNSET:
+        if body.io_processor is not None:
             raise RequestError("io_processor: expected none with input, as it takes data")
-        if asked.task == "plugin":
+        if body.task == "plugin":
             raise RequestError('task: expected data with "plugin", got input')
         return
-    if asked.task not in (None, "plugin"):
-        raise RequestError(f'task: expected "plugin" with data, got "{asked.task}"')
+    if body.task not in (None, "plugin"):
+        raise RequestError(f'task: expected "plugin" with data, got "{body.task}"')
     defaults = PoolingRequest()
     for name in _OF_INPUT:
-        if getattr(asked, name) != getattr(defaults, name):
+        if getattr(body, name) != getattr(defaults, name):
             raise RequestError(f"{name}: expected none with data, which an IO processor reads")

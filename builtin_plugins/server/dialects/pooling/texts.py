@@ -33,7 +33,7 @@ class TextPooler:
         self._prompts: dict[tuple[str, str | None], str] = {}
 
     async def results(
-        self, call: Call, asked: PooledFields, given: Any, params: PoolingParams
+        self, call: Call, body: PooledFields, inputs: Any, params: PoolingParams
     ) -> list[PoolingRequestOutput]:
         """Return the results of a request's `input`, in its order, for a route of another file.
 
@@ -41,7 +41,7 @@ class TextPooler:
             RequestError: a text is wrong or refused; the message has its place.
             AnswerError: one ended without a result.
         """
-        return await self.pool(call, asked, places_of(given, "input"), params)
+        return await self.pool(call, body, places_of(inputs, "input"), params)
 
     async def conversation(self, body: EmbeddingsRequest) -> list[int]:
         """Return the token ids of a conversation by the chat template.
@@ -70,7 +70,7 @@ class TextPooler:
     async def pair_scores(
         self,
         call: Call,
-        asked: PooledFields,
+        body: PooledFields,
         first: dict[str, Any],
         second: dict[str, Any],
         **fields: Any,
@@ -91,8 +91,8 @@ class TextPooler:
             place: {"text": before[index % len(before)], "text_pair": text}
             for index, (place, text) in enumerate(second.items())
         }
-        params = pooling_params(asked, "score", **fields)
-        outputs = await self.pool(call, asked, pairs, params, given=first | second)
+        params = pooling_params(body, "score", **fields)
+        outputs = await self.pool(call, body, pairs, params, originals=first | second)
         return [float(output.outputs) for output in outputs], outputs
 
     async def add_prefix(self, texts: dict[str, Any], kind: str, name: str | None) -> None:
@@ -105,8 +105,8 @@ class TextPooler:
             return  # which is the error of the request itself
         key = "purpose" if kind == "purpose" else "name"
         if (key, name) not in self._prompts:
-            found = await self._service.engine.plugins.call_part("pooling", "prompt", {key: name})
-            self._prompts[key, name] = found
+            prompt = await self._service.engine.plugins.call_part("pooling", "prompt", {key: name})
+            self._prompts[key, name] = prompt
         if prefix := self._prompts[key, name]:
             for place, text in texts.items():
                 if isinstance(text, str):
@@ -115,26 +115,26 @@ class TextPooler:
     async def pool(
         self,
         call: Call,
-        asked: PooledFields,
+        body: PooledFields,
         texts: Mapping[str, Any],
         params: PoolingParams,
-        given: Mapping[str, Any] | None = None,
+        originals: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """Return the results of texts, by the name of their place in the request, in their order.
 
         Args:
-            given: texts of the request, where those have some of them several times.
+            originals: texts of the request, where those have some of them several times.
 
         Raises:
             RequestError: one is refused; the message has its place. None runs.
             AnswerError: one ended without a result.
         """
         has_pairs = any(isinstance(text, Mapping) for text in texts.values())
-        limit = asked.truncate_prompt_tokens
-        check_truncation_side(asked.truncation_side, limit, of_pairs=has_pairs)
-        parts = list((given or texts).values())
+        limit = body.truncate_prompt_tokens
+        check_truncation_side(body.truncation_side, limit, of_pairs=has_pairs)
+        parts = list((originals or texts).values())
         self._service.check_prompt(parts, name=next(iter(texts)).partition("[")[0])
-        extras = self._service.extras(call, asked)
+        extras = self._service.extras(call, body)
         outputs = await self._service.engine.encode_batch(
             list(texts.values()), params, names=list(texts), **extras
         )
@@ -150,36 +150,36 @@ class TextPooler:
         return outputs
 
 
-def refuse_activation(given: bool | None) -> None:
+def refuse_activation(use_activation: bool | None) -> None:
     """Check that a request for cosines has no `use_activation`.
 
     Raises:
         RequestError: it has one.
     """
-    if given is not None:
+    if use_activation is not None:
         raise RequestError(
             f"use_activation: expected none, for the score is the cosine of two vectors, "
-            f"got {str(given).lower()}"
+            f"got {str(use_activation).lower()}"
         )
 
 
-def places_of(given: Any, name: str, *, takes_pairs: bool = False) -> dict[str, Any]:
+def places_of(inputs: Any, name: str, *, takes_pairs: bool = False) -> dict[str, Any]:
     """Return texts or lists of token ids, and perhaps pairs, by the name of their place.
 
     Raises:
         RequestError: there are none or too many, or one is neither.
     """
-    if given == "":
+    if inputs == "":
         raise RequestError(f"{name}: expected a text or token ids, not empty")
-    if isinstance(given, str) or (takes_pairs and _is_pair(given, name)):
-        return {name: given}
-    if not isinstance(given, list):
+    if isinstance(inputs, str) or (takes_pairs and _is_pair(inputs, name)):
+        return {name: inputs}
+    if not isinstance(inputs, list):
         raise RequestError(f"{name}: expected a text, token ids, or a list of these")
-    if given and all(type(item) is int for item in given):
-        return {name: given}
-    if not 1 <= len(given) <= MAX_INPUTS:
-        raise RequestError(f"{name}: expected 1 to {MAX_INPUTS} texts, got {len(given)}")
-    for index, item in enumerate(given):
+    if inputs and all(type(item) is int for item in inputs):
+        return {name: inputs}
+    if not 1 <= len(inputs) <= MAX_INPUTS:
+        raise RequestError(f"{name}: expected 1 to {MAX_INPUTS} texts, got {len(inputs)}")
+    for index, item in enumerate(inputs):
         is_ids = isinstance(item, list) and all(type(token) is int for token in item)
         is_pair = takes_pairs and _is_pair(item, f"{name}[{index}]")
         if not item or not (isinstance(item, str) or is_ids or is_pair):
@@ -187,29 +187,29 @@ def places_of(given: Any, name: str, *, takes_pairs: bool = False) -> dict[str, 
             raise RequestError(
                 f"{name}[{index}]: expected a text or a list of token ids, not empty{pair}"
             )
-    return {f"{name}[{index}]": item for index, item in enumerate(given)}
+    return {f"{name}[{index}]": item for index, item in enumerate(inputs)}
 
 
-def _is_pair(given: Any, place: str) -> bool:
+def _is_pair(value: Any, place: str) -> bool:
     """Return whether an input is an object, which has to be a pair of texts.
 
     Raises:
         RequestError: it has other fields.
     """
-    if isinstance(given, dict) and given.keys() != {"text", "text_pair"}:
+    if isinstance(value, dict) and value.keys() != {"text", "text_pair"}:
         raise RequestError(
-            f"{place}: expected a pair of texts with `text` and `text_pair`, got {shown(given)}"
+            f"{place}: expected a pair of texts with `text` and `text_pair`, got {shown(value)}"
         )
-    return isinstance(given, dict)
+    return isinstance(value, dict)
 
 
-def document_text(given: Any, place: int) -> str:
+def document_text(document: Any, place: int) -> str:
     """Return the text of a document.
 
     Raises:
         RequestError: it has none.
     """
-    text = given.get("text") if isinstance(given, dict) else given
+    text = document.get("text") if isinstance(document, dict) else document
     if not isinstance(text, str) or not text:
         raise RequestError(
             f"documents[{place}]: expected a text that is not empty, or an object with `text`"
@@ -217,9 +217,9 @@ def document_text(given: Any, place: int) -> str:
     return text
 
 
-def pooling_params(asked: PooledFields, task: Any, **fields: Any) -> PoolingParams:
+def pooling_params(body: PooledFields, task: Any, **fields: Any) -> PoolingParams:
     """Return the parameters of a request for the engine."""
-    return PoolingParams(task=task, pooler=asked.pooler, plugin_args=asked.plugin_args, **fields)
+    return PoolingParams(task=task, pooler=body.pooler, plugin_args=body.plugin_args, **fields)
 
 
 def cosines(
@@ -237,7 +237,7 @@ def encoded(outputs: Sequence[PoolingRequestOutput], encoding: str) -> list[Any]
     """Return results as numbers, or as "base64" of float32 numbers, little-endian."""
     if encoding == "base64":
         data = (output.outputs.astype("<f4").tobytes() for output in outputs)
-        return [base64.b64encode(one).decode() for one in data]
+        return [base64.b64encode(vector_bytes).decode() for vector_bytes in data]
     return [output.outputs.tolist() for output in outputs]
 
 
@@ -247,9 +247,9 @@ def usage_of(outputs: Sequence[PoolingRequestOutput]) -> PooledUsage:
     return PooledUsage(count, count)
 
 
-def answer_id(asked: PooledFields, prefix: str) -> str:
+def answer_id(body: PooledFields, prefix: str) -> str:
     """Return the id of an answer."""
-    return new_id(f"{prefix}-", asked.request_id)
+    return new_id(f"{prefix}-", body.request_id)
 
 
 def now() -> int:

@@ -101,7 +101,7 @@ class VectorRoutes:
 
     async def embeddings(self, request: Request) -> Response:
         """Return a vector for each text, or for a conversation."""
-        call, body = await self._service.read(request, EmbeddingsRequest)
+        call, body = await self._service.requests.read(request, EmbeddingsRequest)
         model = self._service.base_model(body.model)
         if (body.input is msgspec.UNSET) == (body.messages is None):
             raise RequestError("input and messages: expected one of them")
@@ -124,7 +124,7 @@ class VectorRoutes:
 
     async def embed(self, request: Request) -> Response:
         """Return a vector for each text, in the shape of Cohere's API."""
-        call, body = await self._service.read(request, CohereEmbedRequest)
+        call, body = await self._service.requests.read(request, CohereEmbedRequest)
         self._service.base_model(body.model)
         texts = body.places()
         fields = body.pooled_fields()
@@ -142,22 +142,24 @@ class VectorRoutes:
 
     async def rerank(self, request: Request) -> Response:
         """Sort documents by how well they match a query."""
-        call, asked = await self._service.read(request, RerankRequest)
-        model = self._service.base_model(asked.model)
-        documents = [document_text(given, place) for place, given in enumerate(asked.documents)]
-        if not asked.query:
+        call, body = await self._service.requests.read(request, RerankRequest)
+        model = self._service.base_model(body.model)
+        documents = [
+            document_text(document, place) for place, document in enumerate(body.documents)
+        ]
+        if not body.query:
             raise RequestError("query: expected a text that is not empty")
-        query = {"query": asked.query}
-        found: dict[str, Any] = {f"documents[{at}]": text for at, text in enumerate(documents)}
+        query = {"query": body.query}
+        texts: dict[str, Any] = {f"documents[{at}]": text for at, text in enumerate(documents)}
 
         async def work() -> Ranking:
             if self._pooler.reads_pairs:
-                scores, outputs = await self._pooler.pair_scores(call, asked, query, found)
+                scores, outputs = await self._pooler.pair_scores(call, body, query, texts)
             else:
                 await self._pooler.add_prefix(query, "purpose", "query")
-                await self._pooler.add_prefix(found, "purpose", "document")
+                await self._pooler.add_prefix(texts, "purpose", "document")
                 outputs = await self._pooler.pool(
-                    call, asked, query | found, pooling_params(asked, "embed")
+                    call, body, query | texts, pooling_params(body, "embed")
                 )
                 scores = cosines(outputs[:1], outputs[1:])
             best = sorted(range(len(scores)), key=lambda place: (-scores[place], place))
@@ -165,19 +167,19 @@ class VectorRoutes:
                 RankedDocument(
                     place,
                     scores[place],
-                    {"text": documents[place]} if asked.return_documents else None,
+                    {"text": documents[place]} if body.return_documents else None,
                 )
-                for place in best[: asked.top_n]
+                for place in best[: body.top_n]
             ]
-            return Ranking(answer_id(asked, "rerank"), model, results, usage_of(outputs))
+            return Ranking(answer_id(body, "rerank"), model, results, usage_of(outputs))
 
         return await self._service.answer(request, call, work)
 
     async def score(self, request: Request) -> Response:
         """Return how well texts match."""
-        call, asked = await self._service.read(request, ScoreRequest)
-        model = self._service.base_model(asked.model)
-        first, second = places_of(asked.text_1, "text_1"), places_of(asked.text_2, "text_2")
+        call, body = await self._service.requests.read(request, ScoreRequest)
+        model = self._service.base_model(body.model)
+        first, second = places_of(body.text_1, "text_1"), places_of(body.text_2, "text_2")
         if len(first) not in (1, len(second)):
             raise RequestError(
                 f"text_1: expected one text or {len(second)}, as text_2 has, got {len(first)}"
@@ -186,30 +188,30 @@ class VectorRoutes:
         async def work() -> Scores:
             if self._pooler.reads_pairs:
                 scores, outputs = await self._pooler.pair_scores(
-                    call, asked, first, second, use_activation=asked.use_activation
+                    call, body, first, second, use_activation=body.use_activation
                 )
             else:
-                refuse_activation(asked.use_activation)
+                refuse_activation(body.use_activation)
                 await self._pooler.add_prefix(first, "name", None)
                 await self._pooler.add_prefix(second, "name", None)
                 outputs = await self._pooler.pool(
-                    call, asked, first | second, pooling_params(asked, "embed")
+                    call, body, first | second, pooling_params(body, "embed")
                 )
                 scores = cosines(outputs[: len(first)], outputs[len(first) :])
             data = [Score("score", index, score) for index, score in enumerate(scores)]
-            return Scores(answer_id(asked, "score"), "list", now(), model, data, usage_of(outputs))
+            return Scores(answer_id(body, "score"), "list", now(), model, data, usage_of(outputs))
 
         return await self._service.answer(request, call, work)
 
     async def classify(self, request: Request) -> Response:
         """Return the probability of each class for each text."""
-        call, asked = await self._service.read(request, ClassifyRequest)
-        model = self._service.base_model(asked.model)
-        texts = places_of(asked.input, "input", takes_pairs=True)
+        call, body = await self._service.requests.read(request, ClassifyRequest)
+        model = self._service.base_model(body.model)
+        texts = places_of(body.input, "input", takes_pairs=True)
 
         async def work() -> Classes:
-            params = pooling_params(asked, "classify", use_activation=asked.use_activation)
-            outputs = await self._pooler.pool(call, asked, texts, params)
+            params = pooling_params(body, "classify", use_activation=body.use_activation)
+            outputs = await self._pooler.pool(call, body, texts, params)
             described = await self._service.engine.plugins.call_part("pooling", "describe")
             labels = described["labels"]
             data = [
@@ -222,7 +224,7 @@ class VectorRoutes:
                 for index, output in enumerate(outputs)
             ]
             return Classes(
-                answer_id(asked, "classify"), "list", now(), model, data, usage_of(outputs)
+                answer_id(body, "classify"), "list", now(), model, data, usage_of(outputs)
             )
 
         return await self._service.answer(request, call, work)

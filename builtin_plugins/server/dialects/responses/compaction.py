@@ -12,8 +12,8 @@ import msgspec
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.routes.answers import new_id
 
-from .events import OutputMessage, ResponseObject, ResponseUsage
 from .input import InputItem, MessageItem
+from .objects import OutputMessage, ResponseObject, ResponseUsage
 from .request import ResponsesRequest
 from .store import complete_record
 
@@ -62,7 +62,7 @@ class CompactedResponse(msgspec.Struct, kw_only=True):
 
 
 def with_instruction(body: ResponsesRequest) -> ResponsesRequest:
-    """Return a request for the summary of a conversation, whose model calls no tools."""
+    """Return a request for the summary of a conversation, without tool calls."""
     items = [*body.items(), MessageItem(role="user", content=INSTRUCTION)]
     return msgspec.structs.replace(body, input=items, tool_choice="none")
 

@@ -16,8 +16,9 @@ from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.access.counts import held
 from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.requests.reading import call_of
 from hardpoint.builtin_plugins.server.routes.answers import new_id
-from hardpoint.builtin_plugins.server.service import Service, call_of
+from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Client, Route
 from hardpoint.typed import Strict, shown
@@ -63,7 +64,7 @@ class ConversationRecord(msgspec.Struct, kw_only=True):
     items: list[dict[str, Any]] = []
 
     def input_items(self) -> list[InputItem]:
-        """Return the items as those of a request."""
+        """Return the items in the types of a request."""
         return msgspec.convert(self.items, list[InputItem])
 
     def shown(self, name: str) -> Conversation:
@@ -74,7 +75,7 @@ class ConversationRecord(msgspec.Struct, kw_only=True):
 class _ItemsBody(Strict):
     @staticmethod
     def prepared(fields: dict[str, Any]) -> dict[str, Any]:
-        """Return a body with the types of all items; see `Service.read`.
+        """Return a body with the types of all items; see `RequestReader.read`.
 
         Raises:
             RequestError: an item is known and not supported.
@@ -109,7 +110,7 @@ class ItemsCreateRequest(_ItemsBody):
 
 
 class StoredConversations:
-    """The conversations of a server whose plugins bring a response store."""
+    """The conversations of a server with a response store."""
 
     def __init__(self, service: Service, store: StoreClient) -> None:
         self._service, self._store = service, store
@@ -337,7 +338,7 @@ class ConversationRoutes:
 
     async def create(self, request: Request) -> Response:
         """Create a conversation."""
-        call, body = await self._service.read(request, ConversationCreateRequest)
+        call, body = await self._service.requests.read(request, ConversationCreateRequest)
         items, metadata = body.items or (), body.metadata or {}
         return await self._answer(
             request, lambda stored: stored.create(call.client, items, metadata)
@@ -354,7 +355,7 @@ class ConversationRoutes:
 
     async def update(self, request: Request) -> Response:
         """Replace the metadata of a conversation."""
-        call, body = await self._service.read(request, ConversationUpdateRequest)
+        call, body = await self._service.requests.read(request, ConversationUpdateRequest)
         name = _name(request)
         return await self._answer(
             request, lambda stored: stored.update(call.client, name, body.metadata)
@@ -367,7 +368,7 @@ class ConversationRoutes:
 
     async def create_items(self, request: Request) -> Response:
         """Add items to a conversation; answer with them."""
-        call, body = await self._service.read(request, ItemsCreateRequest)
+        call, body = await self._service.requests.read(request, ItemsCreateRequest)
         name = _name(request)
 
         async def work(stored: StoredConversations) -> InputItemList:

@@ -43,7 +43,7 @@ class CustomFormat(Strict):
 
 
 class CustomTool(Strict, tag_field="type", tag="custom"):
-    """A tool whose input is a text.
+    """A tool with a text as input.
 
     Attributes:
         allowed_callers: must hold "direct": no programs are run that could call it.

@@ -1,4 +1,4 @@
-"""The answers of `/v1/responses`: the response, its items, and the events of a streamed one."""
+"""The answers of `/v1/responses`: whole ones, and the events of a streamed one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from collections.abc import (
     Callable,
     Iterable,
     Iterator,
-    Mapping,
-    Sequence,
 )
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from hardpoint.builtin_plugins.server.dialects.chat.logprobs import TokenLogprob, choice_logprobs
 from hardpoint.builtin_plugins.server.dialects.items import (
@@ -27,189 +24,35 @@ from hardpoint.builtin_plugins.server.dialects.items import (
 )
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.routes.answers import (
-    EncodedArrays,
     UsageCount,
     encoded_arrays,
     new_id,
 )
 from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
-from hardpoint.plugins.requests import WeightRun
 from hardpoint.plugins.server import ToolCall
 
-from .custom_tools import OutputCustomCall, custom_input
-from .input import ReasoningTextPart, Status
+from .custom_tools import OutputCustomCall
+from .input import Status
+from .objects import (
+    IncompleteDetails,
+    InputDetails,
+    OutputDetails,
+    OutputFunctionCall,
+    OutputItem,
+    OutputText,
+    RequestedTools,
+    ResponseError,
+    ResponseObject,
+    ResponseUsage,
+    message_item,
+    reasoning_item,
+    tool_call_item,
+)
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
-class OutputText(msgspec.Struct, tag_field="type", tag="output_text", kw_only=True):
-    """The text of a message."""
-
-    text: str
-    annotations: list[Any] = []
-    logprobs: list[TokenLogprob] = []
-
-
-class OutputMessage(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
-    """The answer."""
-
-    id: str
-    role: str = "assistant"
-    status: Status
-    content: list[OutputText]
-
-
-class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True):
-    """The reasoning before the answer, as it is: there are no summaries."""
-
-    id: str
-    summary: list[Any] = []
-    content: list[ReasoningTextPart]
-    status: Status
-
-
-class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call", kw_only=True):
-    """A call of a tool."""
-
-    id: str
-    call_id: str
-    name: str
-    arguments: str
-    status: Status
-    namespace: str | msgspec.UnsetType = msgspec.UNSET
-
-
-class RequestedTool(msgspec.Struct, frozen=True):
-    """A tool as the request names it."""
-
-    name: str
-    namespace: str | None = None
-    is_custom: bool = False
-
-
-RequestedTools = Mapping[str, RequestedTool]
-"""Tools of a namespace and custom tools, by the name that the model sees."""
-
-OutputItem = OutputReasoning | OutputMessage | OutputFunctionCall | OutputCustomCall
 _CALLS = (OutputFunctionCall, OutputCustomCall)
-
-
-class InputDetails(msgspec.Struct):
-    """Of the prompt's tokens, those that were cached."""
-
-    cached_tokens: int
-    cache_write_tokens: int = 0
-
-
-class OutputDetails(msgspec.Struct):
-    """Of the answer's tokens, those of the reasoning."""
-
-    reasoning_tokens: int
-
-
-class ResponseUsage(msgspec.Struct):
-    """Tokens of a request."""
-
-    input_tokens: int
-    input_tokens_details: InputDetails
-    output_tokens: int
-    output_tokens_details: OutputDetails
-    total_tokens: int
-
-
-class ResponseError(msgspec.Struct):
-    """Why a response failed."""
-
-    code: str
-    message: str
-
-
-class IncompleteDetails(msgspec.Struct):
-    """Why a response ended early."""
-
-    reason: str
-
-
-class ConversationReference(msgspec.Struct):
-    """The stored conversation that a response is a part of."""
-
-    id: str
-
-
-class ResponseObject(msgspec.Struct, kw_only=True):
-    """A response, with the fields of the request that it answers.
-
-    Attributes:
-        store: whether it is stored.
-        truncation: "disabled": prompts that are too long are refused.
-        warning: what an output parser finds wrong.
-        validation_error: what is wrong with an answer that is JSON of a schema that is not strict.
-        part_figures: figures of step parts that the request includes.
-        part_arrays: numbers of positions that step parts give.
-        weight_runs: versions of the weights, see `CompletionOutput.weight_runs`.
-    """
-
-    id: str
-    object: str = "response"
-    created_at: int
-    completed_at: int | None = None
-    conversation: ConversationReference | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
-    background: bool = False
-    error: ResponseError | None = None
-    incomplete_details: IncompleteDetails | None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    max_tool_calls: int | None = None
-    metadata: dict[str, str] = {}
-    model: str
-    output: list[OutputItem] = []
-    parallel_tool_calls: bool
-    previous_response_id: str | None = None
-    reasoning: dict[str, Any]
-    service_tier: str = "default"
-    store: bool = False
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: Any
-    tools: list[Any]
-    top_logprobs: int = 0
-    top_p: float
-    truncation: str = "disabled"
-    usage: ResponseUsage | None = None
-    warning: str | UnsetType = UNSET
-    validation_error: str | UnsetType = UNSET
-    part_figures: dict[str, Any] | UnsetType = UNSET
-    part_arrays: EncodedArrays | UnsetType = UNSET
-    weight_runs: list[WeightRun] | UnsetType = UNSET
-
-
-def _reasoning(item_id: str, text: str, status: Status = "completed") -> OutputReasoning:
-    return OutputReasoning(id=item_id, content=[ReasoningTextPart(text=text)], status=status)
-
-
-def _message(
-    item_id: str, text: str, logprobs: list[TokenLogprob], status: Status = "completed"
-) -> OutputMessage:
-    content = [OutputText(text=text, logprobs=logprobs)]
-    return OutputMessage(id=item_id, content=content, status=status)
-
-
-def _tool_call(
-    item_id: str, call: ToolCall, names: RequestedTools, status: Status = "completed"
-) -> OutputFunctionCall | OutputCustomCall:
-    tool = names.get(call.name or "", RequestedTool(call.name or ""))
-    fields: dict[str, Any] = {
-        "id": item_id,
-        "call_id": call.id or "",
-        "name": tool.name,
-        "namespace": tool.namespace or UNSET,
-        "status": status,
-    }
-    if tool.is_custom:
-        text = custom_input(call.arguments) if status == "completed" else ""
-        return OutputCustomCall(input=text, **fields)
-    return OutputFunctionCall(arguments=call.arguments, **fields)
 
 
 def _is_complete(completion: CompletionOutput) -> bool:
@@ -254,12 +97,12 @@ def text_positions(
     if start < 0:
         return positions
     end, at = start + len(text), 0
-    found: list[TokenLogprob] = []
+    text_tokens: list[TokenLogprob] = []
     for position in positions:
         if at < end and at + len(position.token) > start:
-            found.append(position)
+            text_tokens.append(position)
         at += len(position.token)
-    return found
+    return text_tokens
 
 
 class _OpenItem:
@@ -294,12 +137,12 @@ class _OpenItem:
             call = msgspec.structs.replace(self.call, arguments=text)
             if status == "completed" and whole_arguments(text) is None:
                 status = "incomplete"
-            return _tool_call(self.id, call, self._names, status)
+            return tool_call_item(self.id, call, self._names, status)
         if self.kind == "reasoning":
-            return _reasoning(self.id, text, status)
+            return reasoning_item(self.id, text, status)
         # Several of the last events hold them; they were encoded for the deltas.
         logprobs: Any = msgspec.Raw(b"[" + b",".join(self.logprobs) + b"]")
-        return _message(self.id, text, logprobs, status)
+        return message_item(self.id, text, logprobs, status)
 
 
 _DELTAS = {
@@ -307,13 +150,19 @@ _DELTAS = {
     "text": "response.output_text.delta",
     "call": "response.function_call_arguments.delta",
 }
+
+
 _CUSTOM_DELTA = "response.custom_tool_call_input.delta"
+
+
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
+
+
 _CUSTOM_PREFIX = "ctc_"
 
 
 class ResponseAnswer(ItemAnswer):
-    """Writes a response; what the deltas of an item share, once."""
+    """Writes a response; the common part of the deltas of an item is encoded once."""
 
     def __init__(
         self,
@@ -367,16 +216,16 @@ class ResponseAnswer(ItemAnswer):
         positions = _positions(completion, self._logprobs, self._tokenizer)
         before = completion.reasoning or ""
         if before:
-            items.append(_reasoning(new_id("rs_"), before))
+            items.append(reasoning_item(new_id("rs_"), before))
         for part in in_order(completion.content, completion.tool_calls or ()):
             if isinstance(part, str):
                 of_part = text_positions(positions, part, before)
-                items.append(_message(new_id("msg_"), part, of_part))
+                items.append(message_item(new_id("msg_"), part, of_part))
                 before += part
             elif whole_arguments(part.arguments) is not None:
-                items.append(_tool_call(self._call_id(part), part, self._names))
+                items.append(tool_call_item(self._call_id(part), part, self._names))
         if not items:
-            items.append(_message(new_id("msg_"), "", positions))
+            items.append(message_item(new_id("msg_"), "", positions))
         if not _is_complete(completion) and not isinstance(items[-1], _CALLS):
             items[-1].status = "incomplete"
         return self._ended(completion)
@@ -532,9 +381,3 @@ class ResponseAnswer(ItemAnswer):
         ended = self._ended(completion)
         self._response = ended
         yield self._event(f"response.{ended.status}", response=ended)
-
-
-def echoed(items: Sequence[msgspec.Struct]) -> list[Any]:
-    """Return parts of a request as a response shows them, without what was not given."""
-    plain: list[dict[str, Any]] = msgspec.to_builtins(list(items))
-    return [{name: v for name, v in item.items() if v is not None} for item in plain]

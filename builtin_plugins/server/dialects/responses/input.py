@@ -128,7 +128,7 @@ class ReasoningTextPart(Strict, tag_field="type", tag="reasoning_text"):
 
 
 class SummaryText(Strict, tag_field="type", tag="summary_text"):
-    """A summary of what the assistant thought."""
+    """A summary of the assistant's reasoning."""
 
     text: str
 
@@ -152,7 +152,7 @@ class ReasoningItem(Strict, tag_field="type", tag="reasoning"):
         return "\n".join(part.text for part in parts)
 
 
-class FunctionCallItem(Strict, tag_field="type", tag="function_call"):
+class _CallItem(Strict, kw_only=True):
     """A call that the assistant made.
 
     Attributes:
@@ -162,30 +162,23 @@ class FunctionCallItem(Strict, tag_field="type", tag="function_call"):
 
     call_id: str
     name: str
+    id: str | None = None
+    status: Status | None = None
+    async_: Any = msgspec.field(default=None, name="async")
+    caller: Any = None
+    namespace: Any = None
+
+
+class FunctionCallItem(_CallItem, tag_field="type", tag="function_call", kw_only=True):
+    """A call of a function."""
+
     arguments: str
-    id: str | None = None
-    status: Status | None = None
-    async_: Any = msgspec.field(default=None, name="async")
-    caller: Any = None
-    namespace: Any = None
 
 
-class CustomCallItem(Strict, tag_field="type", tag="custom_tool_call"):
-    """A call of a custom tool that the assistant made.
+class CustomCallItem(_CallItem, tag_field="type", tag="custom_tool_call", kw_only=True):
+    """A call of a custom tool."""
 
-    Attributes:
-        async, caller: ignored: all calls are the assistant's, of the caller's tools.
-        namespace: namespace of the tool.
-    """
-
-    call_id: str
-    name: str
     input: str
-    id: str | None = None
-    status: Status | None = None
-    async_: Any = msgspec.field(default=None, name="async")
-    caller: Any = None
-    namespace: Any = None
 
     @property
     def arguments(self) -> str:
@@ -214,7 +207,7 @@ class FunctionOutputItem(Strict, tag_field="type", tag="function_call_output"):
 
 
 class CustomOutputItem(FunctionOutputItem, tag_field="type", tag="custom_tool_call_output"):
-    """The result of a call of a custom tool; fields are those of the result of a function."""
+    """The result of a call of a custom tool, with the fields of a function's result."""
 
 
 class CompactionItem(Strict, tag_field="type", tag="compaction"):
@@ -246,16 +239,16 @@ class CompactionItem(Strict, tag_field="type", tag="compaction"):
 
 
 def _content(
-    given: str | Sequence[InputText | InputImage | AssistantText | Refusal], path: str
+    content: str | Sequence[InputText | InputImage | AssistantText | Refusal], path: str
 ) -> Content:
-    if isinstance(given, str):
-        return given
+    if isinstance(content, str):
+        return content
     return joined(
         [
             image_part(part.image_url, f"{path}[{index}].image_url", part.detail)
             if isinstance(part, InputImage)
             else part.text
-            for index, part in enumerate(given)
+            for index, part in enumerate(content)
         ]
     )
 
@@ -306,7 +299,7 @@ def _refuse(item: Mapping[str, Any], path: str) -> None:
 
 
 class ItemConverter:
-    """Makes a conversation of items; those of one turn of the assistant become one message."""
+    """Makes a conversation of items; the items of an assistant's turn become one message."""
 
     def __init__(
         self,

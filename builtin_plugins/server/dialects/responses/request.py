@@ -64,8 +64,8 @@ class FunctionTool(Strict, tag_field="type", tag="function"):
             "parameters": self.parameters,
             "strict": self.strict,
         }
-        given = {name: value for name, value in fields.items() if value is not None}
-        return {"type": "function", "function": given}
+        members = {name: value for name, value in fields.items() if value is not None}
+        return {"type": "function", "function": members}
 
 
 class FunctionChoice(Strict, tag_field="type", tag="function", omit_defaults=True):
@@ -85,7 +85,7 @@ class CustomChoice(FunctionChoice, tag_field="type", tag="custom"):
 
 
 class AllowedFunctions(Strict, tag_field="type", tag="allowed_tools"):
-    """The functions that may be called, of those that the request has.
+    """The functions of the request that may be called.
 
     Attributes:
         mode: whether the model may call them, or has to call one.
@@ -257,13 +257,13 @@ class ResponsesRequest(GenerationFields):
 
     def answer_forms(self) -> dict[str, dict[str, Any]]:
         """Return the fields for the form of the answer; see the base."""
-        found = super().answer_forms()
+        forms = super().answer_forms()
         match self.text.format:
             case JsonObjectFormat():
-                found["text.format"] = {"json_object": True}
+                forms["text.format"] = {"json_object": True}
             case TextSchemaFormat(schema=schema, strict=strict):
-                found["text.format"] = {"json": schema, "lenient": strict is not True}
-        return found
+                forms["text.format"] = {"json": schema, "lenient": strict is not True}
+        return forms
 
     def tools_and_choice(self) -> tuple[list[dict[str, Any]] | None, Any]:
         """Return the tools and the choice, as the engine takes them.

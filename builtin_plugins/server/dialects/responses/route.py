@@ -29,14 +29,9 @@ from hardpoint.plugins.server import Call, Client, Route
 from .compaction import CompactedResponse, CompactRequest, compacted, with_instruction
 from .conversations import ConversationRoutes, StoredConversations
 from .custom_tools import CustomTool
-from .events import (
-    ConversationReference,
-    RequestedTool,
-    ResponseAnswer,
-    ResponseObject,
-    echoed,
-)
+from .events import ResponseAnswer
 from .input import InputItem
+from .objects import ConversationReference, RequestedTool, ResponseObject, echoed
 from .request import ResponsesRequest
 from .store import StoreClient
 from .stored import StoredResponses
@@ -137,15 +132,15 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         )
 
     async def count_tokens(self, request: Request) -> Response:
-        """Return the number of tokens of a conversation, those of previous responses included."""
-        call, body = await self._service.read(request, ResponsesRequest)
+        """Return the number of tokens of a conversation, including previous responses."""
+        call, body = await self._service.requests.read(request, ResponsesRequest)
         model, adapter = await self._service.model(body.model)
         check_limits(body, self._service.settings.limits)
-        asked = ParsedRequest(call, body, model, "", "", adapter)
+        parsed = ParsedRequest(call, body, model, "", "", adapter)
 
         async def counted() -> InputTokens:
-            before, known = await self._gone_on(asked)
-            conversation = self._conversation(asked.call, known, before)
+            before, known = await self._gone_on(parsed)
+            conversation = self._conversation(parsed.call, known, before)
             prompt = await self._service.engine.model.apply_chat_template(**conversation)
             return InputTokens(len(await self._service.engine.model.prompt_tokens(prompt)))
 
@@ -153,7 +148,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
 
     async def compact(self, request: Request) -> Response:
         """Answer with the user messages of a conversation and a summary of all of it."""
-        call, body = await self._service.read(request, CompactRequest)
+        call, body = await self._service.requests.read(request, CompactRequest)
         body = msgspec.structs.replace(body.resolved(), store=False)
         model, adapter = await self._service.model(body.model)
         answer_id = new_id(self.id_prefix, body.request_id)
@@ -170,15 +165,15 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         return await self._service.answer(request, call, work)
 
     async def begin(
-        self, asked: ParsedRequest[ResponsesRequest]
+        self, parsed: ParsedRequest[ResponsesRequest]
     ) -> tuple[AsyncGenerator[RequestOutput, None], ResponseAnswer]:
         """Return the outputs and the answer; see the base."""
-        before, body = await self._gone_on(asked)
-        return self._generate(asked, body, before, self._keep(asked, body, before))
+        before, body = await self._gone_on(parsed)
+        return self._generate(parsed, body, before, self._keep(parsed, body, before))
 
     def _generate(
         self,
-        asked: ParsedRequest[ResponsesRequest],
+        parsed: ParsedRequest[ResponsesRequest],
         body: ResponsesRequest,
         before: Sequence[InputItem],
         keep: Callable[[ResponseObject], Awaitable[None]] | None,
@@ -205,13 +200,13 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
             include=[name for name in body.include if "." not in name],
         )
         outputs = engine.chat(
-            **self._conversation(asked.call, body, before),
+            **self._conversation(parsed.call, body, before),
             sampling_params=params,
-            request_id=asked.request_id,
+            request_id=parsed.request_id,
             parallel_tool_calls=body.parallel_tool_calls,
-            **self._service.extras(asked.call, body, asked.adapter),
+            **self._service.extras(parsed.call, body, parsed.adapter),
         )
-        response = _response(asked, params)
+        response = _response(parsed, params)
         response.store = keep is not None and body.store is not False
         names = {
             tool.flat_name: RequestedTool(tool.name, tool.namespace, isinstance(tool, CustomTool))
@@ -249,7 +244,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         }
 
     async def _gone_on(
-        self, asked: ParsedRequest[ResponsesRequest]
+        self, parsed: ParsedRequest[ResponsesRequest]
     ) -> tuple[Sequence[InputItem], ResponsesRequest]:
         """Return the stored items before the input, and the body with the session of all of them.
 
@@ -257,8 +252,8 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
             AnswerError: there is no such response or conversation.
             RequestError: nothing is stored, or the conversation has too many items.
         """
-        body, store = asked.body, self._store
-        history = await self._history(asked.call.client, body)
+        body, store = parsed.body, self._store
+        history = await self._history(parsed.call.client, body)
         if store is None:
             return (), body
         session, seconds = body.session, body.retain_seconds
@@ -269,7 +264,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         if seconds is None and body.session is None and body.store is not False:
             seconds = store.retain_seconds
         if seconds is not None and session is None and body.store is not False:
-            session = asked.answer_id
+            session = parsed.answer_id
         if seconds is None:
             session = body.session
         limit, number = (
@@ -308,12 +303,12 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
 
     def _keep(
         self,
-        asked: ParsedRequest[ResponsesRequest],
+        parsed: ParsedRequest[ResponsesRequest],
         body: ResponsesRequest,
         before: Sequence[InputItem],
     ) -> Callable[[ResponseObject], Awaitable[None]] | None:
         """Return the function that stores the response and adds it to its conversation."""
-        stored, conversations, client = self._stored, self._conversations, asked.call.client
+        stored, conversations, client = self._stored, self._conversations, parsed.call.client
         conversation = body.conversation_id
         if stored is None or conversations is None:
             return None
@@ -332,19 +327,19 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         return keep
 
 
-def _response(asked: ParsedRequest[ResponsesRequest], params: SamplingParams) -> ResponseObject:
-    body = asked.body
+def _response(parsed: ParsedRequest[ResponsesRequest], params: SamplingParams) -> ResponseObject:
+    body = parsed.body
     (text,) = echoed([body.text])
     (reasoning,) = echoed([body.reasoning])
     choice, name = body.tool_choice, body.conversation_id
     return ResponseObject(
-        id=asked.answer_id,
+        id=parsed.answer_id,
         created_at=int(time.time()),
         conversation=None if name is None else ConversationReference(name),
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         metadata=body.metadata,
-        model=asked.model,
+        model=parsed.model,
         parallel_tool_calls=body.parallel_tool_calls,
         previous_response_id=body.previous_response_id,
         reasoning={"effort": None, "summary": None, **reasoning},

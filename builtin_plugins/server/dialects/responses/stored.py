@@ -1,4 +1,4 @@
-"""Stored responses: what `previous_response_id` goes on from, and the routes that show them."""
+"""Stored responses: `previous_response_id`, and the routes that show them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.requests.reading import call_of
 from hardpoint.builtin_plugins.server.routes.answers import page_after
-from hardpoint.builtin_plugins.server.service import Service, call_of
+from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Client, Route
 from hardpoint.typed import convert, shown
 
-from .events import ResponseObject
 from .input import InputItem
+from .objects import ResponseObject
 from .store import StoreClient, item_record
 
 _ID = re.compile(r"resp_[\x21-\x7e]{1,128}")
@@ -55,7 +56,7 @@ class DeletedResponse(msgspec.Struct):
 
 
 class InputItemList(msgspec.Struct):
-    """A page of the items that a response answers, those of the responses before it included.
+    """A page of the items before a response, including the items of previous responses.
 
     Attributes:
         first_id, last_id: ids of the first and the last item of the page; None if it is empty.
@@ -103,7 +104,7 @@ def items_query(request: Request) -> ItemsQuery:
 
 
 class StoredResponses:
-    """The responses of a server whose plugins bring a store."""
+    """The responses of a server with a response store."""
 
     def __init__(self, service: Service, store: StoreClient) -> None:
         self._service, self._store = service, store

@@ -1,4 +1,4 @@
-"""Tools of `/v1/responses`: hosted ones, and those of a namespace."""
+"""Tools of `/v1/responses`: hosted tools and tools of a namespace."""
 
 from __future__ import annotations
 

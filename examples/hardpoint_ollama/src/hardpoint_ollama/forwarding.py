@@ -118,7 +118,7 @@ class Forwarding:
 
 
 def _headers(request: Request, length: int) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a forwarded request: those of the client except those of its body."""
+    """Return the headers of a forwarded request, without the headers of its body."""
     others = [pair for pair in request.headers.raw if not pair[0].startswith(b"content-")]
     return [
         *others,

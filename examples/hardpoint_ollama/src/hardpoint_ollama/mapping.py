@@ -1,4 +1,4 @@
-"""Mapping of Ollama's requests to those of OpenAI's API."""
+"""Mapping of Ollama's requests to OpenAI's API."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _thinking(request: TextRequest) -> dict[str, Any]:
 
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages in OpenAI's shape; calls without ids get those of their positions."""
+    """Return messages in OpenAI's shape; calls without ids get ids from their positions."""
     result: list[dict[str, Any]] = []
     open_calls: list[tuple[str, str]] = []
     for index, message in enumerate(messages):

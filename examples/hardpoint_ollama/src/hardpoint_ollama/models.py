@@ -65,7 +65,7 @@ class Models:
         return json_answer({"models": [_entry(card) for card in _listed(cards)]})
 
     async def processes(self, request: Request) -> Response:
-        """List the models, all of which are loaded."""
+        """List the loaded models."""
         status, cards = await self._cards(request)
         if status != 200:
             return error_answer(status, error_text(cards))

@@ -11,12 +11,15 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect as types
 
+from hardpoint.builtin_plugins.server.config import ServerLimits
+from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.operations.ignored_fields import (
+    LONGEST_NAME,
+    IgnoredFields,
+    is_near_miss,
+)
 from hardpoint.plugins import RequestError
 from hardpoint.typed import convert, join_path
-
-from .config import ServerLimits
-from .errors import AnswerError
-from .operations.ignored_fields import LONGEST_NAME, IgnoredFields, is_near_miss
 
 T = TypeVar("T")
 
@@ -71,8 +74,8 @@ def _problem(cause: msgspec.DecodeError | UnicodeDecodeError) -> str:
     if isinstance(cause, UnicodeDecodeError):
         return " in UTF-8"
     text, _, _ = str(cause).partition(" - at ")
-    found = _POSITION.fullmatch(text)
-    kind, place = (found[1], f" at byte {found[2]}") if found else (text, "")
+    match = _POSITION.fullmatch(text)
+    kind, place = (match[1], f" at byte {match[2]}") if match else (text, "")
     return f", got {_PROBLEMS.get(kind, 'something else')}{place}"
 
 
@@ -135,7 +138,7 @@ def without_ignored(body: dict[str, Any], type_: Any) -> dict[str, Any]:
 
 
 def check_lengths(body: Mapping[str, Any], limits: ServerLimits) -> None:
-    """Check the lengths of a body's lists, before anything is made of what is in them.
+    """Check the lengths of a body's lists before their items are converted.
 
     Raises:
         RequestError: one is too long; the message is that of the check of the field itself.

@@ -1,0 +1,1 @@
+"""Requests as they arrive: bodies, their conversion, and options for the engine."""
